@@ -35,14 +35,14 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 bench: .venv/installed
-	$(BIN)/python bench/against_ddp.py
-	$(BIN)/python bench/overhead.py
-	$(BIN)/python bench/prepare.py
+	$(BIN)/python bench/throughput_vs_ddp.py
+	$(BIN)/python bench/recorder_overhead.py
+	$(BIN)/python bench/corpus_preparation.py
 ifdef NANOGPT
-	$(BIN)/python bench/learning.py --nanogpt $(NANOGPT)
-	$(BIN)/python bench/against_nanogpt.py --nanogpt $(NANOGPT)
-	$(BIN)/python bench/against_nanogpt.py --nanogpt $(NANOGPT) --compile
-	$(BIN)/python bench/against_nanogpt.py --nanogpt $(NANOGPT) --dtype auto
+	$(BIN)/python bench/loss_vs_nanogpt.py --nanogpt $(NANOGPT)
+	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT)
+	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT) --compile
+	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT) --dtype auto
 else
 	@echo "left out: what is measured beside nanoGPT; with a checkout of it: make bench NANOGPT=FOLDER"
 endif

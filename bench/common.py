@@ -13,14 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from evener.core.resolve import Resolved, resolve
-from evener.core.spec import parse_args
+from evener.core.resolve import ResolvedRun, resolve
+from evener.core.run_spec import parse_args
 
 if TYPE_CHECKING:
     from evener.worker.run import Run
 
 
-def corpus() -> Path:
+def ensure_verb_corpus() -> Path:
     """The verb corpus, made where it is missing."""
     folder = Path("data/verbs")
     if not (folder / "meta.json").exists():
@@ -39,7 +39,7 @@ def nanogpt_checkout(text: str) -> Path:
     return folder
 
 
-def nanogpt_model(checkout: Path) -> ModuleType:
+def load_nanogpt_module(checkout: Path) -> ModuleType:
     """nanoGPT's own model.py."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", checkout / "model.py")
     assert spec is not None
@@ -50,20 +50,20 @@ def nanogpt_model(checkout: Path) -> ModuleType:
     return module
 
 
-def two_ranks(script: str, args: list[str]) -> list[str]:
+def torchrun_command(script: str, args: list[str]) -> list[str]:
     """The script under torchrun, two ranks that share the cores."""
-    corpus()
+    ensure_verb_corpus()
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 2) // 2))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--monitor-interval=0.1"]
     return [sys.executable, *torchrun, script, *args]
 
 
-def resolved(model: str, batch: int, steps: int, *flags: str) -> Resolved:
+def resolve_benchmark_run(model: str, batch: int, steps: int, *flags: str) -> ResolvedRun:
     """A run of which nothing but steps is wanted: no evaluation, no checkpoint, no dropout."""
     return resolve(
         parse_args(
             [
-                *("--data", str(corpus()), "--model", model, "--batch", str(batch), "--steps", str(steps)),
+                *("--data", str(ensure_verb_corpus()), "--model", model, "--batch", str(batch), "--steps", str(steps)),
                 *("--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--verify-every", "0"),
                 *("--compile", "off", "--dtype", "fp32", "--shares", "equal"),
                 *("--out", str(Path(tempfile.mkdtemp()) / "run"), *flags),
@@ -72,14 +72,14 @@ def resolved(model: str, batch: int, steps: int, *flags: str) -> Resolved:
     )
 
 
-def our_steps(run: Run, resolved: Resolved) -> Iterator[float]:
+def evener_steps(run: Run, resolved: ResolvedRun) -> Iterator[float]:
     """evener's own loop, a step each time it is asked; the seconds it took. The first rehearses: it is left out."""
-    from evener.worker.data import TokenBlocks
-    from evener.worker.loop import build
+    from evener.worker.loop import build_model
     from evener.worker.optim import adamw, set_hyperparameters
+    from evener.worker.token_blocks import TokenBlocks
 
     train = resolved.spec.train
-    model = run.model(build(resolved, is_new=True))
+    model = run.model(build_model(resolved, is_new=True))
     optimizer = run.optimizer(adamw(model, train))
     began = time.perf_counter()
     for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size, train.sampling)):

@@ -36,14 +36,28 @@ from evener.core.rundir import RunDir
 
 RESULTS = Path(__file__).with_name("loss.jsonl")
 SHAPES = {"small": ["--num-layers", "5", "--num-heads", "4", "--width", "128"], "char": []}
-SYNCS = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "powersgd:16", "diloco:10", "diloco:30", "diloco:100",
-         "diloco:10:int8", "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30:int8",
-         "diloco:30:int4")  # fmt: skip
-LAST = 100  # steps whose losses are the training loss
-Line = dict[str, Any]  # what a run came to, in RESULTS
+SYNC_STRATEGIES = (
+    "ddp",
+    "packed",
+    "bf16",
+    "int8",
+    "int4",
+    "powersgd:4",
+    "powersgd:16",
+    "diloco:10",
+    "diloco:30",
+    "diloco:100",
+    "diloco:10:int8",
+    "diloco:10:int8:streamed",
+    "diloco:10:int4:streamed",
+    "diloco:30:int8",
+    "diloco:30:int4",
+)
+TRAIN_LOSS_STEPS = 100  # steps whose losses are the training loss
+ResultRow = dict[str, Any]  # what a run came to, in RESULTS
 
 
-class Key(NamedTuple):
+class RunKey(NamedTuple):
     """What a run is of."""
 
     corpus: str
@@ -61,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a prepared folder: evener data text FILE --tokenizer char --out …")
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--syncs", default=",".join(SYNCS))
+    parser.add_argument("--syncs", default=",".join(SYNC_STRATEGIES))
     parser.add_argument("--shares", default="1:1", help="of each rank, as `train` takes them: 9:5:2 are three ranks")
     parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens that all ranks have together")
     parser.add_argument("--seeds", default="1,2,3")
@@ -76,18 +90,18 @@ def main() -> None:
         if options.data is None:
             parser.error("--data: which corpus?")
         run_missing(options)
-    print(table())
+    print(format_table())
 
 
 def run_missing(options: argparse.Namespace) -> None:
     began, longest_s = time.monotonic(), 0.0
-    keys, running, failed = missing(options), dict[Future[Line], Key](), list[str]()
+    keys, running, failed = missing_runs(options), dict[Future[ResultRow], RunKey](), list[str]()
     with ThreadPoolExecutor(options.at_once) as pool:
         while True:
             left_s = (options.minutes or 1e9) * 60 - (time.monotonic() - began)
             while len(running) < options.at_once and left_s >= 1.1 * longest_s and (key := next(keys, None)):
                 print(f"{key.sync}, seed {key.seed} …", flush=True)
-                running[pool.submit(run, options.data, key, options.at_once)] = key
+                running[pool.submit(train_run, options.data, key, options.at_once)] = key
             if not running:
                 break
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
@@ -103,19 +117,19 @@ def run_missing(options: argparse.Namespace) -> None:
         sys.exit("\n\n".join(failed))
 
 
-def missing(options: argparse.Namespace) -> Iterator[Key]:
+def missing_runs(options: argparse.Namespace) -> Iterator[RunKey]:
     """Seed by seed, so that a bench that was stopped has compared all of them."""
-    there = {key_of(row) for row in rows()}
+    there = {row_key(row) for row in load_rows()}
     ways = [("one process", "1"), *((sync, options.shares) for sync in options.syncs.split(","))]
     for seed in map(int, options.seeds.split(",")):
         for sync, shares in ways:
-            key = Key(options.data.name, options.shape, options.device, options.dtype, sync, shares, options.batch,
+            key = RunKey(options.data.name, options.shape, options.device, options.dtype, sync, shares, options.batch,
                       options.steps, seed)  # fmt: skip
             if key not in there:
                 yield key
 
 
-def run(data: Path, key: Key, at_once: int) -> Line:
+def train_run(data: Path, key: RunKey, at_once: int) -> ResultRow:
     """One run to its end, as its line."""
     ranks = key.shares.count(":") + 1
     threads = max(1, (os.cpu_count() or 1) // (ranks * at_once))
@@ -138,29 +152,34 @@ def run(data: Path, key: Key, at_once: int) -> Line:
         manifest, records = rundir.manifest(), rundir.records(0)
         assert manifest.result is not None
         return {
-            **key._asdict(), "ranks": ranks, "params": manifest.num_params,
+            **key._asdict(),
+            "ranks": ranks,
+            "params": manifest.num_params,
             "val_loss": manifest.result.val_loss,
-            "train_loss": statistics.mean(record.loss for record in records[-LAST:] if record.loss is not None),
+            "train_loss": statistics.mean(
+                record.loss for record in records[-TRAIN_LOSS_STEPS:] if record.loss is not None
+            ),
             "bytes_per_step": statistics.mean(record.bytes for record in records),
             "errors": [round(record.fidelity.error, 4) for record in records if record.fidelity],
-            "took_s": round(time.monotonic() - began), "date": time.strftime("%Y-%m-%d"),
-        }  # fmt: skip
+            "took_s": round(time.monotonic() - began),
+            "date": time.strftime("%Y-%m-%d"),
+        }
 
 
-def rows() -> list[Line]:
+def load_rows() -> list[ResultRow]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def key_of(row: Line) -> Key:
-    return Key(**{name: row[name] for name in Key._fields})
+def row_key(row: ResultRow) -> RunKey:
+    return RunKey(**{name: row[name] for name in RunKey._fields})
 
 
-def table() -> str:
+def format_table() -> str:
     """In Markdown, a line a strategy: the mean over the seeds that one process has too, and how far they lie apart."""
-    groups: dict[tuple[str, str, int, int, str], dict[tuple[str, str, str], dict[int, Line]]]
+    groups: dict[tuple[str, str, int, int, str], dict[tuple[str, str, str], dict[int, ResultRow]]]
     groups = defaultdict(lambda: defaultdict(dict))
-    for row in rows():
-        key = key_of(row)
+    for row in load_rows():
+        key = row_key(row)
         group = groups[key.corpus, key.shape, key.batch, key.steps, key.dtype]
         group[key.sync, key.shares, key.device][key.seed] = row
     lines: list[str] = []
@@ -183,16 +202,16 @@ def table() -> str:
                     for name in ("val_loss", "train_loss", "bytes_per_step")}  # fmt: skip
             more = {name: [by_seed[seed][name] / beside[seed][name] - 1 for seed in seeds]
                     for name in ("val_loss", "train_loss")}  # fmt: skip
-            spread = " … ".join(percent(end(more["val_loss"])) for end in (min, max)[: len(seeds)])
+            spread = " … ".join(format_percent(end(more["val_loss"])) for end in (min, max)[: len(seeds)])
             lines.append(f"| {sync} | {shares} | {device} | {len(seeds)} | {mean['val_loss']:.4f} | "
-                         f"{percent(statistics.mean(more['val_loss']))} | {spread} | {mean['train_loss']:.4f} | "
-                         f"{percent(statistics.mean(more['train_loss']))} | "
+                         f"{format_percent(statistics.mean(more['val_loss']))} | {spread} | {mean['train_loss']:.4f} | "
+                         f"{format_percent(statistics.mean(more['train_loss']))} | "
                          f"{mean['bytes_per_step'] / 1e6:.2f} MB |")  # fmt: skip
         lines.append("")
     return "\n".join(lines)
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{share:+.2%}".replace("-", "−")
 
 

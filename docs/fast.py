@@ -1,7 +1,7 @@
 """Write docs/fast.md and its picture: what machines make of what they could do together, and what it costs in loss.
 `make docs`.
 
-bench/fast.py and bench/loss.py measure; bench/fast.jsonl and bench/loss.jsonl hold what they found.
+bench/scaling_efficiency.py and bench/loss.py measure; bench/fast.jsonl and bench/loss.jsonl hold what they found.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from evener.core.prediction import EXACT
+from evener.core.prediction import EXACT_SOURCE
 from evener.core.roster import parse_sync
 from evener.core.shape import preset_shape
 from evener.core.units import median
-from evener.plan.penalty import loss_penalty, too_dear
-from evener.report.figures import SERIES_COLOURS
-from evener.report.picture import INK, LINE, MARKERS, SOFT
+from evener.plan.penalty import loss_penalty, why_too_lossy
+from evener.report.png_charts import INK, LINE, MARKERS, SOFT
+from evener.report.run_charts import SERIES_COLOURS
 
 FOLDER = Path(__file__).parent
 BENCH = FOLDER.parent / "bench"
@@ -38,11 +38,12 @@ Everything is a share of the limit: what the same hosts train at once, each by i
 before and after every run; the median of the turns that stand beside it, of 50 steps each (`d8`: 15 to 20, plain `ddp`
 at 100 and 10 Mbit/s: 12 and 6). "predicted" is the share that `plan` said before, "step" how far off it was in the
 length of a step: {short} of {known} were too short, {off} in the median. Probes know nothing of what hosts take from
-each other that share one machine, all of which these fill; where they leave a tenth of it, in `bench/prediction.py`,
-steps are 5 % off. Loss is what `bench/loss.py` measured at equal tokens, in 2000 steps (below), of as many replicas and
-a model of that size; between two sizes it is read off a line, beyond the largest that one's holds, as for `d8`: see
+each other that share one machine, all of which these fill; where they leave a tenth of it, in
+`bench/prediction_accuracy.py`, steps are 5 % off. Loss is what `bench/loss.py` measured at equal tokens, in 2000 steps
+(below), of as many replicas and a model of that size; between two sizes it is read off a line, beyond the largest that
+one's holds, as for `d8`: see
 `src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss by what was known then; with "ddp:
-none" one host alone is faster. `python bench/fast.py` goes on with it.
+none" one host alone is faster. `python bench/scaling_efficiency.py` goes on with it.
 
 ![shares of the limit](fast.png)
 """
@@ -93,13 +94,13 @@ def penalty_of(row: dict[str, Any]) -> tuple[float | None, str]:
 def may_be_taken(row: dict[str, Any]) -> bool:
     """By auto, of which a row may be older than what is known of its loss."""
     penalty, source = penalty_of(row)
-    return not too_dear(penalty, source, LOSS_BUDGET)
+    return not why_too_lossy(penalty, source, LOSS_BUDGET)
 
 
 def loss_of(row: dict[str, Any]) -> str:
     """The same in a word."""
     penalty, source = penalty_of(row)
-    if penalty is None or source == EXACT:
+    if penalty is None or source == EXACT_SOURCE:
         return source
     return f"{penalty:+.1%}" if penalty > 0 else "no higher"
 
@@ -123,7 +124,7 @@ def page() -> str:
             lines.append(f"| {name_of(row)} | {row['of_limit']:.2f} | {share} | {turns} | "
                          f"{row['sent_bytes'] / 1e6:.1f} MB | {loss_of(row)} | {off} |")  # fmt: skip
         lines += ["", *beside_one_host(found)]
-    return "\n".join([*lines, LOSS, runpy.run_path(str(BENCH / "loss.py"))["table"]()])
+    return "\n".join([*lines, LOSS, runpy.run_path(str(BENCH / "loss.py"))["format_table"]()])
 
 
 def beside_one_host(found: list[dict[str, Any]]) -> list[str]:

@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.core.link import Wire
-from evener.core.prediction import Job, Option
+from evener.core.link import LinkModel
+from evener.core.prediction import Job, PlanOption
 from evener.core.roster import SyncSpec
+from evener.core.run_spec import ModelSpec, RunSpec, TrainSpec
 from evener.core.shape import PRESETS, GPTShape
-from evener.core.spec import ModelSpec, RunSpec, TrainSpec
-from evener.plan.cluster import uniform
-from evener.plan.collectives import INFINITE, Ring, backend_s, bus_factor, ring
-from evener.plan.cost import again, price
+from evener.plan.cluster import uniform_cluster
+from evener.plan.collective_cost import INFINITE, Ring, build_ring, bus_factor, collective_s
+from evener.plan.cost_model import predict_step, recompute_factor
 from evener.plan.penalty import loss_penalty
-from evener.plan.scale import scale
-from evener.plan.thumb import nanogpt, sentences
+from evener.plan.rule_of_thumb import describe_rule, nanogpt_scenario
+from evener.plan.scaling_model import simulate_scaling
 
 FOLDER = Path(__file__).with_name("published")
 PAGE = Path(__file__).with_name("published.md")
@@ -87,7 +87,7 @@ def _training(row: dict[str, str], by_id: dict[str, dict[str, str]], source: str
         return [Row(name, throttled, ours, "tokens/s", source,
                     "the step is the slowest rank's: 131,000 tokens/s × 500 ms / 2,560 ms")]  # fmt: skip
     if family == "nanogpt":
-        (point,) = scale(nanogpt(), [int(name.rsplit("-", 1)[1])])
+        (point,) = simulate_scaling(nanogpt_scenario(), [int(name.rsplit("-", 1)[1])])
         middle = 0.5 * sum(map(float, row["value"].split("-")))
         why = f"the middle of {row['value']}; ours with a network that is not slow: see below"
         return [Row(name, middle, point.efficiency, "of linear", source, why)]
@@ -98,19 +98,19 @@ def _training(row: dict[str, str], by_id: dict[str, dict[str, str]], source: str
         rates = [60.0, 60.0 * 4 / 8]
         spec = RunSpec(model=ModelSpec(model="d8"), train=TrainSpec(batch=8, micro_batch=8))
         job = Job(spec=spec, shape=_with(PRESETS["d8"], block_size=512))
-        wire = Wire(latency_s=1e-4, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9)
-        cluster = uniform(dict(zip(["i9", "laptop"], rates, strict=True)), wire)
-        found = price(job, cluster, job.roster(cluster.seats))
+        wire = LinkModel(latency_s=1e-4, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9)
+        cluster = uniform_cluster(dict(zip(["i9", "laptop"], rates, strict=True)), wire)
+        found = predict_step(job, cluster, job.initial_roster(cluster.seats))
         all_reduce_s = found.ranks[0].sync_s
         return [
             Row(name, value, found.tokens_per_s, "tokens/s", source,
                 "60 tokens/s alone with 8 threads, so 30 with 4: half of the batch takes the laptop "
-                f"{found.slowest.cost.compute_s:.0f} s", stated),
+                f"{found.straggler_cost.cost.compute_s:.0f} s", stated),
             Row(f"{name}: all-reduce", 4.3, all_reduce_s, "s", source, "503 MB at 0.117 GB/s, of 71.5 s", stated),
         ]  # fmt: skip
     if family.startswith("comm760m"):
-        two = _two(Wire(latency_s=0.0, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9))
-        ours = backend_s("all_reduce", 2 * 760e6, two, "gloo")
+        two = _two(LinkModel(latency_s=0.0, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9))
+        ours = collective_s("all_reduce", 2 * 760e6, two, "gloo")
         return [Row(name, value, ours, "s", source, "2(n-1)/n · 1.52 GB at 85 % of the line", stated)]
     if family == "mpt7b":
         ours = float(by_id["mpt7b-128"]["value"])
@@ -129,11 +129,11 @@ def _fsdp(row: dict[str, str], alone: dict[str, str], source: str, stated: bool)
     nodes, busbw = int(row["nodes"]), float(row["link_busbw_GBps"]) * 1e9
     shape = like(float(row["params"]), num_layers=28, width=3584, block_size=2048)
     job = Job(spec=RunSpec(train=TrainSpec(batch=2 * 8 * nodes, micro_batch=2)), shape=shape)
-    wire = Wire(latency_s=ALPHA_S, bandwidth_Bps=busbw)
-    cluster = uniform({f"n{i}": per_gpu for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(8)], wire)
-    found = price(job, cluster, _with(job.roster(cluster.seats), sync=SyncSpec(kind="fsdp")))
+    wire = LinkModel(latency_s=ALPHA_S, bandwidth_Bps=busbw)
+    cluster = uniform_cluster({f"n{i}": per_gpu for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(8)], wire)
+    found = predict_step(job, cluster, _with(job.initial_roster(cluster.seats), sync=SyncSpec(kind="fsdp")))
     why = f"two gathers and a reduce-scatter of 15.2 GB: {found.ranks[0].sync_s:.3g} s beside " \
-          f"{found.slowest.cost.compute_s:.2f} s of computing"  # fmt: skip
+          f"{found.straggler_cost.cost.compute_s:.2f} s of computing"  # fmt: skip
     return Row(row["id"], value, found.tokens_per_s, "tokens/s", source, why, stated)
 
 
@@ -171,7 +171,7 @@ def _scaled(row: dict[str, str], given: dict[str, str] | None, slowed: bool) -> 
     if given is None:
         return Row(name, value, value, unit, source, "given")
     found = scaled_up(row, given)
-    cost, in_flight_s = found.slowest.cost, found.slowest.sync_s
+    cost, in_flight_s = found.straggler_cost.cost, found.straggler_cost.sync_s
     showed = (figure_or_step_s(row, value) - cost.compute_s) / in_flight_s
     why = f"{in_flight_s:.3g} s of collectives beside {cost.compute_s:.3g} s of computing: " \
           f"{showed:.0%} of them show, by ours {cost.exposed_sync_s / in_flight_s:.0%}"  # fmt: skip
@@ -185,14 +185,14 @@ def _scaled(row: dict[str, str], given: dict[str, str] | None, slowed: bool) -> 
     return Row(name, value, figure_or_step_s(row, found.step_s), unit, source, why, is_stated=is_stated)
 
 
-def scaled_up(row: dict[str, str], given: dict[str, str]) -> Option:
+def scaled_up(row: dict[str, str], given: dict[str, str]) -> PlanOption:
     """What evener says of a run whose GPUs compute as fast as those of the given one, over the network as stated.
 
     How fast that is follows from the given step, of which evener says as well what its collectives took.
     """
     step_s = figure_or_step_s(given, float(given["value"]))
     shape = _shape_of(row)
-    alone = sequences(given) * shape.block_size / int(given["gpus"]) / step_s * again(_job_of(given))
+    alone = sequences(given) * shape.block_size / int(given["gpus"]) / step_s * recompute_factor(_job_of(given))
     low, high = alone, 4 * alone
     for _ in range(12):
         middle = math.sqrt(low * high)
@@ -211,14 +211,14 @@ def _job_of(row: dict[str, str]) -> Job:
     return Job(spec=spec, shape=_shape_of(row))
 
 
-def _priced(row: dict[str, str], rate: float) -> Option:
+def _priced(row: dict[str, str], rate: float) -> PlanOption:
     """A run whose GPUs train so many tokens a second."""
     job = _job_of(row)
     nodes, per_node = int(row["gpus"]) // int(row["gpus_per_node"]), int(row["gpus_per_node"])
     alpha_s = float(row["fitted"].split()[0]) * 1e-6 if row["fitted"].endswith("us") else ALPHA_S
-    wire = Wire(latency_s=alpha_s, bandwidth_Bps=float(row["node_GBps"]) * 1e9)
-    cluster = uniform({f"n{i}": rate for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(per_node)], wire)
-    return price(job, cluster, _with(job.roster(cluster.seats), sync=SyncSpec(kind=row["strategy"])))
+    wire = LinkModel(latency_s=alpha_s, bandwidth_Bps=float(row["node_GBps"]) * 1e9)
+    cluster = uniform_cluster({f"n{i}": rate for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(per_node)], wire)
+    return predict_step(job, cluster, _with(job.initial_roster(cluster.seats), sync=SyncSpec(kind=row["strategy"])))
 
 
 def sequences(row: dict[str, str]) -> int:
@@ -247,9 +247,9 @@ def with_sources(table: list[dict[str, str]]) -> list[dict[str, str]]:
     return table
 
 
-def _two(wire: Wire) -> Ring:
+def _two(wire: LinkModel) -> Ring:
     """Two ranks on hosts of their own."""
-    return ring(uniform({"a": 1.0, "b": 1.0}, wire), ["a", "b"])
+    return build_ring(uniform_cluster({"a": 1.0, "b": 1.0}, wire), ["a", "b"])
 
 
 def like(num_params: float, *, num_layers: int, width: int, block_size: int) -> GPTShape:
@@ -361,10 +361,10 @@ def _on_nodes(row: dict[str, str], pair: dict[str, str]) -> Row:
     if row is pair or row["nodes"] == "1":
         return Row(name, value, value, row["unit"], row["source"], "given")
     size = float(row["size_bytes"])
-    wire = Wire(latency_s=ALPHA_S, bandwidth_Bps=size / _ranks(pair) / (_hop_s(pair) - ALPHA_S))
+    wire = LinkModel(latency_s=ALPHA_S, bandwidth_Bps=size / _ranks(pair) / (_hop_s(pair) - ALPHA_S))
     devices = [f"cuda:{i}" for i in range(int(row["gpus_per_node"]))]
-    cluster = uniform({f"n{i}": 1.0 for i in range(int(row["nodes"]))}, wire, devices, wire)
-    took_s = backend_s(row["collective"], size, ring(cluster, [seat.host for seat in cluster.seats]), "nccl")
+    cluster = uniform_cluster({f"n{i}": 1.0 for i in range(int(row["nodes"]))}, wire, devices, wire)
+    took_s = collective_s(row["collective"], size, build_ring(cluster, [seat.host for seat in cluster.seats]), "nccl")
     needed_s = _hop_s(row) - size / _ranks(row) / wire.bandwidth_Bps
     why = f"{wire.bandwidth_Bps / 1e9:.3g} GB/s by two nodes and {ALPHA_S * 1e6:.0f} µs a message; " \
           f"a ring that takes as long has {needed_s * 1e6:.0f} µs"  # fmt: skip
@@ -415,14 +415,14 @@ def low_communication() -> list[Row]:
 def _streaming(row: dict[str, str], name: str) -> Row:
     """1B parameters in bf16 over two replicas at 1 Gbit/s; steps of 2²⁰ tokens, 8 fragments: assumptions."""
     num_steps, compute_s = 25e9 / 2**20, 0.67 * 3600 / (25e9 / 2**20)
-    wire = Wire(latency_s=0.0, bandwidth_Bps=1e9 / 8)
+    wire = LinkModel(latency_s=0.0, bandwidth_Bps=1e9 / 8)
     two = _two(wire)
     if "streaming" in row["method"]:
-        fragment_s = backend_s("all_reduce", 0.5e9 / 8, two, "gloo")
+        fragment_s = collective_s("all_reduce", 0.5e9 / 8, two, "gloo")
         step_s = compute_s + 8 * max(0.0, fragment_s - compute_s) / 100
         why = "4 bits, 8 fragments in 100 steps, each hidden behind one step (assumed, so that it comes out)"
     else:
-        step_s = compute_s + backend_s("all_reduce", 2e9, two, "gloo")
+        step_s = compute_s + collective_s("all_reduce", 2e9, two, "gloo")
         why = "2 GB of bf16 in every step; steps of 2²⁰ tokens and two replicas are assumed"
     return Row(name, float(row["value"]), num_steps * step_s / 3600, "hours", row["source"], why)
 
@@ -460,7 +460,7 @@ def page() -> str:
             ]
             lines += ["them shows the form to be right, and predicts nothing."]
         if section == "Training":
-            lines += ["", *sentences(nanogpt())]
+            lines += ["", *describe_rule(nanogpt_scenario())]
         if section == "Scaling":
             lines += [
                 "",

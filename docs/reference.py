@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import typer
 
-from evener.cli.help import described, examples
+from evener.cli.help import example_lines, parameter_help
 from evener.cli.main import app
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -37,13 +37,13 @@ def section(path: list[str], command: click.Command) -> list[str]:
     text = re.sub(r"\n(?!\n)\s*(?=\S)(?<!\n\n)", " ", inspect.cleandoc(command.help or ""))
     shown = [parameter for parameter in command.params if not getattr(parameter, "hidden", False)]
     lines = [f"## {' '.join(path)}", "", text, ""]
-    if examples(command):
-        lines += ["```sh", *examples(command), "```", ""]
+    if example_lines(command):
+        lines += ["```sh", *example_lines(command), "```", ""]
     lines += ["| | |", "|---|---|"]
     for parameter in shown:
         is_argument = parameter.param_type_name == "argument"
         names = [] if is_argument else [" / ".join([*parameter.opts, *parameter.secondary_opts])]
-        cells = " ".join([*names, parameter.metavar or ""]).strip(), described(parameter)
+        cells = " ".join([*names, parameter.metavar or ""]).strip(), parameter_help(parameter)
         name, text = (cell.replace("|", "\\|") for cell in cells)
         lines.append(f"| `{name}` | {text} |")
     return [*lines, ""]

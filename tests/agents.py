@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from evener.agent.__main__ import TOLD_TO_END, Agent
-from evener.agent.council import ROUND_S, Statement
-from evener.core.stored import read_stored
-from evener.core.watch import Look
-from evener.core.world import AGENT_FILE, AgentSpec, Meeting, Part, Saying
+from evener.agent.__main__ import SIGTERM_EXIT_STATUS, HostAgent
+from evener.agent.consensus import TICK_INTERVAL_S, HostStatus
+from evener.core.hang_detector import ProcessSample
+from evener.core.json_files import read_json
+from evener.core.membership_epoch import AGENT_SPEC_FILE, AgentSpec, HostEntry, RankStatus, Rendezvous
 
 from .conftest import ENV, TIMEOUT_S, free_port
 
@@ -33,7 +33,7 @@ pulse = json.loads(sys.argv[2]) if len(sys.argv) > 2 else None
 if pulse:
     host.joinpath("pulse").mkdir(exist_ok=True)
     host.joinpath("pulse", "0").write_text(json.dumps({"pid": os.getpid(), **pulse}))
-world = json.loads(host.joinpath("world.json").read_text())["world"]
+world = json.loads(host.joinpath("world.json").read_text())["epoch"]
 print("world", world["number"], "rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
 go, launcher = pathlib.Path(sys.argv[1]), os.getppid()
 while not go.exists() and os.getppid() == launcher:
@@ -57,7 +57,7 @@ class Agents:
 
     def __init__(self, folder: Path, names: str, pulses: Mapping[str, Pulse] | None = None) -> None:
         self.folder, self.port, self.pulses = folder, free_port(), dict(pulses or {})
-        self.parts = {name: Part(address=f"127.0.0.{i + 1}", num_ranks=self.RANKS) for i, name in enumerate(names)}
+        self.parts = {name: HostEntry(address=f"127.0.0.{i + 1}", num_ranks=self.RANKS) for i, name in enumerate(names)}
         self.first, self.edition = [*names], 0
         for name in names:
             self.add(name)
@@ -78,9 +78,19 @@ class Agents:
     def tell(self, name: str) -> None:
         """Write down for its agent who may take part."""
         home = self.folder / name
-        spec = AgentSpec(run="r1", host=name, hosts=self.parts, edition=self.edition, first=self.first, port=self.port,
-                         key="secret", program=self.program(home), silent_s=8.0, lives=self.LIVES)  # fmt: skip
-        (home / AGENT_FILE).write_bytes(msgspec.json.encode(spec))
+        spec = AgentSpec(
+            run="r1",
+            host=name,
+            hosts=self.parts,
+            version=self.edition,
+            first=self.first,
+            port=self.port,
+            key="secret",
+            program=self.program(home),
+            host_timeout_s=8.0,
+            is_elastic=self.LIVES,
+        )
+        (home / AGENT_SPEC_FILE).write_bytes(msgspec.json.encode(spec))
 
     def told(self, name: str) -> str:
         """Return what its ranks printed, in the order of their worlds."""
@@ -205,7 +215,7 @@ class SimulatedAgents(Agents):
 
     def __init__(self, folder: Path, names: str, pulses: Mapping[str, Pulse] | None = None) -> None:
         self.now, self.random = 1000.0, random.Random(1)
-        self.agents: dict[str, Agent] = {}  # of hosts that are on, and whose agent has not ended
+        self.agents: dict[str, HostAgent] = {}  # of hosts that are on, and whose agent has not ended
         self.statuses: dict[str, int] = {}  # of agents that have ended
         self.ranks: dict[str, SimulatedRanks] = {}
         self._frozen: set[str] = set()
@@ -221,11 +231,11 @@ class SimulatedAgents(Agents):
         self._told.setdefault(name, "")
         self.statuses.pop(name, None)
 
-        def start_ranks(spec: AgentSpec, folder: Path, meeting: Meeting) -> Any:
+        def start_ranks(spec: AgentSpec, folder: Path, meeting: Rendezvous) -> Any:
             self.ranks[name] = SimulatedRanks(self, name, meeting)
             return self.ranks[name]
 
-        self.agents[name] = Agent(read_stored(home / AGENT_FILE, AgentSpec), home, clock=lambda: self.now,
+        self.agents[name] = HostAgent(read_json(home / AGENT_SPEC_FILE, AgentSpec), home, clock=lambda: self.now,
                                   start_ranks=start_ranks)  # fmt: skip
 
     def told(self, name: str) -> str:
@@ -246,22 +256,22 @@ class SimulatedAgents(Agents):
         return self.now - began
 
     def _round(self) -> None:
-        self.now += ROUND_S
+        self.now += TICK_INTERVAL_S
         due, self._under_way = self._under_way, []
         for to, text in due:
             if to in self.agents and to not in self._frozen and self.random.random() > 0.1:
-                self.agents[to].hear(msgspec.json.decode(text, type=Statement))
+                self.agents[to].on_status(msgspec.json.decode(text, type=HostStatus))
         for name in self.random.sample(sorted(self.agents), len(self.agents)):
             if name in self._frozen:
                 continue
             agent = self.agents[name]
             with contextlib.redirect_stdout(self._logs[name]):
-                status = agent.look()
+                status = agent.tick()
             if status is not None:
                 self.statuses[name] = status
                 agent.close()
                 del self.agents[name]
-            elif (statement := agent.statement()) is not None:
+            elif (statement := agent.make_status()) is not None:
                 self._under_way += [(to, msgspec.json.encode(statement)) for to in self.parts if to != name]
 
     def wait(self, name: str) -> int:
@@ -304,11 +314,11 @@ class SimulatedRanks:
 
     HEARS_S = 1.0
 
-    def __init__(self, hosts: SimulatedAgents, name: str, meeting: Meeting) -> None:
+    def __init__(self, hosts: SimulatedAgents, name: str, meeting: Rendezvous) -> None:
         self._hosts, self._name, self._meeting, self._began = hosts, name, meeting, hosts.now
         self.killed = self.stopped = False
         self._failed_at: float | None = None
-        hosts.say(name, f"world {meeting.world.number} rank {meeting.first_rank} of {meeting.world_size}\n")
+        hosts.say(name, f"world {meeting.epoch.number} rank {meeting.first_rank} of {meeting.world_size}\n")
 
     def _exit_code(self) -> int | None:
         go = self._hosts.folder / self._name / "go"
@@ -317,34 +327,34 @@ class SimulatedRanks:
             self._failed_at = self._hosts.now
         return code
 
-    def status(self) -> int | None:
+    def poll(self) -> int | None:
         """Return the launcher's exit status once it has ended."""
         code = self._exit_code()
         if code is not None:
             return 1 if code else 0
-        others = (one for one in self._hosts.ranks.values() if one._meeting.world == self._meeting.world)
+        others = (one for one in self._hosts.ranks.values() if one._meeting.epoch == self._meeting.epoch)
         failed = [one._failed_at for one in others if one._failed_at is not None]
-        return TOLD_TO_END if failed and self._hosts.now - min(failed) > self.HEARS_S else None
+        return SIGTERM_EXIT_STATUS if failed and self._hosts.now - min(failed) > self.HEARS_S else None
 
     def failures(self) -> list[dict[str, Any]]:
         """Return how it failed, if it did itself."""
         code = self._exit_code()
         return [{"local_rank": 0, "pid": 1, "exitcode": code, "time": self._hosts.now}] if code else []
 
-    def sayings(self) -> dict[int, Saying]:
+    def rank_statuses(self) -> dict[int, RankStatus]:
         """Return nothing: under a launcher ranks ask their agent for nothing."""
         return {}
 
-    def looks(self) -> dict[int, Look]:
+    def sample_processes(self) -> dict[int, ProcessSample]:
         """Return what the kernel and its pulse would say of it."""
         pulse, runs_s = self._hosts.pulses.get(self._name), self._hosts.now - self._began
         if self.stopped:
-            return {0: Look(pid=1, state="T", cpu_s=0.0)}
+            return {0: ProcessSample(pid=1, state="T", cpu_s=0.0)}
         if pulse is None:
-            return {0: Look(pid=1, state="S", cpu_s=runs_s)}
-        return {0: Look(pid=1, state="S", cpu_s=0.0, where=pulse.where, waits=pulse.waits)}
+            return {0: ProcessSample(pid=1, state="S", cpu_s=runs_s)}
+        return {0: ProcessSample(pid=1, state="S", cpu_s=0.0, where=pulse.where, is_waiting=pulse.waits)}
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill it."""
         if self._hosts.ranks.get(self._name) is self:
             del self._hosts.ranks[self._name]

@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from evener.core.rundir import Contention, RunDir
 from evener.core.runwriter import RunWriter
-from evener.hosts.remote import runs
+from evener.hosts.remote import run_control
 
 from . import guard, sample_runs, tiers
 from .ranks import Server
@@ -112,7 +112,7 @@ def free_port() -> int:
     """A port of the loopback for who must know it beforehand: one that the kernel gives to nobody who takes any."""
     range_of_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low = int(range_of_kernel.read_text().split()[0]) if range_of_kernel.exists() else 32768
-    port = runs.free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
+    port = run_control.find_free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
     assert port is not None
     return port
 
@@ -128,11 +128,11 @@ def module_argv(num_ranks: int, module: str, args: list[str]) -> list[str]:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2000 sentences about verbs, in bytes."""
-    from evener.corpus.verbs import make_verbs
-    from evener.corpus.write import prepare
+    from evener.corpus.prepare_corpus import prepare
+    from evener.corpus.verbs import make_verb_corpus
 
     out = tmp_path_factory.mktemp("data") / "verbs"
-    splits, files = make_verbs(0, 2000, 0.1)
+    splits, files = make_verb_corpus(0, 2000, 0.1)
     prepare(out, splits, tokenizer="byte", extra=files)
     return out
 

@@ -16,13 +16,13 @@ from unittest import mock
 import msgspec
 from typer.testing import CliRunner
 
-from evener.core.decoding import from_json, from_tree
+from evener.core.decoding import from_builtins, from_json
 from evener.core.errors import HostError
-from evener.core.finding import Finding, by_severity
-from evener.hosts import doctor
-from evener.hosts.checks import check
-from evener.hosts.seen import Seen
-from evener.lab.drill import LOOK_S, Play
+from evener.core.finding import Finding, sort_by_severity
+from evener.hosts import preflight
+from evener.hosts.checks import run_checks
+from evener.hosts.context import CheckContext
+from evener.lab.drill_runner import DIAGNOSIS_TIMEOUT_S, DrillRun
 
 FOLDER = Path(__file__).parent / "unit" / "records" / "drills"
 
@@ -33,30 +33,32 @@ def path_of(drill: str) -> Path:
 
 
 @contextlib.contextmanager
-def captured(play: Play) -> Iterator[list[Seen]]:
+def captured(play: DrillRun) -> Iterator[list[CheckContext]]:
     """Run doctor in this process while a drill goes on, and keep all that is known when it makes its findings."""
     from evener.cli.main import app
 
-    seen: list[Seen] = []
+    seen: list[CheckContext] = []
 
-    def checked(what: Seen) -> list[Finding]:
+    def checked(what: CheckContext) -> list[Finding]:
         seen.append(what)
-        return check(what)
+        return run_checks(what)
 
-    def evener(*args: str, timeout_s: float = LOOK_S) -> subprocess.CompletedProcess[str]:
-        with contextlib.chdir(play.stage.folder):
+    def evener(*args: str, timeout_s: float = DIAGNOSIS_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+        with contextlib.chdir(play.context.folder):
             done = CliRunner().invoke(app, [*args])
         return subprocess.CompletedProcess(args, done.exit_code, done.stdout, done.stderr)
 
-    with mock.patch.object(doctor, "check", checked), mock.patch.object(play.stage, "evener", evener):
+    with mock.patch.object(preflight, "run_checks", checked), mock.patch.object(play.context, "run_evener", evener):
         yield seen
 
 
-def write(drill: str, seen: Seen) -> None:
+def write(drill: str, seen: CheckContext) -> None:
     """Write a drill's record, without what only this machine has."""
     errors = {name: {"message": str(error), "check": error.check, "host": error.host, "hint": error.hint}
               for name, error in seen.errors.items()}  # fmt: skip
-    tree = {name: msgspec.to_builtins(getattr(seen, name)) for name in Seen.__struct_fields__ if name != "errors"}
+    tree = {
+        name: msgspec.to_builtins(getattr(seen, name)) for name in CheckContext.__struct_fields__ if name != "errors"
+    }
     text = msgspec.json.encode(tree | {"errors": errors}).decode()
     for ours in (sys.prefix, str(Path(sys.executable).resolve().parent), str(Path.cwd()), str(Path.home())):
         text = text.replace(ours, "/opt/evener")
@@ -64,19 +66,19 @@ def write(drill: str, seen: Seen) -> None:
     path_of(drill).write_bytes(msgspec.json.format(text.encode(), indent=1) + b"\n")
 
 
-def read(drill: str) -> Seen:
+def read(drill: str) -> CheckContext:
     """Return what doctor saw."""
     tree = from_json(path_of(drill).read_bytes(), dict[str, Any])
     errors = tree.pop("errors")
-    seen = from_tree(tree | {"errors": {}}, Seen)
+    seen = from_builtins(tree | {"errors": {}}, CheckContext)
     raised = {name: HostError(one["message"], check=one["check"], host=one["host"], hint=one["hint"])
               for name, one in errors.items()}  # fmt: skip
     return msgspec.structs.replace(seen, errors=raised)
 
 
-def findings(seen: Seen) -> list[Finding]:
+def findings(seen: CheckContext) -> list[Finding]:
     """Return what the pure checks find."""
-    return by_severity(check(seen))
+    return sort_by_severity(run_checks(seen))
 
 
 def keys(found: list[Finding]) -> set[tuple[str, str, str | None, str | None]]:

@@ -40,11 +40,11 @@ def marked(mark: str) -> list[int]:
 
 def clean(mark: str) -> None:
     """End the labs and the processes of a test process that is gone."""
-    from evener.lab import lab, state
+    from evener.lab import emulated_lab, state
 
     deadline = time.monotonic() + WITHIN_S
     pids = {*marked(mark)}
-    of_lab = {name: {one.pid for one in state.find_processes(state.root() / name)} for name in state.lab_names()}
+    of_lab = {name: {one.pid for one in state.find_processes(state.labs_root() / name)} for name in state.lab_names()}
     labs = [name for name, of_this in of_lab.items() if name.startswith(f"{mark}-") or pids & of_this]
     while pids and time.monotonic() < deadline:
         for pid in pids:
@@ -53,7 +53,7 @@ def clean(mark: str) -> None:
         time.sleep(0.05)
         pids = {*marked(mark)}
     for name in labs:
-        lab.take_down(name)
+        emulated_lab.take_down(name)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def preload() -> None:
 
     import evener.worker.loop
     import evener.worker.run
-    import evener.worker.sync.choose  # noqa: F401
+    import evener.worker.sync.sync_factory  # noqa: F401
 
     gc.freeze()  # or each child would look through, and so copy, all of torch
 

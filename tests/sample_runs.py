@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 
 from evener.core.corpus import Corpus
-from evener.core.files import write_atomic
-from evener.core.machine import Machine
-from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Contention, Manifest, Rank, Result
+from evener.core.file_io import write_atomic
+from evener.core.host_info import HostInfo
+from evener.core.roster import RankSlot, initial_roster
+from evener.core.run_spec import EvalSpec, RunSpec, TrainSpec
+from evener.core.rundir import Contention, Manifest, RankProcess, RunResult
 from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
-from evener.core.spec import EvalSpec, RunSpec, TrainSpec
-from evener.core.step import StepCost, StepRecord
+from evener.core.step_cost import StepCost, StepRecord
 
 STARTED = 1_795_000_000.0
 BATCH, BLOCK_SIZE = 16, 64
@@ -43,7 +43,7 @@ def write_run(
     losses: Callable[[int], float | None] = lambda step: 3.0 / (step + 1),
     evaluations: dict[int, float] | None = None,
     verdict: str = "finished",
-    result: Result | None = None,
+    result: RunResult | None = None,
     corpus: str = "verbs",
     device: str = "cpu",
     dropout: float = 0.0,
@@ -76,7 +76,7 @@ def write_run(
             lines += msgspec.json.encode(record) + b"\n"
         write_atomic(run.steps_path(rank), lines)
     if result is None and verdict == "finished":
-        result = Result(
+        result = RunResult(
             steps=steps,
             loss=losses(steps - 1) if steps else None,
             val_loss=1.25,
@@ -106,13 +106,13 @@ def write_run(
             code_hash="c0de",
             params_by_group=shape.params_by_group(),
             num_params=shape.num_params(),
-            roster=first_roster(
-                RunSpec(train=TrainSpec(batch=BATCH)), [Seat(host="h", device=device)] * num, BLOCK_SIZE
+            roster=initial_roster(
+                RunSpec(train=TrainSpec(batch=BATCH)), [RankSlot(host="h", device=device)] * num, BLOCK_SIZE
             ),
             compiled=False,
             sampler="epochs-1",
-            hosts=[Machine(host="h", system="Linux", cpu="cpu", cores=cores, memory_bytes=8 << 30, python="3.11.7")],
-            ranks=[Rank(rank=rank, host="h", device=device, threads=threads, pid=rank) for rank in range(num)],
+            hosts=[HostInfo(host="h", system="Linux", cpu="cpu", cores=cores, memory_bytes=8 << 30, python="3.11.7")],
+            ranks=[RankProcess(rank=rank, host="h", device=device, threads=threads, pid=rank) for rank in range(num)],
             contention=contention,
             result=result,
         )

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from evener.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from evener.core.spec import parse_args as parse_args
-    from evener.report.frames import read_run as read_run
+    from evener.core.run_spec import parse_args as parse_args
+    from evener.report.dataframes import read_run as read_run
     from evener.worker.run import join as join
 
 
@@ -16,11 +16,11 @@ def __getattr__(name: str) -> Any:
 
         return join
     if name == "parse_args":
-        from evener.core.spec import parse_args
+        from evener.core.run_spec import parse_args
 
         return parse_args
     if name == "read_run":
-        from evener.report.frames import read_run
+        from evener.report.dataframes import read_run
 
         return read_run
     raise AttributeError(f"module 'evener' has no attribute {name!r}")

@@ -10,13 +10,13 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from evener.core.runwriter import RunWriter
-from evener.report import beside
-from evener.report.page import run_page
+from evener.report import compare_runs
+from evener.report.html_report import run_page
 from tests.tiers import exhaustive, exhaustively
 
 from ..conftest import Started, flags_of, wait_until
 
-SOON_MS = 60_000  # generous: two cores may have other work; how soon it is, bench/watch.py measures
+SOON_MS = 60_000  # generous: two cores may have other work; how soon it is, bench/watch_overhead.py measures
 
 
 def take_steps(run: RunWriter, num: int = 1) -> int:
@@ -165,7 +165,9 @@ def test_nor_is_anybody_by_the_reports(page, run, tmp_path, write_run, width, sc
     for one in (run, other):
         one.add_event("start", step=0, ranks=1, sync="ddp")
     both = tmp_path / "both.html"
-    both.write_text(beside.page(beside.beside([run.path, other.path]), "both"), encoding="utf-8")
+    both.write_text(
+        compare_runs.comparison_page(compare_runs.compare_runs([run.path, other.path]), "both"), encoding="utf-8"
+    )
     alone = tmp_path / "one.html"
     alone.write_text(run_page(run, now=0.0), encoding="utf-8")
     page.set_viewport_size({"width": width, "height": 900})
@@ -201,7 +203,7 @@ def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
         wait_until(lambda: one.dir.steps_path(0).exists() and len(one.dir.records(0)) > 3)
         page.goto(watch(str(out)).url)
         page.get_by_role("button", name="save now").click()
-        wait_until(lambda: one.dir.saved_step() is not None)
+        wait_until(lambda: one.dir.last_saved_step() is not None)
         page.get_by_role("button", name="stop").click()
         page.get_by_role("button", name="let it run").click()
         page.get_by_role("button", name="stop").click()
@@ -212,5 +214,5 @@ def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
         app(["stop", str(out), "--now"], standalone_mode=False)
     manifest = one.dir.manifest()
     assert manifest.verdict == "stopped"
-    assert one.dir.newest_checkpoint() == manifest.result.steps
+    assert one.dir.newest_checkpoint_step() == manifest.result.steps
     expect(page.locator("#actions")).to_be_hidden()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from evener.core.rundir import RunDir
-from evener.core.step import PARTS
-from evener.report.profile import read_profiles
+from evener.core.step_cost import PHASES
+from evener.report.chrome_trace import write_trace
 from evener.report.timeline import read_timeline
-from evener.report.trace import write_trace
+from evener.report.torch_profile import read_profiles
 
 from .. import traces
 
@@ -22,7 +22,7 @@ def test_a_gpu_trains_the_same_model_and_its_parts_sum_to_the_step(tmp_path, tra
     gpu = train(tmp_path / "gpu", *flags, "--device", "cuda")
     assert [r.loss for r in gpu.records(0)] == pytest.approx([r.loss for r in cpu.records(0)], rel=1e-3)
     for record in gpu.records(0):
-        assert all(getattr(record.cost, part) is not None for part in PARTS)
+        assert all(getattr(record.cost, part) is not None for part in PHASES)
         assert record.cost.total_s == pytest.approx(record.wall_s, rel=0.01)
 
 
@@ -68,7 +68,7 @@ def test_a_timeline_of_a_gpu_is_whole_and_sums_to_the_records(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "30", "--micro-batch", "4", "--compile", "off", "--device", "cuda",
                 "--profile", "2")  # fmt: skip
     timeline = read_timeline(run)
-    assert timeline.recorded == [(0, 0), (3, 4), (10, 29)]
+    assert timeline.recorded_ranges == [(0, 0), (3, 4), (10, 29)]
     write_trace(run, timeline, tmp_path / "trace.json", read_profiles(run))
     trace = traces.read(tmp_path / "trace.json")
     records = {record.step: record.cost for record in run.records(0)}

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from evener.core.errors import HostError, UsageError
-from evener.core.files import digest_of, write_atomic
-from evener.core.fleet import Fleet, Host
-from evener.core.plan import HostPlan, Plan
+from evener.core.file_io import file_digest, write_atomic
+from evener.core.fleet_file import Fleet, HostConfig
+from evener.core.run_plan import HostPlan, Plan
+from evener.core.run_spec import CheckpointSpec, RunSpec
 from evener.core.rundir import Checkpoint, RunDir, read_checkpoint
-from evener.core.spec import CheckpointSpec, RunSpec
 from evener.hosts.session import connect
-from evener.launch import carry
-from evener.launch.ship import CHUNK_BYTES
+from evener.launch import checkpoint_transfer
+from evener.launch.file_transfer import CHUNK_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def save(run: RunDir, step: int, moments: bytes, val_loss: float | None = None) 
     folder = run.checkpoint_path(step)
     write_atomic(folder / "weights.safetensors", b"weights")
     write_atomic(folder / "state.safetensors", moments)
-    files = {path.name: digest_of(path) for path in folder.iterdir()}
+    files = {path.name: file_digest(path) for path in folder.iterdir()}
     saved = Checkpoint(
         step=step, world_size=1, val_loss=val_loss, tensor_names=[], states={}, replica_hashes=[[]], files=files
     )
@@ -53,7 +53,7 @@ def kept(run: RunDir) -> list[tuple[str, str]]:
 
 def plan_of(home: RunDir, there: RunDir) -> Plan:
     """Of a run on a host whose folder is `there`."""
-    host = Host(address="local", workdir=str(home.path.parent / "work"))
+    host = HostConfig(address="local", workdir=str(home.path.parent / "work"))
     part = HostPlan(
         name="a", host=host, node_rank=0, first_rank=0, num_ranks=1, address="", interface="", run=str(there.path),
         code=None, cwd="", argv=[], env={},
@@ -66,7 +66,7 @@ def restored(home: RunDir, there: RunDir, step: int) -> None:
     plan = plan_of(home, there)
     with connect(Fleet(hosts={"a": plan.hosts[0].host})) as (sessions, errors):
         assert not errors
-        carry.restore(home, plan, sessions, step, print)
+        checkpoint_transfer.restore_to_hosts(home, plan, sessions, step, print)
 
 
 @pytest.fixture
@@ -148,11 +148,11 @@ def test_the_newest_and_the_best_come_home_and_take_the_place_of_older_ones(empt
     save(empty, 100, b"older", 3.0)
     for step, val_loss in ((200, 2.0), (300, 1.0), (400, 2.5), (500, None)):
         save(there, step, b"%d" % step, val_loss)
-    assert sorted(carry.bring(empty, plan_of(empty, there))) == [300, 500]
+    assert sorted(checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there))) == [300, 500]
     assert empty.checkpoint_steps() == [300, 500]
     for step in (300, 500):
         assert read_checkpoint(empty.checkpoint_path(step)) == read_checkpoint(there.checkpoint_path(step))
-    assert carry.bring(empty, plan_of(empty, there)) == []
+    assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == []
 
 
 def test_of_a_damaged_one_the_one_before_comes(empty, there):
@@ -160,7 +160,7 @@ def test_of_a_damaged_one_the_one_before_comes(empty, there):
     (save(there, 300, b"third") / "weights.safetensors").write_bytes(b"weighed")
     (save(there, 400, b"fourth") / "state.json").write_bytes(b"{")
     told: list[str] = []
-    assert carry.bring(empty, plan_of(empty, there), told.append) == [200]
+    assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there), told.append) == [200]
     assert any("step-000300 is damaged" in text for text in told)
     assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000200"}
 
@@ -168,7 +168,7 @@ def test_of_a_damaged_one_the_one_before_comes(empty, there):
 def test_one_that_was_damaged_at_home_comes_again(empty, there):
     save(there, 300, b"third")
     (save(empty, 300, b"third") / "weights.safetensors").write_bytes(b"weighed")
-    assert carry.bring(empty, plan_of(empty, there)) == [300]
+    assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == [300]
     assert read_checkpoint(empty.checkpoint_path(300)).step == 300
 
 
@@ -177,29 +177,29 @@ def test_while_a_run_is_followed_the_link_is_left_to_it_and_at_its_end_the_rest_
     save(there, 300, bytes(3 * CHUNK_BYTES))
     pauses, second = [], threading.Event()
 
-    def pause(carrier: carry.Carrier, took_s: float) -> None:
+    def pause(carrier: checkpoint_transfer.CheckpointFetcher, took_s: float) -> None:
         pauses.append(took_s)
         if len(pauses) == 2:
             second.set()
-            carrier._ended.wait()
+            carrier._run_ended.wait()
         carry_on(carrier, took_s)
 
-    carry_on = carry.Carrier._pause
-    monkeypatch.setattr(carry.Carrier, "_pause", pause)
-    with carry.Carrier(empty, plan_of(empty, there)) as carrier:
-        carrier.look()
+    carry_on = checkpoint_transfer.CheckpointFetcher._throttle
+    monkeypatch.setattr(checkpoint_transfer.CheckpointFetcher, "_throttle", pause)
+    with checkpoint_transfer.CheckpointFetcher(empty, plan_of(empty, there)) as carrier:
+        carrier.notify_checkpoint_saved()
         assert second.wait(60)
     assert empty.checkpoint_steps() == []
     assert len(pauses) == 2
     assert (empty.checkpoints_path / "..step-000300.arrived.arriving").is_dir()
-    assert carry.bring(empty, plan_of(empty, there)) == [300]
+    assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == [300]
     assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300"}
 
 
 def test_a_checkpoint_that_is_saved_while_the_run_is_followed_comes_home_by_itself(empty, there):
-    with carry.Carrier(empty, plan_of(empty, there)) as carrier:
+    with checkpoint_transfer.CheckpointFetcher(empty, plan_of(empty, there)) as carrier:
         save(there, 300, b"third")
-        carrier.look()
+        carrier.notify_checkpoint_saved()
         deadline = time.monotonic() + 60
         while empty.checkpoint_steps() != [300]:
             assert time.monotonic() < deadline
@@ -208,9 +208,9 @@ def test_a_checkpoint_that_is_saved_while_the_run_is_followed_comes_home_by_itse
 
 def test_where_the_host_is_gone_it_says_so(empty, there):
     plan = plan_of(empty, there)
-    gone = msgspec.structs.replace(plan.hosts[0], host=Host(address="127.0.0.1", port=1))
+    gone = msgspec.structs.replace(plan.hosts[0], host=HostConfig(address="127.0.0.1", port=1))
     with pytest.raises(HostError, match="a"):
-        carry.bring(empty, msgspec.structs.replace(plan, hosts=[gone]))
+        checkpoint_transfer.fetch_checkpoints(empty, msgspec.structs.replace(plan, hosts=[gone]))
 
 
 def test_where_it_cannot_be_kept_nothing_is_passed_over_in_silence(empty, there, monkeypatch):
@@ -220,9 +220,9 @@ def test_where_it_cannot_be_kept_nothing_is_passed_over_in_silence(empty, there,
     def refuse(*args, **kwargs):
         raise UsageError("no room here")
 
-    monkeypatch.setattr(carry, "fetch", refuse)
+    monkeypatch.setattr(checkpoint_transfer, "fetch", refuse)
     with pytest.raises(UsageError, match="no room here"):
-        carry.bring(empty, plan_of(empty, there))
+        checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there))
 
 
 def test_one_of_a_format_that_is_not_read_any_more_stays(empty, there):
@@ -230,7 +230,7 @@ def test_one_of_a_format_that_is_not_read_any_more_stays(empty, there):
         state = save(run, 300, b"third") / "state.json"
         old = {**msgspec.json.decode(state.read_bytes()), "format": 3, "files": {"state.safetensors": "0" * 128}}
         state.write_bytes(msgspec.json.encode(old))
-    assert carry.bring(empty, plan_of(empty, there)) == []
+    assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == []
     assert empty.checkpoint_steps() == [300]
 
 

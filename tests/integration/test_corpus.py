@@ -11,15 +11,15 @@ import pytest
 
 from evener.core.corpus import load_corpus
 from evener.core.errors import DataError
-from evener.corpus.write import prepare
+from evener.corpus.prepare_corpus import prepare
 
 from ..unit.test_corpus import splits
 
 BLOCKED_CHILD = """
 import sys
 from pathlib import Path
-from evener.corpus.text import Document, split_by_fraction
-from evener.corpus.write import prepare
+from evener.corpus.documents import Document, split_by_fraction
+from evener.corpus.prepare_corpus import prepare
 
 def block(doing, done, total):
     if doing == "encoding" and done > total // 2:
@@ -62,7 +62,8 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path: Path, existing: bool) 
 
 def test_preparing_needs_no_torch() -> None:
     program = (
-        "import sys, evener.corpus.write, evener.corpus.verbs, evener.corpus.python, evener.corpus.check;"
+        "import sys, evener.corpus.prepare_corpus, evener.corpus.verbs, evener.corpus.stdlib_source, "
+        "evener.corpus.token_check;"
         "assert not {'torch', 'tokenizers', 'tiktoken'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

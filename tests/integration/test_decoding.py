@@ -9,7 +9,7 @@ PROGRAM = """
 import sys, threading, time
 import msgspec._utils as utils
 import msgspec
-from evener.core.decoding import from_json, from_tree, json_decoder
+from evener.core.decoding import from_json, from_builtins, json_decoder
 
 learned = utils._get_class_mro_and_typevar_mappings
 def slowly(kind):
@@ -30,7 +30,7 @@ class Third(First): ...
 
 tree, text = {"text": "", "inner": [{"a": 1}]}, b'{"text": "", "inner": [{"a": 1}]}'
 tries = [
-    lambda: from_tree(tree, First), lambda: from_json(text, Second), lambda: json_decoder(Third).decode(text)
+    lambda: from_builtins(tree, First), lambda: from_json(text, Second), lambda: json_decoder(Third).decode(text)
 ]
 for one in tries:
     threads = [threading.Timer(0.01 * i, one) for i in range(4)]

@@ -15,9 +15,9 @@ from unittest import mock
 
 import pytest
 
-from evener.cli import fleet, fleet_questions
+from evener.cli import fleet, fleet_prompts
 from evener.cli.main import main
-from evener.core.fleet import Host, load_fleet
+from evener.core.fleet_file import HostConfig, load_fleet
 
 from .pseudo import in_terminal
 
@@ -54,9 +54,9 @@ def test_machines_that_are_typed(folder):
     status, out, err = init("local", "attic=192.168.1.36", "ben@laptop:2222")
     assert status == 0
     assert load_fleet("fleet.toml").hosts == {
-        "Desk": Host(address="local"),
-        "attic": Host(address="192.168.1.36"),
-        "laptop": Host(address="laptop", user="ben", port=2222),
+        "Desk": HostConfig(address="local"),
+        "attic": HostConfig(address="192.168.1.36"),
+        "laptop": HostConfig(address="laptop", user="ben", port=2222),
     }
     assert out == Path("fleet.toml").read_text()
     assert err == "fleet.toml: 3 hosts\n\n\nnext: evener doctor\n"
@@ -150,7 +150,7 @@ def test_junk_leaves_no_file(folder, seed):
 def test_this_machine_has_a_name(monkeypatch):
     for name, called in [("Desk.lan", "Desk"), ("localhost", "here"), ("", "here"), ("büro", "buro")]:
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        assert fleet.here() == called
+        assert fleet.local_host_name() == called
 
 
 def ask(folder, *lines, status=0, end="\n"):
@@ -159,8 +159,8 @@ def ask(folder, *lines, status=0, end="\n"):
 
 
 def test_ctrl_c(folder, monkeypatch):
-    monkeypatch.setattr(fleet_questions, "ask", mock.Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(fleet, "is_terminal", lambda: True)
+    monkeypatch.setattr(fleet_prompts, "prompt_hosts", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(fleet, "is_interactive", lambda: True)
     assert init() == (130, "", "\nnothing was written\n")
 
 
@@ -168,12 +168,12 @@ def test_questions(folder):
     ssh_config(folder)
     text = ask(folder, "2, 1", "laptop=192.168.1.28", "b[r eva@nas:22", "9", "", "b b", "ben", "maybe", "y")
     own, *others = load_fleet("fleet.toml").hosts.items()
-    assert own[1] == Host(address="local")
+    assert own[1] == HostConfig(address="local")
     assert dict(others) == {
-        "gpu-1": Host(address="gpu-1"),
-        "attic": Host(address="attic"),
-        "laptop": Host(address="192.168.1.28", user="ben"),
-        "nas": Host(address="nas", user="eva", port=22),
+        "gpu-1": HostConfig(address="gpu-1"),
+        "attic": HostConfig(address="attic"),
+        "laptop": HostConfig(address="192.168.1.28", user="ben"),
+        "nas": HostConfig(address="nas", user="eva", port=22),
     }
     for line in (
         "~/.ssh/config has these:\n  1  attic\n  2  gpu-1\n  3  gpu-2\n",
@@ -193,7 +193,7 @@ def test_questions(folder):
 def test_questions_without_a_list(folder):
     text = ask(folder, "attic", "", "", "n")
     assert "~/.ssh" not in text
-    assert load_fleet("fleet.toml").hosts == {"attic": Host(address="attic")}
+    assert load_fleet("fleet.toml").hosts == {"attic": HostConfig(address="attic")}
     assert "this machine is not in the file" not in text  # it was asked
     Path("fleet.toml").unlink()
     text = ask(folder, "", "")

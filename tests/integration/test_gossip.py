@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Iterator
 import msgspec
 import pytest
 
-from evener.agent import gossip
-from evener.agent.council import Kept, Statement
-from evener.agent.gossip import LINE_BYTES, MAX_UNPROVEN, NONCE_BYTES, Gossip, sign
-from evener.core.world import World
+from evener.agent import peer_links
+from evener.agent.consensus import ConsensusState, HostStatus
+from evener.agent.peer_links import MAX_LINE_BYTES, MAX_UNAUTHENTICATED, NONCE_BYTES, PeerLinks, line_mac
+from evener.core.membership_epoch import MembershipEpoch
 from tests.conftest import free_port
 
 KEY, OTHER_KEY = b"the run's", b"another run's"
@@ -26,12 +26,17 @@ WITHIN_S = 60.0  # of a machine as busy as it likes
 NUM_MESSAGES, BATCH = 10_000, 100
 
 
-def of(host: str, count: int = 1) -> Statement:
-    return Statement(host=host, count=count, kept=Kept(World(number=0, hosts=["a", "b"])), hears=["a"])
+def of(host: str, count: int = 1) -> HostStatus:
+    return HostStatus(
+        host=host,
+        sequence=count,
+        consensus_state=ConsensusState(MembershipEpoch(number=0, hosts=["a", "b"])),
+        live_peers=["a"],
+    )
 
 
 def line(nonce: bytes, number: int, text: bytes, key: bytes = KEY) -> bytes:
-    return sign(key, nonce, number, text) + b" " + text + b"\n"
+    return line_mac(key, nonce, number, text) + b" " + text + b"\n"
 
 
 TEXT = msgspec.json.encode(of("b"))
@@ -63,8 +68,8 @@ class Listener:
     """A gossip that hears, and what it has heard."""
 
     def __init__(self) -> None:
-        self.heard: list[Statement] = []
-        self.gossip = Gossip(KEY, self.heard.append)
+        self.heard: list[HostStatus] = []
+        self.gossip = PeerLinks(KEY, self.heard.append)
         self.port = 0
 
     async def __aenter__(self) -> Listener:
@@ -74,13 +79,13 @@ class Listener:
     async def __aexit__(self, *_: object) -> None:
         await self.gossip.close()
 
-    async def hears(self, speaker: Gossip, statement: Statement) -> None:
+    async def hears(self, speaker: PeerLinks, statement: HostStatus) -> None:
         """Return once it has heard somebody say it."""
-        speaker.say(statement, {"listener": (LOOPBACK, self.port)})
+        speaker.broadcast(statement, {"listener": (LOOPBACK, self.port)})
         await until(lambda: statement in self.heard)
 
     async def hears_an_honest_host(self) -> None:
-        honest = Gossip(KEY, lambda _: None)
+        honest = PeerLinks(KEY, lambda _: None)
         await self.hears(honest, of("honest", time.monotonic_ns()))
         await honest.close()
 
@@ -154,8 +159,8 @@ def test_two_hear_each_other(quietly):
 def test_who_has_another_key_is_not_heard(quietly):
     async def main() -> None:
         async with Listener() as listener:
-            stranger = Gossip(OTHER_KEY, lambda _: None)
-            stranger.say(of("stranger"), {"listener": (LOOPBACK, listener.port)})
+            stranger = PeerLinks(OTHER_KEY, lambda _: None)
+            stranger.broadcast(of("stranger"), {"listener": (LOOPBACK, listener.port)})
             async with listener.connect() as raw:
                 assert await raw.answer_to(line(raw.nonce, 0, TEXT, OTHER_KEY)) == b""
             await listener.hears_an_honest_host()
@@ -191,8 +196,8 @@ SIGNED = {  # by somebody who has the key: an agent of another version, or a bro
     "nothing": b"",
     "no-fields": b"{}",
     "fields-of-other-types": TEXT.replace(b'"b"', b"7"),
-    "too-large-a-number": TEXT.replace(b'"count":1', b'"count":1e999'),
-    "too-deep": b'{"more":' + b"[" * (LINE_BYTES - 200),
+    "too-large-a-number": TEXT.replace(b'"sequence":1', b'"sequence":1e999'),
+    "too-deep": b'{"more":' + b"[" * (MAX_LINE_BYTES - 200),
 }
 
 
@@ -212,8 +217,8 @@ UNSIGNED = {
     "nothing": b"",
     "an-empty-line": b"\n",
     "no-mac": TEXT + b"\n",
-    "too-long-a-line": b"x" * (4 * LINE_BYTES),
-    "too-long-a-line-with-an-end": b"x" * (LINE_BYTES + 1) + b"\n",
+    "too-long-a-line": b"x" * (4 * MAX_LINE_BYTES),
+    "too-long-a-line-with-an-end": b"x" * (MAX_LINE_BYTES + 1) + b"\n",
     "a-mac-of-bytes-beyond-ascii": b"\xff" * 64 + b" " + TEXT + b"\n",
     "zeros": bytes(1000),
     "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
@@ -235,7 +240,7 @@ def test_what_is_not_signed_ends_the_connection_alone(quietly, what):
 
 
 def test_half_a_line_then_silence(quietly, monkeypatch):
-    monkeypatch.setattr(gossip, "IDLE_S", 0.5)
+    monkeypatch.setattr(peer_links, "IDLE_TIMEOUT_S", 0.5)
 
     async def main() -> None:
         async with Listener() as listener, listener.connect() as raw:
@@ -267,12 +272,12 @@ def test_idle_connections_keep_nobody_out(quietly):
         async with Listener() as listener, listener.connect() as known:
             assert await known.answer_to(line(known.nonce, 0, TEXT)) == b"."
             with contextlib.ExitStack() as idle:
-                for _ in range(MAX_UNPROVEN + 100):
+                for _ in range(MAX_UNAUTHENTICATED + 100):
                     await asyncio.to_thread(idle.enter_context(contextlib.closing(listener.connect())).hear_nonce)
                 await listener.hears_an_honest_host()
-                assert len(listener.gossip._unproven) <= MAX_UNPROVEN
+                assert len(listener.gossip._unauthenticated) <= MAX_UNAUTHENTICATED
                 assert await known.answer_to(line(known.nonce, 1, TEXT)) == b"."
-            await until(lambda: not listener.gossip._unproven)
+            await until(lambda: not listener.gossip._unauthenticated)
 
     quietly(main())
 
@@ -335,8 +340,8 @@ ODD_LISTENERS = {
 @pytest.mark.parametrize("what", ODD_LISTENERS)
 def test_a_speaker_outlives_whoever_listens(quietly, monkeypatch, what):
     """Another program on the port, that goes after a while: then the right one hears."""
-    monkeypatch.setattr(gossip, "RETRY_S", 0.02)
-    monkeypatch.setattr(gossip, "ANSWER_S", 0.5)
+    monkeypatch.setattr(peer_links, "RECONNECT_S", 0.02)
+    monkeypatch.setattr(peer_links, "ACK_TIMEOUT_S", 0.5)
 
     async def main() -> None:
         port, visits = free_port(), []
@@ -350,11 +355,11 @@ def test_a_speaker_outlives_whoever_listens(quietly, monkeypatch, what):
                 writer.write(said)
 
         odd = await asyncio.start_server(serve, LOOPBACK, port)
-        speaker = Gossip(KEY, lambda _: None)
+        speaker = PeerLinks(KEY, lambda _: None)
 
         async def said_on() -> None:
             for count in range(1000000):
-                speaker.say(of("speaker", count), {"listener": (LOOPBACK, port)})
+                speaker.broadcast(of("speaker", count), {"listener": (LOOPBACK, port)})
                 await asyncio.sleep(0.02)
 
         saying = asyncio.create_task(said_on())
@@ -362,8 +367,8 @@ def test_a_speaker_outlives_whoever_listens(quietly, monkeypatch, what):
         odd.close()
         for writer in visits:
             writer.transport.abort()
-        heard: list[Statement] = []
-        listener = Gossip(KEY, heard.append)
+        heard: list[HostStatus] = []
+        listener = PeerLinks(KEY, heard.append)
         await listener.listen((LOOPBACK, port))
         await until(lambda: len(heard) > 2)
         saying.cancel()

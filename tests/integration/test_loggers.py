@@ -16,15 +16,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
-from evener.cli import loggers as cli_loggers
+from evener.cli import logger_processes as cli_loggers
 from evener.cli.main import app
 from evener.core.errors import RunError, UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.rundir import RunDir
-from evener.core.step import Fidelity, Noise, noise_scale
-from evener.report import loggers
-from evener.report.feed import LATE_STEPS, feed, remember, remembered, told_of
-from evener.report.loggers import parse_loggers
+from evener.core.step_cost import Fidelity, GradientNoise, noise_scale
+from evener.report import experiment_loggers
+from evener.report.experiment_loggers import parse_loggers
+from evener.report.logger_feed import MAX_LATE_STEPS, feed_logger, read_cursor, register_loggers, registered_loggers
 
 from ..sample_runs import STARTED, write_run
 from ..tiers import exhaustive
@@ -58,7 +58,7 @@ class Heard:
 
 def heard(rundir, **how):
     logger = Heard()
-    feed(rundir, "tensorboard", logger, **how)
+    feed_logger(rundir, "tensorboard", logger, **how)
     return logger
 
 
@@ -95,9 +95,9 @@ def test_every_step_with_what_all_ranks_know_of_it(run):
     assert dict(logger.rows)[10]["val/loss"] == 1.5
     assert dict(logger.rows)[40] | {"val/loss": 1.25, "train/tokens": 40 * 1024.0} == dict(logger.rows)[40]
     assert logger.verdict == "finished"
-    assert logger.about.settings["batch"] == 16
-    assert logger.about.settings["ran-sync"] == "ddp"
-    assert "out" not in logger.about.settings
+    assert logger.about.hyperparameters["batch"] == 16
+    assert logger.about.hyperparameters["ran-sync"] == "ddp"
+    assert "out" not in logger.about.hyperparameters
 
 
 def test_noise_and_what_a_way_to_agree_loses(run):
@@ -111,7 +111,7 @@ def test_noise_and_what_a_way_to_agree_loses(run):
         write_atomic(run.steps_path(rank), b"".join(map(more, lines_of(run, rank))))
     rows = dict(heard(run).rows)
     records = run.records(0)
-    assert records[0].noise == Noise(norm_sq=0.5, trace=50.0)
+    assert records[0].noise == GradientNoise(norm_sq=0.5, trace=50.0)
     assert records[0].fidelity == Fidelity(error=0.01, cosine=1.0)
     assert rows[40]["train/noise_scale_tokens"] == noise_scale(records) == pytest.approx((50 + 29.5) / 0.5)
     assert rows[40]["train/sync_error"] == 0.01
@@ -125,7 +125,7 @@ def test_what_was_told_is_not_told_again(run):
         write_atomic(run.steps_path(rank), b"".join(whole[rank][:15]))
     first = heard(run)
     assert first.steps == list(range(1, 16))
-    assert told_of(run, "tensorboard").id == "mine"
+    assert read_cursor(run, "tensorboard").id == "mine"
     for rank in (0, 1):
         write_atomic(run.steps_path(rank), b"".join(whole[rank][:35]))
     second = heard(run)
@@ -166,7 +166,7 @@ def test_a_step_is_told_when_all_who_took_it_have_recorded_it(run):
 
         return change
 
-    feed(run, "wandb", logger, Growing(has(9, 5), has(9, 9), has(20, 12)))
+    feed_logger(run, "wandb", logger, Growing(has(9, 5), has(9, 9), has(20, 12)))
     assert told == [0, 5, 9]
     assert logger.steps == list(range(1, 13))  # 13 to 20 may never be whole: they are told when they are
     write_atomic(run.steps_path(1), b"".join(whole[1]))
@@ -179,12 +179,14 @@ def test_nobody_waits_for_a_rank_that_is_gone(tmp_path):
     run = write_run(tmp_path / "run", [{}, {}], steps=6)
     records = {rank: run.records(rank) for rank in (0, 1)}
     of_0 = records[0][:4]
-    alone = [msgspec.structs.replace(records[1][0], step=step, epoch=1, members=1) for step in range(3, LATE_STEPS + 9)]
+    alone = [
+        msgspec.structs.replace(records[1][0], step=step, epoch=1, members=1) for step in range(3, MAX_LATE_STEPS + 9)
+    ]
     of_1 = records[1][:3] + [msgspec.structs.replace(one, tokens=1024.0) for one in alone]
     for rank, found in ((0, of_0), (1, of_1)):
         write_atomic(run.steps_path(rank), b"".join(msgspec.json.encode(one) + b"\n" for one in found))
     logger = heard(run)
-    assert logger.steps == list(range(1, LATE_STEPS + 10))
+    assert logger.steps == list(range(1, MAX_LATE_STEPS + 10))
     tokens = [values["train/tokens"] for _, values in logger.rows]
     assert tokens == [1024.0 * (i + 1) for i in range(len(tokens))]
 
@@ -195,7 +197,7 @@ def test_a_hole_holds_the_rest_up_for_a_while_only(run):
     write_atomic(run.steps_path(1), b"".join(lines[:2] + lines[3:]))
     waited = []
     logger = Heard()
-    feed(run, "tensorboard", logger, Growing(lambda: None, lambda: waited.append(logger.steps[-1])))
+    feed_logger(run, "tensorboard", logger, Growing(lambda: None, lambda: waited.append(logger.steps[-1])))
     assert waited == [2]
     assert logger.steps == [1, 2, *range(4, 41)]
 
@@ -210,20 +212,20 @@ def test_damaged_lines_are_passed_over(run):
 
 def test_one_process_at_a_time(run):
     def second():
-        assert feed(run, "tensorboard", Heard()) is None
+        assert feed_logger(run, "tensorboard", Heard()) is None
 
-    assert heard(run, goes_on=Growing(second)).steps[-1] == 40
+    assert heard(run, is_running=Growing(second)).steps[-1] == 40
 
 
 def test_a_run_that_never_began_is_no_trouble(tmp_path):
-    assert feed(RunDir(tmp_path / "run"), "tensorboard", Heard()) == 0
+    assert feed_logger(RunDir(tmp_path / "run"), "tensorboard", Heard()) == 0
 
 
 # --- by their own readers ---------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_reads_what_was_recorded(run):
-    feed(run, "tensorboard")
+    feed_logger(run, "tensorboard")
     read = scalars(run.path / "tensorboard")
     losses = [(record.step + 1, record.loss) for record in run.records(0)]
     assert [step for step, _ in read["train/loss"]] == [step for step, _ in losses]
@@ -237,7 +239,7 @@ def test_tensorboard_reads_what_was_recorded(run):
 def test_tensorboard_has_the_settings_as_hyper_parameters(run):
     from tensorboard.plugins.hparams import metadata
 
-    feed(run, "tensorboard")
+    feed_logger(run, "tensorboard")
     read = EventAccumulator(str(run.path / "tensorboard"))
     read.Reload()
     content = read.summary_metadata[metadata.SESSION_START_INFO_TAG].plugin_data.content
@@ -251,13 +253,13 @@ class Child:
     """The process that `evener train --log` starts."""
 
     def __init__(self, run, name):
-        argv = [sys.executable, "-m", "evener.report.feed", str(run.path), name]
+        argv = [sys.executable, "-m", "evener.report.logger_feed", str(run.path), name]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE)
         self.run, self.name = run, name
 
     def wait_for(self, steps):
         deadline = time.monotonic() + DEADLINE_S
-        while told_of(self.run, self.name).steps < steps:
+        while read_cursor(self.run, self.name).steps < steps:
             assert time.monotonic() < deadline
             assert self.process.poll() is None
             time.sleep(0.05)
@@ -294,11 +296,15 @@ def test_a_process_that_is_killed_and_one_that_follows_tell_each_step_once(run):
 
 def test_tensorboard_forgets_what_was_written_and_not_noted(run):
     """As after a crash between the two."""
-    feed(run, "tensorboard")
+    feed_logger(run, "tensorboard")
     path = run.path / "loggers" / "tensorboard.json"
-    write_atomic(path, msgspec.json.encode(msgspec.structs.replace(told_of(run, "tensorboard"), steps=30, evaluated=30,
-                                                                    tokens=30 * 1024.0)))  # fmt: skip
-    feed(run, "tensorboard")
+    write_atomic(
+        path,
+        msgspec.json.encode(
+            msgspec.structs.replace(read_cursor(run, "tensorboard"), steps=30, evaluated=30, tokens=30 * 1024.0)
+        ),
+    )
+    feed_logger(run, "tensorboard")
     read = scalars(run.path / "tensorboard")
     assert [step for step, _ in read["train/loss"]] == list(range(1, 41))
     assert [step for step, _ in read["val/loss"]] == [10, 40]
@@ -372,7 +378,7 @@ def test_mlflow(run, tmp_path, monkeypatch):
     for steps in (25, 40):
         for rank in (0, 1):
             write_atomic(run.steps_path(rank), b"".join(whole[rank][:steps]))
-        feed(run, "mlflow")
+        feed_logger(run, "mlflow")
     client = tracking.MlflowClient()
     (found,) = client.search_runs([client.get_experiment_by_name("evener").experiment_id])
     assert found.info.run_name == "run"
@@ -428,7 +434,7 @@ def test_after_the_fact(run):
 
 def test_what_is_lacking_is_told_before_anything_starts(monkeypatch):
     assert parse_loggers(["tensorboard", "wandb,tensorboard"]) == ["tensorboard", "wandb"]
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    monkeypatch.setattr(experiment_loggers, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--log mlflow: the package mlflow is not installed here") as told:
         CliRunner().invoke(app, ["train", "--data", "nowhere", "--log", "mlflow"], catch_exceptions=False)
     assert told.value.hint.startswith("pip install 'evener[mlflow]'")
@@ -439,24 +445,24 @@ def test_what_is_lacking_is_told_before_anything_starts(monkeypatch):
 def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "mlflow").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    if loggers.find_spec("mlflow").origin is None:  # else the real one is here, too, and is meant
+    if experiment_loggers.find_spec("mlflow").origin is None:  # else the real one is here, too, and is meant
         with pytest.raises(UsageError, match="not installed"):
             parse_loggers(["mlflow"])
 
 
 def test_a_run_that_goes_on_goes_on_there(run):
-    assert cli_loggers.chosen(None, run) == []
-    remember(run, ["tensorboard"])
-    assert remembered(run) == cli_loggers.chosen(None, run) == ["tensorboard"]
-    assert cli_loggers.chosen(["wandb"], run) == ["wandb"]
-    assert told_of(run, "tensorboard").id is None
+    assert cli_loggers.select_loggers(None, run) == []
+    register_loggers(run, ["tensorboard"])
+    assert registered_loggers(run) == cli_loggers.select_loggers(None, run) == ["tensorboard"]
+    assert cli_loggers.select_loggers(["wandb"], run) == ["wandb"]
+    assert read_cursor(run, "tensorboard").id is None
 
 
 def test_one_that_breaks_costs_the_run_a_word(run, monkeypatch, capsys):
     """Where its settings name a server that is not there; the other is told all the same."""
     monkeypatch.setenv("WANDB_MODE", "nonsense")
     seen = []
-    with cli_loggers.fed(run, ["tensorboard", "wandb"]) as feeding:
+    with cli_loggers.feed_loggers(run, ["tensorboard", "wandb"]) as feeding:
         observe = feeding(seen.append)
         observe({"event": "start", "time": 0.0})
     assert seen == [{"event": "start", "time": 0.0}]
@@ -466,7 +472,7 @@ def test_one_that_breaks_costs_the_run_a_word(run, monkeypatch, capsys):
     assert f"evener report {run} --log wandb sends it the rest" in told
     assert len(scalars(run.path / "tensorboard")["train/loss"]) == 40
     with pytest.raises(RunError, match=r"^wandb: "):
-        cli_loggers.tell_now(run, ["wandb"])
+        cli_loggers.backfill_loggers(run, ["wandb"])
 
 
 def test_no_value_that_is_no_number_is_lost_or_made_one(run):

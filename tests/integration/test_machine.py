@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.machine import CHOSEN
+from evener.core.host_info import MALLOC_SETTINGS_PATTERN
 
 BLOCK = 80 << 20  # more than glibc ever keeps
 FREED = f"""
@@ -29,7 +29,7 @@ print(faults(), faults())
 KEEP
 print(faults(), faults())
 """
-KEEP = "from evener.core.machine import keep_freed_memory; keep_freed_memory()"
+KEEP = "from evener.core.host_info import disable_malloc_trim; disable_malloc_trim()"
 JOIN = "import evener; evener.join(evener.parse_args(['--device', 'cpu', '--out', sys.argv[1]]))"
 
 
@@ -40,7 +40,7 @@ JOIN = "import evener; evener.join(evener.parse_args(['--device', 'cpu', '--out'
      ("GLIBC_TUNABLES=glibc.malloc.check=1", False)],
 )  # fmt: skip
 def test_who_has_chosen_otherwise_is_left_alone(variable: str, is_chosen: bool) -> None:
-    assert bool(re.match(CHOSEN, variable)) == is_chosen
+    assert bool(re.match(MALLOC_SETTINGS_PATTERN, variable)) == is_chosen
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc gives large blocks back")

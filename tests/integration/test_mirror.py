@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from evener.core.errors import HostError, RunError
-from evener.core.files import follow_lines, write_atomic
-from evener.core.fleet import Host
-from evener.core.plan import HostPlan, Plan, write_plan
+from evener.core.file_io import follow_lines, write_atomic
+from evener.core.fleet_file import HostConfig
+from evener.core.run_plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.hosts.session import RemoteError
-from evener.launch.mirror import BehindError, HostMirror, Mirror, tell
+from evener.launch.mirror import HostMirror, RunMirror, StaleOffsetError, record_controller_event
 
 DEADLINE_S = 120.0
 
@@ -45,7 +45,7 @@ def make(tmp_path: Path, there: Path) -> Callable[..., HostMirror]:
 
 def part(there: Path, node_rank: int = 0) -> HostPlan:
     return HostPlan(
-        name="b", host=Host(address="local"), node_rank=node_rank, first_rank=2 * node_rank, num_ranks=2,
+        name="b", host=HostConfig(address="local"), node_rank=node_rank, first_rank=2 * node_rank, num_ranks=2,
         address="", interface="", run=str(there), code=None, cwd="", argv=[], env={},
     )  # fmt: skip
 
@@ -54,11 +54,11 @@ def test_files_come_home_and_grow(make: Callable[..., HostMirror], there: Path, 
     here = tmp_path / "here"
     log = there / "logs" / "b.1.log"
     log.write_bytes(b"x" * 700_000 + b"\n")
-    make().catch_up()
+    make().copy_once()
     with log.open("ab") as file:
         file.write(b"more\n")
     (there / "events.jsonl").write_text('{"event":"start","time":1.0}\n')
-    make().catch_up()
+    make().copy_once()
     assert (here / "logs/b.1.log").read_bytes() == log.read_bytes()
     assert (here / "hosts/b/events.jsonl").read_bytes() == (there / "events.jsonl").read_bytes()
     assert (here / "logs/b.1.log").stat().st_mode & 0o077 == 0
@@ -68,11 +68,11 @@ def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], th
     """A resumed run makes some records again; who follows the copy sees whole lines."""
     records = there / "steps" / "rank-0.jsonl"
     write_atomic(records, b"".join(b'{"step":%d}\n' % i for i in range(9)))
-    make().catch_up()
+    make().copy_once()
     follower = follow_lines(tmp_path / "here/steps/rank-0.jsonl")
     assert len(next(follower)) == 9
     write_atomic(records, b"".join(b'{"step":%d,"again":1}\n' % i for i in range(8)))
-    make().catch_up()
+    make().copy_once()
     assert (tmp_path / "here/steps/rank-0.jsonl").read_bytes() == records.read_bytes()
     assert next(follower) == records.read_bytes().split(b"\n")[:-1]
 
@@ -106,7 +106,7 @@ def test_a_host_writes_only_what_is_its_own(
 ) -> None:
     mirror = make(node_rank)
     before = set(tmp_path.rglob("*"))
-    mirror._add({"path": path, "offset": 0, "identity": "1 0", "size": 1}, b"x")
+    mirror._append({"path": path, "offset": 0, "identity": "1 0", "size": 1}, b"x")
     made = {file for file in set(tmp_path.rglob("*")) - before if file.is_file() and "mirror." not in file.name}
     assert made == ({tmp_path / "here" / path} if is_taken else set())
 
@@ -117,11 +117,11 @@ def test_a_file_that_was_rewritten_here_is_not_appended_to(
 ) -> None:
     """As by a run that went on here: shorter or longer than the host's, its content is not the beginning of it."""
     (there / name).write_bytes(b"there 1\n")
-    make().catch_up()
+    make().copy_once()
     write_atomic(tmp_path / "here" / name, b"here\n")
     with (there / name).open("ab") as file:
         file.write(b"there 2\n")
-    make().catch_up()
+    make().copy_once()
     assert (tmp_path / "here" / name).read_bytes() == b"there 1\nthere 2\n"
 
 
@@ -130,12 +130,12 @@ def test_what_the_controller_wrote_into_the_manifest_stays_until_the_host_writes
 ) -> None:
     """A rank 0 that was killed could not say that the run failed."""
     write_atomic(there / "manifest.json", b"running, and a long story")
-    make().catch_up()
+    make().copy_once()
     write_atomic(tmp_path / "here/manifest.json", b"failed")
-    make().catch_up()
+    make().copy_once()
     assert (tmp_path / "here/manifest.json").read_bytes() == b"failed"
     write_atomic(there / "manifest.json", b"running again")
-    make().catch_up()
+    make().copy_once()
     assert (tmp_path / "here/manifest.json").read_bytes() == b"running again"
 
 
@@ -144,15 +144,15 @@ def test_a_host_that_the_run_has_left_changes_nothing_any_more(
 ) -> None:
     """Somebody still follows it there, as where the host was out of sight, while the run goes on elsewhere."""
     mirror = make()
-    mirror.catch_up()
+    mirror.copy_once()
     write_plan(RunDir(tmp_path / "here"),
                Plan(kind="train", spec=None, hosts=[part(tmp_path / "elsewhere")]))  # fmt: skip
     before = {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()}
     (there / "manifest.json").write_bytes(b"late news")
     with pytest.raises(RunError, match="the run was restarted; its earlier part on b is no longer copied"):
-        mirror.catch_up()
+        mirror.copy_once()
     mirror.follow(lambda: None)
-    assert isinstance(mirror.broken, RunError)
+    assert isinstance(mirror.local_error, RunError)
     assert {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()} == before
 
 
@@ -164,7 +164,7 @@ def test_what_fails_on_a_host_is_told_with_the_fleet_file_that_was_typed(
 
     monkeypatch.setattr(HostMirror, "_copy", fail)
     with pytest.raises(HostError, match="b: No space left on device") as told:
-        make().catch_up()
+        make().copy_once()
     assert told.value.hint == "evener doctor --fleet lab.toml looks closer"
 
 
@@ -189,9 +189,9 @@ def test_a_host_that_is_back_before_the_others_were_heard_is_started_again(
     monkeypatch.setattr("evener.launch.mirror.open_session", lambda *args: There())
     monkeypatch.setattr(HostMirror, "_copy", lambda self, *args, **more: setattr(self, "state", next(states)))
     mirror = make()
-    mirror._is_wanted_back = lambda: next(known)
+    mirror._is_restart_wanted = lambda: next(known)
     mirror.follow(lambda: None)
-    assert called == [("runs", "start_again")]
+    assert called == [("run_control", "restart_run")]
     assert (mirror.state or {})["status"] == 0
 
 
@@ -201,14 +201,14 @@ def test_the_only_host_of_a_run_here_has_nothing_to_copy(there: Path) -> None:
     rundir, plan = RunDir(there), Plan(kind="train", spec=None, hosts=[host])
     write_plan(rundir, plan)
     before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
-    with Mirror(rundir, plan) as mirror:
+    with RunMirror(rundir, plan) as mirror:
         deadline = time.monotonic() + DEADLINE_S
         while not mirror.is_done:
             assert time.monotonic() < deadline
             mirror.wait(0.1)
     assert (mirror.hosts["b"].state or {})["status"] == 0
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
-    tell(rundir, plan, "launched", hosts=["b"])
+    record_controller_event(rundir, plan, "launched", hosts=["b"])
     assert [event["event"] for event in rundir.events()] == ["launched"]
 
 
@@ -220,10 +220,10 @@ def test_events_of_every_place_where_a_run_was_are_kept(
     rundir.path.mkdir()
     rundir.add_event("start", rank=0)
     (there / "events.jsonl").write_text('{"event":"first","time":1.0}\n')
-    make().catch_up()
+    make().copy_once()
     plan = Plan(kind="train", spec=None, hosts=[part(there)])
     for _ in range(2):
-        tell(rundir, plan, "launched")
+        record_controller_event(rundir, plan, "launched")
     assert [event["event"] for event in rundir.events()] == ["first", "start", "launched", "launched"]
 
 
@@ -232,13 +232,13 @@ def test_two_terminals_leave_no_hole(make: Callable[..., HostMirror], tmp_path: 
     content = bytes(range(100))
     header: Callable[[int], dict[str, Any]] = lambda offset: {"path": "logs/b.log", "offset": offset, "identity": "1 0"}  # noqa: E731
     one, two = make(), make()
-    one._add(header(0), content[:60])
-    two._add(header(0), content[:60])
-    two._add(header(60), content[60:90])
-    one._add(header(60), content[60:80])
-    with pytest.raises(BehindError):
-        one._add(header(95), content[95:])
-    one._add(header(80), content[80:])
+    one._append(header(0), content[:60])
+    two._append(header(0), content[:60])
+    two._append(header(60), content[60:90])
+    one._append(header(60), content[60:80])
+    with pytest.raises(StaleOffsetError):
+        one._append(header(95), content[95:])
+    one._append(header(80), content[80:])
     assert (tmp_path / "here/logs/b.log").read_bytes() == content
 
 
@@ -248,7 +248,7 @@ def test_two_terminals_at_once(make: Callable[..., HostMirror], there: Path, tmp
 
     def copy() -> None:
         while not stop.is_set():
-            make().catch_up()
+            make().copy_once()
 
     threads = [threading.Thread(target=copy) for _ in range(2)]
     for thread in threads:
@@ -259,7 +259,7 @@ def test_two_terminals_at_once(make: Callable[..., HostMirror], there: Path, tmp
     stop.set()
     for thread in threads:
         thread.join()
-    make().catch_up()
+    make().copy_once()
     assert (tmp_path / "here/logs/b.0.log").read_bytes() == log.read_bytes()
 
 
@@ -268,7 +268,7 @@ def test_a_copy_that_cannot_be_written_is_told(make: Callable[..., HostMirror], 
     (tmp_path / "here/hosts").write_text("a file is in the way")
     mirror.follow(lambda: None)
     assert mirror.is_done
-    assert isinstance(mirror.broken, OSError)
+    assert isinstance(mirror.local_error, OSError)
 
 
 def test_following_ends_with_the_run(make: Callable[..., HostMirror], there: Path) -> None:
@@ -276,5 +276,5 @@ def test_following_ends_with_the_run(make: Callable[..., HostMirror], there: Pat
     mirror = make()
     mirror.follow(lambda: None)
     assert mirror.state is not None
-    assert (mirror.state["status"], mirror.is_done, mirror.broken) == (0, True, None)
+    assert (mirror.state["status"], mirror.is_done, mirror.local_error) == (0, True, None)
     assert time.monotonic() - began < DEADLINE_S

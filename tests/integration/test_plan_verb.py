@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from evener.cli.scaled import parse_counts
+from evener.cli.scale_output import parse_rank_counts
 from evener.core.errors import UsageError
-from evener.core.fleet import load_fleet
-from evener.core.plan import Plan, write_plan
+from evener.core.fleet_file import load_fleet
+from evener.core.run_plan import Plan, write_plan
+from evener.core.run_spec import RunSpec
 from evener.core.shape import PRESETS, preset_shape
-from evener.core.spec import RunSpec
 
 from ..sample_runs import write_run
 from .pseudo import environment
@@ -238,4 +238,4 @@ def test_pictures_are_drawn_and_named(tmp_path):
 @pytest.mark.parametrize("text", ["", "1,1", "a", "…,4", "1,2,…", "-1,2", "1e3", "2,1", "99999999"])
 def test_counts_that_cannot_be(text):
     with pytest.raises(UsageError):
-        parse_counts(text)
+        parse_rank_counts(text)

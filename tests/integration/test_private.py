@@ -10,16 +10,22 @@ from typing import Any
 
 import pytest
 
-from evener.core.fleet import Fleet, Host
-from evener.hosts import private
-from evener.hosts.pairs import Asker, Network
-from evener.hosts.private import Guard, check_private, guards, rules_of, stands
-from evener.hosts.remote import net
+from evener.core.fleet_file import Fleet, HostConfig
+from evener.hosts import firewall
+from evener.hosts.connectivity import ConnectivityReport, HostFanout
+from evener.hosts.firewall import (
+    PortProtection,
+    build_nft_rules,
+    check_port_protection,
+    inspect_port_protection,
+    matches_rules,
+)
+from evener.hosts.remote import connectivity
 from tests.unit.test_checks import facts, way
 
-NETWORK = Network(ways={"attic": way(36), "laptop": way(28)})
+NETWORK = ConnectivityReport(interfaces={"attic": way(36), "laptop": way(28)})
 FACTS = {"attic": facts("attic", 36), "laptop": facts("laptop", 28)}
-RULES = rules_of("attic", FACTS["attic"], NETWORK, 29500, 22)
+RULES = build_nft_rules("attic", FACTS["attic"], NETWORK, 29500, 22)
 MARK = RULES.rpartition('comment "')[2].partition('"')[0]
 ACCEPTS = 4  # loopback, established, ssh, the hosts
 
@@ -29,15 +35,21 @@ def told(*, members: tuple[str, ...] = ("192.168.1.28", "192.168.1.36"), mark: s
     """As `nft -j list table` of nftables 1.0.6 prints it, in short."""
     last = {"rule": {"comment": mark, "expr": [{"match": {}}, {verdict: None}]}}
     chain = {"chain": {"name": "input", "type": "filter", "hook": hook, "prio": -10, "policy": "accept"}}
-    return [{"metainfo": {}}, {"table": {"name": private.TABLE}}, {"set": {"name": "hosts4", "elem": list(members)}},
-            chain, *[{"rule": {"expr": [{"accept": None}]}}] * accepts, last]  # fmt: skip
+    return [
+        {"metainfo": {}},
+        {"table": {"name": firewall.NFT_TABLE}},
+        {"set": {"name": "hosts4", "elem": list(members)}},
+        chain,
+        *[{"rule": {"expr": [{"accept": None}]}}] * accepts,
+        last,
+    ]
 
 
 def test_the_rules_name_the_hosts_and_the_ports_of_the_run_alone():
     assert "elements = { 192.168.1.28, 192.168.1.36 }" in RULES
     assert "ip daddr 192.168.1.36 tcp dport { 29500, 32768-60999 } drop" in RULES
-    assert rules_of("attic", FACTS["attic"], NETWORK, 40123, 22) == RULES  # one that was free instead of 29500
-    assert "{ 4000, 32768-60999 }" in rules_of("attic", FACTS["attic"], NETWORK, 4000, 22)
+    assert build_nft_rules("attic", FACTS["attic"], NETWORK, 40123, 22) == RULES  # one that was free instead of 29500
+    assert "{ 4000, 32768-60999 }" in build_nft_rules("attic", FACTS["attic"], NETWORK, 4000, 22)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +66,7 @@ def test_the_rules_name_the_hosts_and_the_ports_of_the_run_alone():
     ],
 )
 def test_a_table_that_somebody_changed_does_not_stand(found, is_so):
-    assert stands(json.loads(json.dumps(found)), RULES, NETWORK) is is_so
+    assert matches_rules(json.loads(json.dumps(found)), RULES, NETWORK) is is_so
 
 
 class Here:
@@ -64,13 +76,16 @@ class Here:
         self._seen = seen
 
     def call(self, module: str, function: str, **args: Any) -> Any:
-        return self._seen if module == "private" else getattr(net, function)(**args)
+        return self._seen if module == "firewall" else getattr(connectivity, function)(**args)
 
 
-def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> Guard:
-    fleet, network = Fleet(hosts={"attic": Host(address="x")}), Network(ways={"attic": way(36, address=address)})
-    asker = Asker({"attic": Here(seen)}, {})  # type: ignore[dict-item]
-    return guards(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
+def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> PortProtection:
+    fleet, network = (
+        Fleet(hosts={"attic": HostConfig(address="x")}),
+        ConnectivityReport(interfaces={"attic": way(36, address=address)}),
+    )
+    asker = HostFanout({"attic": Here(seen)}, {})  # type: ignore[dict-item]
+    return inspect_port_protection(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
 
 
 def test_what_nft_tells_decides():
@@ -113,17 +128,21 @@ def test_where_nobody_may_read_it_a_stranger_tries(sshd, monkeypatch):
         ("differs", "error", f"on attic: sudo nft '{RULES}'"),
         ("absent", "error", f"on attic: sudo nft '{RULES}'"),
         ("open", "error", f"on attic: sudo nft '{RULES}'"),
-        ("none", "error", f"leave out --private; {private.INSTEAD}"),
+        ("none", "error", f"leave out --private; {firewall.ALTERNATIVE_HINT}"),
     ],
 )
 def test_findings(state, severity, fix):
-    (found,) = check_private({"attic": Guard(state=state, rules=RULES)}, NETWORK.ways, {"attic": "sudo "})
+    (found,) = check_port_protection(
+        {"attic": PortProtection(state=state, rules=RULES)}, NETWORK.interfaces, {"attic": "sudo "}
+    )
     assert (found.check, found.severity, found.fix) == ("net.private", severity, fix)
 
 
 @pytest.mark.parametrize(("state", "severity"), [("untold", "error"), ("closed", "warning")])
 def test_where_nobody_can_tell_it_says_so_and_how_it_could(state, severity):
-    (found,) = check_private({"attic": Guard(state=state, rules=RULES)}, NETWORK.ways, {"attic": "sudo "})
+    (found,) = check_port_protection(
+        {"attic": PortProtection(state=state, rules=RULES)}, NETWORK.interfaces, {"attic": "sudo "}
+    )
     assert found.severity == severity
     assert "not known" in found.evidence
     assert found.fix.endswith("/etc/sudoers.d/evener")

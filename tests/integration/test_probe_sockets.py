@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from evener.hosts.remote import net, wire
+from evener.hosts.remote import connectivity, link_probe
 
 LOOPBACK = "127.0.0.1"
 SECRET, IDENTITY = "s" * 32, "i" * 32
@@ -38,16 +38,16 @@ def threads_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def ports(threads_fail: None) -> Iterator[dict[str, int]]:
-    found = net.listen([LOOPBACK], SECRET, IDENTITY)[LOOPBACK]
+    found = connectivity.listen([LOOPBACK], SECRET, IDENTITY)[LOOPBACK]
     assert found["error"] is None
     yield {"tcp": found["ephemeral"], "udp": found["udp"]}
-    net.close()
+    connectivity.close()
 
 
 def answers(ports: dict[str, int]) -> bool:
     """Those who know the secret."""
     target = {"peer": "a", "address": LOOPBACK, "port": ports["tcp"], "identity": IDENTITY, "rank": 0}
-    (found,) = net.connect([target], SECRET, WITHIN_S)
+    (found,) = connectivity.connect([target], SECRET, WITHIN_S)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.settimeout(1.0)
         for _ in range(int(WITHIN_S)):  # a datagram is lost where others have filled the buffer
@@ -107,7 +107,7 @@ def test_10_000_damaged_datagrams(ports):
 def test_more_connections_than_are_served(ports):
     """They cost no thread each, and when they are gone all is as before."""
     with contextlib.ExitStack() as idle:
-        for _ in range(net.MAX_SERVED + 50):
+        for _ in range(connectivity.MAX_CONNECTIONS + 50):
             idle.enter_context(socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S))
         last = idle.enter_context(socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S))
         with contextlib.suppress(ConnectionError):
@@ -116,9 +116,9 @@ def test_more_connections_than_are_served(ports):
 
 
 ONE_CONNECTION = {
-    "take": lambda: wire.take(LOOPBACK, 1.0),
-    "echo": lambda: wire.echo(LOOPBACK, 1.0),
-    "receive": lambda: wire.receive(LOOPBACK, 1, 0.0, 0.2),
+    "take": lambda: link_probe.receive_bursts(LOOPBACK, 1.0),
+    "echo": lambda: link_probe.echo(LOOPBACK, 1.0),
+    "receive": lambda: link_probe.receive(LOOPBACK, 1, 0.0, 0.2),
 }
 
 

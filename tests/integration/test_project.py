@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.hosts.remote import project as remote
-from evener.launch.tree import describe
+from evener.hosts.remote import project_sync as remote
+from evener.launch.file_tree import describe_project
 
 from ..tiers import num_examples
 
@@ -21,14 +21,14 @@ CHANGES = st.tuples(st.sampled_from(["here", "away", "there", "sent"]), st.sampl
 
 def send(home: Path, tree: Path, folder: Path) -> None:
     """As `ship` lays a tree, and the launcher has it taken over."""
-    described = describe(home)
+    described = describe_project(home)
     tree.mkdir(parents=True)
     for name, file in described.files.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(file.source.read_bytes())
     for name, to in described.links.items():
         (tree / name).symlink_to(to)
-    tree.with_name(f"{tree.name}.json").write_bytes(described.body)
+    tree.with_name(f"{tree.name}.json").write_bytes(described.canonical_json)
     remote.sync(str(tree), str(folder))
 
 
@@ -101,8 +101,8 @@ def test_what_was_written_between_two_times_and_was_not_sent(tmp_path) -> None:
     (there / "joined" / "manifest.json").touch()
     (tmp_path / "run" / "host").mkdir(parents=True)
     (tmp_path / "run" / "host" / "joined").write_text(str(there / "joined"))
-    found = remote.written(str(there), since, run=str(tmp_path / "run"))
+    found = remote.list_script_outputs(str(there), since, run=str(tmp_path / "run"))
     assert found == [{"path": "log.csv", "size": 14}, {"path": "out/model", "size": 5}]
     assert json.dumps(found)
-    assert remote.written(str(there), time.time() + 60) == []
-    assert remote.written(str(there), since - 60, since)[0]["path"] == "before"
+    assert remote.list_script_outputs(str(there), time.time() + 60) == []
+    assert remote.list_script_outputs(str(there), since - 60, since)[0]["path"] == "before"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from evener.agent import ranks
+from evener.agent import rank_processes
 
 # A rank whose thread has begun a program that has begun another one.
 TREE = """
@@ -34,17 +34,17 @@ def test_all_that_came_of_a_rank_counts(rank: int, kernel_tells: bool, monkeypat
     theirs = {child.pid for child in psutil.Process(rank).children(recursive=True)}
     assert len(theirs) == 2
     if not kernel_tells:
-        monkeypatch.setattr(ranks, "KERNEL_LISTS", False)
-    elif not ranks.KERNEL_LISTS:
+        monkeypatch.setattr(rank_processes, "HAS_PROC_CHILDREN", False)
+    elif not rank_processes.HAS_PROC_CHILDREN:
         pytest.skip("built without CONFIG_PROC_CHILDREN")
     else:
         monkeypatch.setattr(psutil.Process, "children", None)  # nobody asks
-    assert sorted(ranks._family(rank)) == sorted([rank, *theirs])
-    assert len(ranks._children(rank)) == 1
+    assert sorted(rank_processes._process_tree(rank)) == sorted([rank, *theirs])
+    assert len(rank_processes._children(rank)) == 1
 
 
 def test_of_a_rank_that_has_ended_there_is_nothing() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    assert ranks._children(process.pid) == []
-    assert ranks._cpu_s(process.pid) == 0.0
+    assert rank_processes._children(process.pid) == []
+    assert rank_processes._cpu_s(process.pid) == 0.0

@@ -15,19 +15,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.core.fleet import Host
-from evener.core.machine import usable_cores
+from evener.core.fleet_file import HostConfig
+from evener.core.host_info import usable_cores
 from evener.core.rundir import code_hash
-from evener.hosts.facts import Facts, to_facts
+from evener.hosts.facts import HostFacts, decode_facts
+from evener.hosts.remote import connectivity, rpc_server
 from evener.hosts.remote import facts as collector
-from evener.hosts.remote import net, serve
-from evener.hosts.session import REMOTE, Session, open_session
+from evener.hosts.session import REMOTE_DIR, Session, open_session
 
 SECRET, IDENTITY, OTHER = "s" * 32, "i" * 32, "o" * 32
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux: network namespaces, /proc")
 
 
-@pytest.mark.parametrize("path", sorted(REMOTE.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(REMOTE_DIR.glob("*.py")), ids=lambda path: path.name)
 def test_what_is_sent_runs_on_python_3_8_with_the_standard_library_alone(path):
     tree = ast.parse(path.read_text(), feature_version=(3, 8))
     for node in ast.walk(tree):
@@ -39,14 +39,14 @@ def test_what_is_sent_runs_on_python_3_8_with_the_standard_library_alone(path):
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    opened = open_session("here", Host(address="local"))
+    opened = open_session("here", HostConfig(address="local"))
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def facts(session: Session) -> Facts:
-    return to_facts(session.call("facts", "collect", workdir="/nowhere/yet"), session.clock_offset_s())
+def facts(session: Session) -> HostFacts:
+    return decode_facts(session.call("facts", "collect", workdir="/nowhere/yet"), session.clock_offset_s())
 
 
 def test_facts_of_this_machine_are_those_that_we_know_ourselves(facts):
@@ -80,7 +80,7 @@ def test_gpus_tell_by_their_compute_capability_whether_they_have_bf16(
     tool.write_text(f"#!/bin/sh\n[ $1 = --query-gpu=name,driver_version,compute_cap ] || exit 2\n{lines}")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = collector._gpus()
+    found = collector._collect_gpus()
     assert found["gpus"] == [card.partition(",")[0] for card in cards]
     assert found["gpu_capabilities"] == capabilities
     assert msgspec.structs.replace(facts, **found).gpus_have_bf16 == have_bf16
@@ -88,9 +88,9 @@ def test_gpus_tell_by_their_compute_capability_whether_they_have_bf16(
 
 def test_facts_list_the_loopback_and_every_interface_the_kernel_has(facts):
     loopback = next(one for one in facts.interfaces if one.kind == "loopback")
-    assert loopback.first is not None
-    assert loopback.first.address == "127.0.0.1"
-    assert loopback.first.prefix == 8
+    assert loopback.first_address is not None
+    assert loopback.first_address.address == "127.0.0.1"
+    assert loopback.first_address.prefix == 8
     assert {one.name for one in facts.interfaces} == {name for _, name in socket.if_nameindex()}
 
 
@@ -101,17 +101,17 @@ def test_gloos_choice_is_one_of_its_candidates_or_the_loopback(facts):
 
 def test_the_holder_of_a_port_is_named(session):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        told = to_facts(session.call("facts", "collect", port=server.getsockname()[1]))
+        told = decode_facts(session.call("facts", "collect", port=server.getsockname()[1]))
     assert told.port_holder is not None
     assert told.port_holder.pid == os.getpid()
     assert told.port_holder.command is not None
 
 
 def test_secrets_of_the_environment_are_not_told():
-    code = "import runpy, sys, json; print(json.dumps(runpy.run_path(sys.argv[1])['_environment']()))"
+    code = "import runpy, sys, json; print(json.dumps(runpy.run_path(sys.argv[1])['_collect_environment']()))"
     env = os.environ | {"MASTER_ADDR": "attic", "TORCH_API_KEY": "sesame", "HOME_SWEET": "x"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(REMOTE / "facts.py")], env=env, capture_output=True, text=True
+        [sys.executable, "-c", code, str(REMOTE_DIR / "facts.py")], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert '"MASTER_ADDR": "attic"' in done.stdout
@@ -131,7 +131,7 @@ def test_a_rank_that_lost_its_parent_is_stale_and_one_of_ours_is_not(session, tm
     ) as rank:
         assert rank.stdout is not None
         assert rank.stdout.readline()
-        told = to_facts(session.call("facts", "collect"))
+        told = decode_facts(session.call("facts", "collect"))
         assert rank.pid not in [one.pid for one in told.stale]  # we, its parent, are alive
         assert rank.stdin is not None
         rank.stdin.close()
@@ -142,8 +142,8 @@ def test_a_rank_that_lost_its_parent_is_stale_and_one_of_ours_is_not(session, tm
 
 @pytest.fixture
 def ports() -> Iterator[dict]:
-    yield net.listen(["127.0.0.1"], SECRET, IDENTITY, more=2)["127.0.0.1"]
-    net.close()
+    yield connectivity.listen(["127.0.0.1"], SECRET, IDENTITY, more=2)["127.0.0.1"]
+    connectivity.close()
 
 
 def target(
@@ -155,7 +155,7 @@ def target(
 def test_ports_that_listen_answer_with_their_identity(ports):
     numbers = [ports["ephemeral"], *ports["more"]]
     assert len(set(numbers)) == 3
-    found = net.connect([target(number) for number in numbers], SECRET, 30.0)
+    found = connectivity.connect([target(number) for number in numbers], SECRET, 30.0)
     assert [one["result"] for one in found] == ["ok"] * 3
     assert found[0]["source"] == "127.0.0.1"
 
@@ -163,7 +163,7 @@ def test_ports_that_listen_answer_with_their_identity(ports):
 def test_refused_timed_out_and_somebody_else_are_told_apart(ports):
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
         closed.bind(("127.0.0.1", 0))
-        found = net.connect(
+        found = connectivity.connect(
             [
                 target(closed.getsockname()[1]),
                 target(silent.getsockname()[1]),
@@ -184,36 +184,42 @@ def test_a_full_queue_times_out():
         for one in waiting:
             one.setblocking(False)
             one.connect_ex(full.getsockname())
-        assert net.connect([target(full.getsockname()[1], identity=None)], SECRET, 0.3)[0]["result"] == "timeout"
+        assert (
+            connectivity.connect([target(full.getsockname()[1], identity=None)], SECRET, 0.3)[0]["result"] == "timeout"
+        )
         for one in waiting:
             one.close()
 
 
 def test_a_wrong_secret_is_not_answered(ports):
-    assert net.connect([target(ports["ephemeral"])], "x" * 32, 30.0)[0]["result"] == "stranger"
+    assert connectivity.connect([target(ports["ephemeral"])], "x" * 32, 30.0)[0]["result"] == "stranger"
 
 
 def test_once_a_peer_answered_on_its_best_way_the_others_are_not_waited_for(ports):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = net.connect([target(ports["ephemeral"], rank=0), target(silent.getsockname()[1], rank=1)], SECRET, 10.0)
+        found = connectivity.connect(
+            [target(ports["ephemeral"], rank=0), target(silent.getsockname()[1], rank=1)], SECRET, 10.0
+        )
     assert [one["result"] for one in found] == ["ok", "untried"]
 
 
 def test_a_better_way_is_waited_for(ports):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        found = net.connect([target(ports["ephemeral"], rank=1), target(silent.getsockname()[1], rank=0)], SECRET, 2.0)
+        found = connectivity.connect(
+            [target(ports["ephemeral"], rank=1), target(silent.getsockname()[1], rank=0)], SECRET, 2.0
+        )
     assert [one["result"] for one in found] == ["ok", "timeout"]
 
 
 def test_round_trips_large_messages_and_goodput_over_the_loopback(ports):
     way = target(ports["ephemeral"]) | {"udp": ports["udp"], "mtu": 1500}
-    (trips,) = net.round_trips([way], SECRET, repeats=12)
+    (trips,) = connectivity.round_trips([way], SECRET, repeats=12)
     assert len(trips) == 10
     assert all(0 < trip < 1 for trip in trips)
-    (large,) = net.large([way], SECRET)
+    (large,) = connectivity.probe_mtu([way], SECRET)
     assert large["large"] == "ok"
     assert large["path_mtu"] in (1500, None if sys.platform != "linux" else 1500)
-    found = net.burst(way, SECRET, 0.05, 0.02)
+    found = connectivity.measure_goodput(way, SECRET, 0.05, 0.02)
     assert found["goodput_Bps"] > 1e6
     if sys.platform == "linux":
         assert found["segments"] > 0
@@ -233,31 +239,31 @@ def test_the_path_mtu_is_the_largest_datagram_that_arrives(monkeypatch):
                     data, sender = server.recvfrom(1 << 16)
                 except OSError:
                     return
-                if len(data) + net.HEADERS[socket.AF_INET] <= narrow:
+                if len(data) + connectivity.HEADER_BYTES[socket.AF_INET] <= narrow:
                     server.sendto(data[32:40], sender)
 
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         way = {"address": "127.0.0.1", "udp": server.getsockname()[1], "mtu": 1500}
-        assert net._path_mtu(way, SECRET) == narrow
+        assert connectivity._find_path_mtu(way, SECRET) == narrow
 
 
 def test_a_message_that_stands_still_is_told(monkeypatch):
-    monkeypatch.setattr(net, "SILENCE_S", 0.2)
+    monkeypatch.setattr(connectivity, "STALL_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        assert net._send_large(target(silent.getsockname()[1]), SECRET, 1 << 24) == "stalled"
+        assert connectivity._send_large_message(target(silent.getsockname()[1]), SECRET, 1 << 24) == "stalled"
 
 
 def test_names_are_resolved_and_unknown_ones_are_none():
-    found = net.resolve(["localhost", "no-such-host.invalid"])
+    found = connectivity.resolve(["localhost", "no-such-host.invalid"])
     assert "127.0.0.1" in found["localhost"] or "::1" in found["localhost"]
     assert found["no-such-host.invalid"] is None
 
 
 def test_the_remote_folder_is_what_the_session_sends():
-    assert (REMOTE / "facts.py").exists()
-    assert Path(net.__file__).parent == REMOTE
+    assert (REMOTE_DIR / "facts.py").exists()
+    assert Path(connectivity.__file__).parent == REMOTE_DIR
 
 
 def test_a_request_may_end_while_it_is_cancelled(monkeypatch):
@@ -270,10 +276,10 @@ def test_a_request_may_end_while_it_is_cancelled(monkeypatch):
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr(serve, "_in", io.BytesIO(b'{"cancel": 7}\n'))
-    monkeypatch.setattr(serve, "_out", io.BytesIO())
-    monkeypatch.setattr(serve, "_cancelled", Ending({7: threading.Event()}))
+    monkeypatch.setattr(rpc_server, "_request_pipe", io.BytesIO(b'{"cancel": 7}\n'))
+    monkeypatch.setattr(rpc_server, "_reply_pipe", io.BytesIO())
+    monkeypatch.setattr(rpc_server, "_cancel_events", Ending({7: threading.Event()}))
     monkeypatch.setattr(os, "dup2", lambda source, target: None)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit, match="0"):
-        serve._main()
+        rpc_server._serve_requests()

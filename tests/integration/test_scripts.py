@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from evener.launch.scripts import hint_of, wants_gpu
+from evener.launch.script_hints import gpu_required_line, script_failure_hint
 
 
 def last_words(code: str) -> list[str]:
@@ -19,33 +19,36 @@ def test_a_file_that_is_here_alone(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.bin").touch()
     lines = last_words("open('data/train.bin')")
-    assert hint_of(lines, "b", str(tmp_path), fleet=True) == (
+    assert script_failure_hint(lines, "b", str(tmp_path), fleet=True) == (
         "data/train.bin is here, and was not sent to b: evener launch --include data -- …"
     )
-    said = hint_of(lines, "b", str(tmp_path / "data"), fleet=True)
+    said = script_failure_hint(lines, "b", str(tmp_path / "data"), fleet=True)
     assert said is not None
     assert said.startswith("data/train.bin is not on b: what a script writes stays on the host where it ran")
-    assert hint_of(lines, "b", None, fleet=False) is None
+    assert script_failure_hint(lines, "b", None, fleet=False) is None
     elsewhere = last_words(f"open('{tmp_path}/data/train.bin' + '')".replace("data", "nowhere"))
-    assert hint_of(elsewhere, "b", str(tmp_path), fleet=True) is None
-    said = hint_of([f"No such file or directory: '{tmp_path}/data/train.bin'"], "b", "/", fleet=True)
+    assert script_failure_hint(elsewhere, "b", str(tmp_path), fleet=True) is None
+    said = script_failure_hint([f"No such file or directory: '{tmp_path}/data/train.bin'"], "b", "/", fleet=True)
     assert said is not None
     assert "is on this machine, and not on b" in said
 
 
 def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
     lines = last_words("import no_such.part")
-    assert hint_of(lines, "b", str(tmp_path), fleet=True) == (
+    assert script_failure_hint(lines, "b", str(tmp_path), fleet=True) == (
         "evener setup --with installs the package that has no_such on the hosts"
     )
-    assert hint_of(lines, "b", None, fleet=False) == "pip install the package that has no_such"
+    assert script_failure_hint(lines, "b", None, fleet=False) == "pip install the package that has no_such"
     known = ["ModuleNotFoundError: No module named 'yaml'"]
-    assert hint_of(known, "b", str(tmp_path), fleet=True) == "evener setup --with PyYAML installs it on the hosts"
+    assert (
+        script_failure_hint(known, "b", str(tmp_path), fleet=True)
+        == "evener setup --with PyYAML installs it on the hosts"
+    )
     (tmp_path / "no_such").mkdir()
     (tmp_path / "no_such" / "log.txt").touch()  # a folder is not yet a package
-    assert "--include" not in str(hint_of(lines, "b", str(tmp_path), fleet=True))
+    assert "--include" not in str(script_failure_hint(lines, "b", str(tmp_path), fleet=True))
     (tmp_path / "no_such" / "__init__.py").touch()
-    said = hint_of(lines, "b", str(tmp_path), fleet=True)
+    said = script_failure_hint(lines, "b", str(tmp_path), fleet=True)
     assert said is not None
     assert "evener launch --include no_such" in said
 
@@ -65,7 +68,7 @@ def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
     ],
 )
 def test_a_script_that_insists_on_a_gpu(line):
-    said = hint_of(["Traceback", line, "ValueError: later"], "b", None, fleet=True)
+    said = script_failure_hint(["Traceback", line, "ValueError: later"], "b", None, fleet=True)
     assert said is not None
     assert "asks for a GPU, and b has none" in said
 
@@ -73,11 +76,11 @@ def test_a_script_that_insists_on_a_gpu(line):
 def test_a_script_that_ended_well_for_want_of_gpus():
     """pytorch/examples' own line, and lines of healthy scripts."""
     line = "Unable to locate sufficient 2 gpus to run this example. Exiting."
-    assert wants_gpu(["begin", line, ""]) == line
+    assert gpu_required_line(["begin", line, ""]) == line
     for healthy in (
         "No GPU found, training on CPU",
         "epoch 3 | loss 0.12 | GPU memory 0",
         "using device: cpu",
         "[GPU0] Epoch 1 | Batchsize: 32 | Steps: 8",
     ):
-        assert wants_gpu([healthy]) is None
+        assert gpu_required_line([healthy]) is None

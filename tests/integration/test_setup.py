@@ -15,13 +15,20 @@ import msgspec
 import pytest
 
 from evener.core.errors import EvenerError, HostError, UsageError
-from evener.core.fleet import Fleet, Host
+from evener.core.fleet_file import Fleet, HostConfig
 from evener.hosts.remote import facts
-from evener.hosts.remote import setup as remote
+from evener.hosts.remote import venv_setup as remote
 from evener.hosts.session import Session, open_session
 from evener.launch import wheels
-from evener.launch.setup import Ours, _Setup, set_up
-from evener.launch.wheels import Target, closure, content_hash, evener_wheel, fetch_wheels, requirements
+from evener.launch.host_setup import EvenerWheel, _HostInstaller, set_up_hosts
+from evener.launch.wheels import (
+    WheelTarget,
+    content_hash,
+    dependency_closure,
+    evener_wheel,
+    fetch_wheels,
+    parse_requirements,
+)
 
 from ..tiers import exhaustive
 
@@ -34,8 +41,10 @@ LINUX = {
 }  # fmt: skip
 
 
-def target(libc: tuple[str, str] = ("glibc", "2.36"), mac: str = "", *, cuda: bool = False, **markers: str) -> Target:
-    return Target(markers=LINUX | markers, libc=libc, mac=mac, wants_cuda=cuda)
+def target(
+    libc: tuple[str, str] = ("glibc", "2.36"), mac: str = "", *, cuda: bool = False, **markers: str
+) -> WheelTarget:
+    return WheelTarget(markers=LINUX | markers, libc=libc, macos_version=mac, wants_cuda=cuda)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +58,12 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_is_the_code_that_runs(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.endswith(".py")}
-        assert archive.read("evener/core/fleet.py") == (ROOT / "src/evener/core/fleet.py").read_bytes()
+        assert archive.read("evener/core/fleet_file.py") == (ROOT / "src/evener/core/fleet_file.py").read_bytes()
     assert packed == {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/evener").rglob("*.py")}
 
 
 def test_its_hash_is_the_hash_of_what_is_installed(wheel):
-    assert content_hash(wheel) == remote.installed(sys.executable)["evener_hash"]
+    assert content_hash(wheel) == remote.inspect_interpreter(sys.executable)["evener_hash"]
 
 
 @exhaustive
@@ -86,8 +95,8 @@ def test_an_installed_evener_is_packed_again(wheel, tmp_path):
 def test_versions_are_those_of_constraints(wheel):
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
-    here = Target.of(remote.installed(sys.executable), wants_cuda=False)
-    found = closure(wheel, here)
+    here = WheelTarget.from_interpreter(remote.inspect_interpreter(sys.executable), wants_cuda=False)
+    found = dependency_closure(wheel, here)
     assert {"torch", "msgspec", "numpy", "filelock", "jinja2"} < set(found)
     assert not {"pytest", "ruff", "pip", "evener"} & set(found)
     assert {name: canonical.get(name) for name in found} == found
@@ -100,7 +109,7 @@ def test_platforms():
     mac = target(("", ""), "14.2", sys_platform="darwin", platform_machine="arm64")
     assert mac.platforms()[:3] == ["macosx_14_0_arm64", "macosx_14_0_universal2", "macosx_13_0_arm64"]
     assert "--python-version=3.12" in target(python_version="3.12").pip_flags()
-    here = Target.of(remote.installed(sys.executable), wants_cuda=False)
+    here = WheelTarget.from_interpreter(remote.inspect_interpreter(sys.executable), wants_cuda=False)
     assert here.pip_flags() == ["--only-binary=:all:"]
 
 
@@ -133,7 +142,7 @@ def test_what_only_that_host_needs_is_read_from_the_wheels(tmp_path, monkeypatch
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # whatever a machine allows its pip
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
-    monkeypatch.setattr(wheels._remote, "opens", lambda url: False)
+    monkeypatch.setattr(wheels._remote, "can_open_url", lambda url: False)
     there, told = target(cuda=True), []
     found = fetch_wheels(there, {"torch": "9.0"}, {"torch": "9.0", "rich": "15.0.0"}, told.append)
     names = {"torch-9.0-py3-none-any.whl", "toolkit-1.0-py3-none-any.whl", "nv_blas-3.1-py3-none-any.whl"}
@@ -160,8 +169,8 @@ def script(folder: Path, name: str, says: str) -> None:
 
 def base_of(monkeypatch, folder: Path, preferred: list[str]) -> dict[str, Any]:
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr(remote, "PLACES", ())
-    return remote.look(str(folder / "work"), preferred=preferred)["base"]
+    monkeypatch.setattr(remote, "PROGRAM_FOLDERS", ())
+    return remote.inspect_setup(str(folder / "work"), preferred=preferred)["base"]
 
 
 def test_which_python_makes_the_venv(tmp_path, monkeypatch):
@@ -189,8 +198,8 @@ def test_which_python_makes_the_venv(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_why_no_venv_can_be_made(session, wheel, base, check, text, hint):
-    ours = Ours(wheel=wheel, version="0", hash="0")
-    one = _Setup(session, Host(address="local"), ours, lambda *_: None, [], carry=False)
+    ours = EvenerWheel(wheel=wheel, version="0", hash="0")
+    one = _HostInstaller(session, HostConfig(address="local"), ours, lambda *_: None, [], sends_wheels=False)
     with pytest.raises(HostError, match=text) as caught:
         one._make_venv({"base": base, "now": None})
     assert (caught.value.check, caught.value.host) == (check, "here")
@@ -206,7 +215,7 @@ def test_what_pip_left_half_installed_does_not_count(tmp_path):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         if whole:
             (info / "INSTALLER").write_text("pip\n")
-    found = remote.installed(str(tmp_path / "v/bin/python"))
+    found = remote.inspect_interpreter(str(tmp_path / "v/bin/python"))
     assert found["packages"] == {"rich": "1.0"}
     assert found["half"] == [str(site / "torch-1.0.dist-info")]
     assert (found["is_venv"], found["evener_hash"]) == (True, None)
@@ -217,45 +226,46 @@ def test_what_pip_left_half_installed_does_not_count(tmp_path):
 
 @pytest.fixture
 def session():
-    opened = open_session("here", Host(address="local"))
+    opened = open_session("here", HostConfig(address="local"))
     yield opened
     opened.close()
 
 
 def test_one_setup_at_a_time(session, tmp_path):
-    other = open_session("other", Host(address="local"))
-    assert other.call("setup", "begin", workdir=str(tmp_path)) is None
-    assert re.match(r"process \d+, which began at ", session.call("setup", "begin", workdir=str(tmp_path)))
+    other = open_session("other", HostConfig(address="local"))
+    assert other.call("venv_setup", "lock_setup", workdir=str(tmp_path)) is None
+    assert re.match(r"process \d+, which began at ", session.call("venv_setup", "lock_setup", workdir=str(tmp_path)))
     other.close()  # as a controller that crashes
-    assert session.call("setup", "begin", workdir=str(tmp_path)) is None
+    assert session.call("venv_setup", "lock_setup", workdir=str(tmp_path)) is None
 
 
 def test_this_environment_needs_nothing(tmp_path):
-    fleet = Fleet(hosts={"here": Host(address="local", workdir=str(tmp_path))})
+    fleet = Fleet(hosts={"here": HostConfig(address="local", workdir=str(tmp_path))})
     found = run_setup(fleet)["here"]
-    assert found.line.startswith("here: nothing to do: torch 2")
+    assert found.summary.startswith("here: nothing to do: torch 2")
     assert (found.actions, found.sent_bytes, found.python) == ([], 0, sys.executable)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_python_that_is_no_venv_is_left_alone_and_one_is_made_of_it(tmp_path):
     base = f"{sys.base_prefix}/bin/python3"
-    found = remote.look(str(tmp_path), python=base)
+    found = remote.inspect_setup(str(tmp_path), python=base)
     assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (base, False, False)
     assert os.path.realpath(found["base"]["python"]) == os.path.realpath(base)
     for item in remote.make_venv(str(tmp_path), found["base"]["python"], named=base):
         assert item.get("status", 0) == 0
     made = str(tmp_path / "venv/bin/python")
-    found = remote.look(str(tmp_path), python=base)
+    found = remote.inspect_setup(str(tmp_path), python=base)
     assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (made, True, True)
-    assert facts._python(str(tmp_path), base) == made  # which is then the one that trains
-    assert facts._python(str(tmp_path), sys.executable) == sys.executable  # another venv of the same python is not it
+    assert facts._find_training_python(str(tmp_path), base) == made  # which is then the one that trains
+    # another venv of the same python is not it
+    assert facts._find_training_python(str(tmp_path), sys.executable) == sys.executable
 
 
 def run_setup(fleet: Fleet) -> dict[str, Any]:
     sessions: dict[str, Session] = {name: open_session(name, host) for name, host in fleet.hosts.items()}
     try:
-        return set_up(fleet, sessions, lambda *_: None)
+        return set_up_hosts(fleet, sessions, lambda *_: None)
     finally:
         for one in sessions.values():
             one.close()
@@ -281,17 +291,17 @@ def test_the_verb_names_each_host(tmp_path):
 
 
 def test_a_target_is_plain_data():
-    assert msgspec.json.decode(msgspec.json.encode(target()), type=Target) == target()
+    assert msgspec.json.decode(msgspec.json.encode(target()), type=WheelTarget) == target()
 
 
 def test_what_a_script_needs_is_read_as_pip_reads_it(tmp_path):
     file = tmp_path / "requirements.txt"
     file.write_text("# all of it\nhumanize >= 4  # sizes\n\ntiktoken[extra]==0.8 ; python_version > '3'\n")
-    asked = requirements(["datasets", str(file)])
+    asked = parse_requirements(["datasets", str(file)])
     assert asked == ["datasets", "humanize>=4", 'tiktoken[extra]==0.8; python_version > "3"']
     for bad, told in (("no package!", "not a package"), ("missing.txt", "No such file"), ("-r other", "not a package")):
         with pytest.raises(UsageError, match=told):
-            requirements([bad])
+            parse_requirements([bad])
     file.write_text("fine\n--index-url x\n")
     with pytest.raises(UsageError, match="line 2"):
-        requirements([str(file)])
+        parse_requirements([str(file)])

@@ -16,11 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evener.core.errors import HostError, UsageError
-from evener.core.fleet import Fleet, Host
+from evener.core.fleet_file import Fleet, HostConfig
 from evener.hosts.session import Session, open_session
-from evener.launch import tree as tree_module
-from evener.launch.ship import CHUNK_BYTES, fetch, send, send_to
-from evener.launch.tree import File, Tree, describe, describe_data, pack
+from evener.launch import file_tree as tree_module
+from evener.launch.file_transfer import CHUNK_BYTES, fetch, send_to_host, send_to_hosts
+from evener.launch.file_tree import FileTree, TreeFile, describe_data, describe_files, describe_project
 
 from ..tiers import num_examples
 
@@ -29,7 +29,7 @@ MB = 1 << 20
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    opened = open_session("here", Host(address="local"))
+    opened = open_session("here", HostConfig(address="local"))
     yield opened
     opened.close()
 
@@ -106,10 +106,10 @@ def test_every_tree_arrives_and_comes_back_byte_for_byte(session, files):
             place.chmod(0o755 if executable else 0o644)
         there = contents(root)
 
-        arrived = send_to(session, f"{folder}/work", describe(root))
+        arrived = send_to_host(session, f"{folder}/work", describe_project(root))
         assert contents(Path(arrived.path)) == there
         assert arrived.sent_bytes == sum(len(content) for content in {entry[0] for entry in there.values()})
-        assert send_to(session, f"{folder}/work", describe(root)).sent_bytes == 0
+        assert send_to_host(session, f"{folder}/work", describe_project(root)).sent_bytes == 0
         fetch(session, arrived.path, f"{folder}/back")
         assert contents(Path(folder, "back")) == there
         assert sorted(os.listdir(folder)) == ["back", "project", "work"]
@@ -120,23 +120,25 @@ def test_every_tree_arrives_and_comes_back_byte_for_byte(session, files):
 
 def test_what_is_there_is_not_sent_again(session, tmp_path, work):
     root = write(tmp_path / "p", {"a.py": b"1", "big": noise(3 * MB), "b.py": b"2"})
-    first = send_to(session, work, describe(root))
+    first = send_to_host(session, work, describe_project(root))
     assert first.sent_bytes == 3 * MB + 2
-    again = send_to(session, work, describe(root))
+    again = send_to_host(session, work, describe_project(root))
     assert (again.path, again.sent_bytes) == (first.path, 0)
     (root / "a.py").write_bytes(b"other")
-    changed = send_to(session, work, describe(root))
+    changed = send_to_host(session, work, describe_project(root))
     assert (changed.path != first.path, changed.sent_bytes) == (True, 5)
     assert Path(first.path, "a.py").read_bytes() == b"1"
 
 
 def test_all_hosts_at_once(tmp_path):
-    fleet = Fleet(hosts={name: Host(address="local", workdir=str(tmp_path / name)) for name in ("a", "b")})
+    fleet = Fleet(hosts={name: HostConfig(address="local", workdir=str(tmp_path / name)) for name in ("a", "b")})
     sessions = {name: open_session(name, host) for name, host in fleet.hosts.items()}
     told: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
     root = write(tmp_path / "p", {"big": noise(5 * MB), "small": b"x"})
     try:
-        arrived = send(sessions, fleet, describe(root), lambda name, done, total: told[name].append((done, total)))
+        arrived = send_to_hosts(
+            sessions, fleet, describe_project(root), lambda name, done, total: told[name].append((done, total))
+        )
     finally:
         for one in sessions.values():
             one.close()
@@ -150,21 +152,21 @@ def test_all_hosts_at_once(tmp_path):
 def test_a_killed_copy_goes_on_at_the_byte_where_it_stopped(session, tmp_path, work):
     size = 24 * MB + 12345
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(size)}))
-    killed = open_session("here", Host(address="local"))
+    killed = open_session("here", HostConfig(address="local"))
 
     def kill(name: str, done: int, total: int) -> None:
         if done > 9 * MB:
             killed._process.kill()
 
     with pytest.raises(HostError, match="connection was lost"):
-        send_to(killed, work, tree, kill)
+        send_to_host(killed, work, tree, kill)
     killed.close()
     [part] = parts(work)
     left = part.stat().st_size
     assert 9 * MB < left < size
     assert not list(Path(work).glob("trees/*"))
 
-    arrived = send_to(session, work, tree)
+    arrived = send_to_host(session, work, tree)
     assert (arrived.resumed_bytes, arrived.sent_bytes) == (left, size - left)
     assert Path(arrived.path, "train.bin").read_bytes() == noise(size)
     assert not parts(work)
@@ -175,7 +177,7 @@ def test_a_bad_part_is_thrown_away(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(size)}))
     digest = tree.files["train.bin"].digest
     left = write(Path(work), {f"blobs/{digest}.x.part": noise(2 * MB, seed=1)}) / f"blobs/{digest}.x.part"
-    arrived = send_to(session, work, tree)
+    arrived = send_to_host(session, work, tree)
     assert Path(arrived.path, "train.bin").read_bytes() == noise(size)
     assert (arrived.resumed_bytes, not left.exists(), parts(work)) == (0, True, [])
     assert arrived.sent_bytes == size
@@ -185,18 +187,18 @@ def test_a_part_that_is_too_long_is_of_use(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(2 * MB)}))
     digest = tree.files["train.bin"].digest
     write(Path(work), {f"blobs/{digest}.x.part": noise(2 * MB) + b"and more"})
-    assert send_to(session, work, tree).sent_bytes == 0
+    assert send_to_host(session, work, tree).sent_bytes == 0
 
 
 def test_two_senders_at_once(tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(24 * MB), "small": b"x" * 1000}))
-    sessions = [open_session(f"s{number}", Host(address="local")) for number in range(4)]
+    sessions = [open_session(f"s{number}", HostConfig(address="local")) for number in range(4)]
     gate, found, errors = threading.Barrier(4), [], []
 
     def one(opened: Session) -> None:
         try:
             gate.wait()
-            found.append(send_to(opened, work, tree).path)
+            found.append(send_to_host(opened, work, tree).path)
         except BaseException as error:
             errors.append(error)
 
@@ -218,14 +220,14 @@ def test_two_senders_at_once(tmp_path, work):
 def test_a_sender_that_stands_still_stops_nobody(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(3 * MB)}))
     digest = tree.files["train.bin"].digest
-    stuck = open_session("stuck", Host(address="local"))
-    stuck.call("files", "missing", workdir=work, digests={digest: 3 * MB}, tree="x")
-    part = stuck.call("files", "open_part", workdir=work, digest=digest, size=3 * MB)["part"]
-    stuck.call("files", "write_part", part=part, offset=0, body=noise(3 * MB)[:1000])
-    arrived = send_to(session, work, tree)
+    stuck = open_session("stuck", HostConfig(address="local"))
+    stuck.call("content_store", "find_missing_blobs", workdir=work, digests={digest: 3 * MB}, tree="x")
+    part = stuck.call("content_store", "open_upload", workdir=work, digest=digest, size=3 * MB)["part"]
+    stuck.call("content_store", "write_upload", part=part, offset=0, body=noise(3 * MB)[:1000])
+    arrived = send_to_host(session, work, tree)
     assert (arrived.resumed_bytes, arrived.sent_bytes) == (1000, 3 * MB - 1000)
-    stuck.call("files", "write_part", part=part, offset=1000, body=b"not what it should be")
-    assert stuck.call("files", "close_part", part=part)
+    stuck.call("content_store", "write_upload", part=part, offset=1000, body=b"not what it should be")
+    assert stuck.call("content_store", "finish_upload", part=part)
     stuck.close()
     assert Path(arrived.path, "train.bin").read_bytes() == noise(3 * MB)
     assert not parts(work)
@@ -234,67 +236,69 @@ def test_a_sender_that_stands_still_stops_nobody(session, tmp_path, work):
 def test_chunks_that_overtake_each_other_are_put_in_order(session, tmp_path, work):
     content = noise(2 * MB)
     digest = describe_data(write(tmp_path / "d", {"x": content})).files["x"].digest
-    session.call("files", "missing", workdir=work, digests={digest: 2 * MB}, tree="x")
-    part = session.call("files", "open_part", workdir=work, digest=digest, size=2 * MB)["part"]
+    session.call("content_store", "find_missing_blobs", workdir=work, digests={digest: 2 * MB}, tree="x")
+    part = session.call("content_store", "open_upload", workdir=work, digest=digest, size=2 * MB)["part"]
     late = threading.Thread(
-        target=session.call, args=("files", "write_part"), kwargs={"part": part, "offset": MB, "body": content[MB:]}
+        target=session.call,
+        args=("content_store", "write_upload"),
+        kwargs={"part": part, "offset": MB, "body": content[MB:]},
     )
     late.start()
-    session.call("files", "write_part", part=part, offset=0, body=content[:MB])
+    session.call("content_store", "write_upload", part=part, offset=0, body=content[:MB])
     late.join()
-    assert session.call("files", "close_part", part=part)
+    assert session.call("content_store", "finish_upload", part=part)
 
 
 @pytest.mark.parametrize("size", [100, 3 * MB])
 def test_a_file_that_changes_meanwhile_is_an_error(session, tmp_path, work, size):
     root = write(tmp_path / "p", {"a": noise(size), "b": b"2"})
-    tree = describe(root)
+    tree = describe_project(root)
     (root / "a").write_bytes(noise(size, seed=1))
     with pytest.raises(HostError, match="/p/a changed while it was sent to here") as caught:
-        send_to(session, work, tree)
+        send_to_host(session, work, tree)
     assert caught.value.check == "files.changed"
     assert not list(Path(work, "trees").glob("*"))
-    assert Path(send_to(session, work, describe(root)).path, "a").read_bytes() == noise(size, seed=1)
+    assert Path(send_to_host(session, work, describe_project(root)).path, "a").read_bytes() == noise(size, seed=1)
 
 
 def test_a_tree_that_a_program_changed_is_made_anew(session, tmp_path, work):
     """Modes stop an ordinary user; root, who trains on rented machines, only the check."""
     root = write(tmp_path / "p", {"a.py": b"1", "sub/b.py": b"2"})
-    path = Path(send_to(session, work, describe(root)).path)
+    path = Path(send_to_host(session, work, describe_project(root)).path)
     assert not os.stat(path / "a.py").st_mode & 0o222
     (path / "__pycache__").mkdir()  # as Python makes it: no harm
-    assert send_to(session, work, describe(root)).path == str(path)
+    assert send_to_host(session, work, describe_project(root)).path == str(path)
     assert (path / "__pycache__").exists()
     (path / "a.py").chmod(0o644)
     (path / "a.py").write_bytes(b"9")
-    arrived = send_to(session, work, describe(root))
+    arrived = send_to_host(session, work, describe_project(root))
     assert (arrived.path, arrived.sent_bytes) == (str(path), 0)
     assert (path / "a.py").read_bytes() == b"1"
 
 
 def test_data_changed_through_its_hard_link_is_sent_again(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(2 * MB), "val.bin": b"1"}))
-    path = Path(send_to(session, work, tree).path)
+    path = Path(send_to_host(session, work, tree).path)
     assert (path / "train.bin").stat().st_nlink == 2
     (path / "train.bin").chmod(0o644)
     with (path / "train.bin").open("r+b") as file:
         file.write(b"xx")
-    assert send_to(session, work, tree).sent_bytes == 2 * MB
+    assert send_to_host(session, work, tree).sent_bytes == 2 * MB
     assert (path / "train.bin").read_bytes() == noise(2 * MB)
 
 
 def test_an_interrupted_tree_is_completed(session, tmp_path, work):
     root = write(tmp_path / "p", {f"{number}.py": b"%d" % number for number in range(20)})
-    path = Path(send_to(session, work, describe(root)).path)
+    path = Path(send_to_host(session, work, describe_project(root)).path)
     shutil.rmtree(path)
-    assert send_to(session, work, describe(root)).sent_bytes == 0
+    assert send_to_host(session, work, describe_project(root)).sent_bytes == 0
     assert contents(path) == contents(root)
 
 
 def test_a_full_disk_is_told_before_anything_is_sent(session, work):
-    tree = Tree({"train.bin": File(Path("nowhere"), "0" * 64, 10**15)})
+    tree = FileTree({"train.bin": TreeFile(Path("nowhere"), "0" * 64, 10**15)})
     with pytest.raises(HostError, match=r"here: its disk is full: 2000\.0 TB to store") as caught:
-        send_to(session, work, tree)
+        send_to_host(session, work, tree)
     assert (caught.value.check, caught.value.host) == ("disk.full", "here")
 
 
@@ -302,14 +306,14 @@ def test_no_path_leads_out_of_a_tree(session, tmp_path, work):
     file = write(tmp_path, {"a": b"1"}) / "a"
     for name in ("../a", "/etc/a", "x/../../a", ""):
         with pytest.raises(HostError, match="not a path inside a folder"):
-            send_to(session, work, pack({name: file}))
+            send_to_host(session, work, describe_files({name: file}))
     assert not list(Path(work, "trees").iterdir())
 
 
 def test_a_workdir_that_cannot_be_made(session, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(HostError, match="Not a directory") as caught:
-        send_to(session, str(tmp_path / "file/work"), pack({}))
+        send_to_host(session, str(tmp_path / "file/work"), describe_files({}))
     assert "workdir" in caught.value.hint
 
 
@@ -330,7 +334,7 @@ def test_a_file_comes_back(session, tmp_path):
 def test_an_interrupted_fetch_goes_on(session, tmp_path):
     root = write(tmp_path / "there", {"state.json": b"{}", "sub/model": noise(24 * MB), "other": noise(2 * MB)})
     (root / "link").symlink_to("sub/model")
-    killed = open_session("here", Host(address="local"))
+    killed = open_session("here", HostConfig(address="local"))
 
     def kill(name: str, done: int, total: int) -> None:
         if done > 9 * MB:
@@ -369,20 +373,20 @@ def test_git_says_what_is_code(tmp_path):
     git(root, "init")
     git(root, "add", "train.py", "gone.py", ".hidden", ".gitignore")
     (root / "gone.py").unlink()
-    assert set(describe(root).files) == {"train.py", "new module.py", ".hidden", ".gitignore", "sub/ö\n.py"}
-    assert set(describe(root / "sub").files) == {"ö\n.py"}
-    assert set(describe(root / "data").files) == {"x.bin"}  # ignored as a whole, and yet asked for
+    assert set(describe_project(root).files) == {"train.py", "new module.py", ".hidden", ".gitignore", "sub/ö\n.py"}
+    assert set(describe_project(root / "sub").files) == {"ö\n.py"}
+    assert set(describe_project(root / "data").files) == {"x.bin"}  # ignored as a whole, and yet asked for
     write(root, {"library/mine.py": b"", "library/.gitignore": b"*.log", "library/x.log": b""})
     git(root / "library", "init")
     git(root / "library", "add", "mine.py")
-    assert {"library/mine.py", "library/.gitignore"} & set(describe(root).files) == {"library/mine.py"}
+    assert {"library/mine.py", "library/.gitignore"} & set(describe_project(root).files) == {"library/mine.py"}
 
 
 def test_without_git_everything_is_code_but_what_can_be_made_again(tmp_path):
     names = ["train.py", "a b/c.py", ".git2/x", "a b/.hidden", "runs/x", "a b/runs/x", "v/pyvenv.cfg", "v/bin/python"]
     root = write(tmp_path / "p", dict.fromkeys(names, b""))
     os.mkfifo(root / "pipe")
-    assert set(describe(root).files) == {"train.py", "a b/c.py", "a b/runs/x"}
+    assert set(describe_project(root).files) == {"train.py", "a b/c.py", "a b/runs/x"}
 
 
 def test_links(tmp_path, session, work):
@@ -392,11 +396,11 @@ def test_links(tmp_path, session, work):
     (root / "absolute").symlink_to(root / "a/x.py")
     (root / "b/around").symlink_to("../../p/a/x.py")
     (root / "nothing").symlink_to("missing")
-    tree = describe(root)
+    tree = describe_project(root)
     assert tree.links == {
         "b/up": "../a/x.py", "folder": "a", "absolute": "a/x.py", "b/around": "../a/x.py", "nothing": "missing",
     }  # fmt: skip
-    path = Path(send_to(session, work, tree).path)
+    path = Path(send_to_host(session, work, tree).path)
     for name in ("b/up", "absolute", "b/around", "folder/x.py"):
         assert (path / name).read_bytes() == b"1"
 
@@ -406,7 +410,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path, to):
     root = write(tmp_path / "p", {"a": b"1"})
     (root / "out").symlink_to(to)
     with pytest.raises(UsageError, match=r"/p/out is a link that leads out of the project") as caught:
-        describe(root)
+        describe_project(root)
     assert "--data" in caught.value.hint
 
 
@@ -427,14 +431,14 @@ def test_too_much_code_is_refused_by_name(tmp_path):
     with pytest.raises(
         UsageError, match=r"holds 4\.1 kB of code, more than 2\.0 kB: ckpt/ 4\.0 kB, m 50 B, x\.py 10 B"
     ):
-        describe(root, max_bytes=2000)
+        describe_project(root, max_bytes=2000)
     with pytest.raises(UsageError, match="no such folder"):
-        describe(tmp_path / "q")
+        describe_project(tmp_path / "q")
 
 
 def test_a_large_file_is_hashed_once(tmp_path, monkeypatch):
     root = write(tmp_path / "d", {"train.bin": noise(2 * MB)})
-    monkeypatch.setattr(tree_module, "SETTLED_S", -1.0)
+    monkeypatch.setattr(tree_module, "MTIME_SETTLE_S", -1.0)
     first = describe_data(root)
     monkeypatch.setattr(tree_module.hashlib, "file_digest", None)
     assert describe_data(root) == first
@@ -465,5 +469,5 @@ def test_the_chunks_are_what_the_tests_assume():
 )
 def test_what_a_host_tells_of_its_files_leads_nowhere_else(session, tmp_path, entry):
     with pytest.raises(HostError, match="it sent an invalid file entry"):
-        fetch(session, str(tmp_path), tmp_path / "back", surveyed=[entry])
+        fetch(session, str(tmp_path), tmp_path / "back", listing=[entry])
     assert not (tmp_path / "back").exists()

@@ -22,19 +22,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.core.fleet import Host
-from evener.hosts.remote import runs, supervisor
-from evener.hosts.session import REMOTE, RemoteError, Session, open_session
+from evener.core.fleet_file import HostConfig
+from evener.hosts.remote import run_control, supervisor
+from evener.hosts.session import REMOTE_DIR, RemoteError, Session, open_session
 
 from ..tiers import num_examples
 
 DEADLINE_S = 120.0
-SUPERVISOR = (REMOTE / "supervisor.py").read_text()
+SUPERVISOR = (REMOTE_DIR / "supervisor.py").read_text()
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    opened = open_session("here", Host(address="local"))
+    opened = open_session("here", HostConfig(address="local"))
     yield opened
     opened.close()
 
@@ -48,12 +48,12 @@ class Started:
         self.session, self.run, self.id = session, run, f"test-{run.name}-{os.getpid()}"
         spec = {"id": self.id, "host": "here", "first_rank": 4, "argv": argv, "cwd": str(cwd or run.parent), "env": env,
                 "grace_s": grace_s, "is_rank": is_rank, "attached": attached}  # fmt: skip
-        self.state = session.call("runs", "start", run=str(run), spec=spec, supervisor=program)
+        self.state = session.call("run_control", "start", run=str(run), spec=spec, supervisor=program)
 
     def wait(self) -> dict[str, Any]:
         """Its last state."""
-        wait_until(lambda: self.session.call("runs", "status", run=str(self.run))["state"] == "ended")
-        return self.session.call("runs", "status", run=str(self.run))
+        wait_until(lambda: self.session.call("run_control", "status", run=str(self.run))["state"] == "ended")
+        return self.session.call("run_control", "status", run=str(self.run))
 
     def processes(self) -> list[psutil.Process]:
         """Every live process that carries the run's mark."""
@@ -80,11 +80,11 @@ class Started:
             process.suspend()
         for process in (*guard, supervisor):
             process.kill()
-        wait_until(lambda: not runs._is_alive(str(self.run / "host")))
+        wait_until(lambda: not run_control._is_supervised(str(self.run / "host")))
 
     def stop(self) -> dict[str, Any]:
         """Its last state."""
-        return list(self.session.stream("runs", "stop", run=str(self.run)))[-1]
+        return list(self.session.stream("run_control", "stop", run=str(self.run)))[-1]
 
     def printed(self, name: str = "here") -> dict[str, bytes]:
         """What was written to stdout and stderr, put together again from the log."""
@@ -214,9 +214,9 @@ def test_a_killed_supervisor_leaves_no_process(tree: Started) -> None:
 
 def test_supervisor_and_guard_killed_at_once(tree: Started) -> None:
     """The run goes on, and nobody is left who could end it: its processes are found by their mark."""
-    assert "unwatched" not in tree.session.call("runs", "status", run=str(tree.run))
+    assert "unwatched" not in tree.session.call("run_control", "status", run=str(tree.run))
     tree.kill()
-    state = tree.session.call("runs", "status", run=str(tree.run))
+    state = tree.session.call("run_control", "status", run=str(tree.run))
     assert (state["state"], state["unwatched"]) == ("running", True)
     last = tree.stop()
     assert (last["state"], last["left"]) == ("ended", [])
@@ -279,17 +279,17 @@ def test_who_asks_twice_waits_for_nobody(session: Session, tmp_path: Path) -> No
     wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
     os.kill(started.state["pid"], signal.SIGSTOP)
     began = time.monotonic()
-    last = list(session.stream("runs", "stop", run=str(started.run), now=True))[-1]
+    last = list(session.stream("run_control", "stop", run=str(started.run), now=True))[-1]
     assert time.monotonic() - began < DEADLINE_S
     assert (last["signal"], last["stopped"], last["left"]) == ("SIGKILL", True, [])
 
 
 def test_the_connection_may_go(tmp_path: Path) -> None:
     """The session that started the run is killed; the run is not."""
-    first = open_session("here", Host(address="local"))
+    first = open_session("here", HostConfig(address="local"))
     started = Started(first, tmp_path / "run", python("import time; print('a', flush=True); time.sleep(1); print('b')"))
     first._process.kill()
-    second = open_session("here", Host(address="local"))
+    second = open_session("here", HostConfig(address="local"))
     started.session = second
     assert started.wait()["status"] == 0
     assert started.printed()["O"] == b"a\nb\n"
@@ -305,7 +305,7 @@ def test_a_run_that_is_alive_is_not_started_again(session: Session, tmp_path: Pa
     with pytest.raises(RemoteError, match="this run is running here already"):
         Started(session, tmp_path / "run", python("print('second')"))
     assert {path: path.read_bytes() for path in (tmp_path / "run/host").iterdir() if path.is_file()} == before
-    assert session.call("runs", "status", run=str(first.run))["state"] == "running"
+    assert session.call("run_control", "status", run=str(first.run))["state"] == "running"
     first.stop()
 
 
@@ -322,17 +322,17 @@ def test_a_supervisor_that_stands_still_is_killed(
 ) -> None:
     started = Started(session, tmp_path / "run", python(SLEEP), grace_s=0.2)
     os.kill(started.state["supervisor"], signal.SIGSTOP)
-    monkeypatch.setattr(runs, "END_S", 0.05)
-    *waiting, last = runs.stop(str(started.run))
+    monkeypatch.setattr(run_control, "KILL_TIMEOUT_S", 0.05)
+    *waiting, last = run_control.stop(str(started.run))
     assert waiting == [{"waiting": True}] * len(waiting)
     assert (last["state"], last["lost"], last["left"]) == ("ended", "the supervisor was killed", [])
     assert started.processes() == []
 
 
 def test_a_supervisor_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "START_S", 0.3)
+    monkeypatch.setattr(run_control, "START_TIMEOUT_S", 0.3)
     with pytest.raises(RuntimeError, match="did not start"):
-        runs.start(str(tmp_path / "run"), {"id": "never"}, "import time; time.sleep(600)")
+        run_control.start(str(tmp_path / "run"), {"id": "never"}, "import time; time.sleep(600)")
     assert not [process for process in psutil.process_iter(["cmdline"])
                 if str(tmp_path / "run") in (process.info["cmdline"] or [])]  # fmt: skip
 
@@ -342,10 +342,10 @@ def test_the_roster_is_there_before_the_program_begins(session: Session, tmp_pat
     spec = {"id": "roster", "host": "here", "first_rank": 0, "argv": python(reads), "cwd": str(tmp_path / "run"),
             "env": {}, "grace_s": 0}  # fmt: skip
     session.call(
-        "runs", "start", run=str(tmp_path / "run"), spec=spec, supervisor=SUPERVISOR, files={"roster.json": "{}"}
+        "run_control", "start", run=str(tmp_path / "run"), spec=spec, supervisor=SUPERVISOR, files={"roster.json": "{}"}
     )
-    wait_until(lambda: session.call("runs", "status", run=str(tmp_path / "run"))["state"] == "ended")
-    assert session.call("runs", "status", run=str(tmp_path / "run"))["status"] == 0
+    wait_until(lambda: session.call("run_control", "status", run=str(tmp_path / "run"))["state"] == "ended")
+    assert session.call("run_control", "status", run=str(tmp_path / "run"))["status"] == 0
 
 
 def test_leftovers_of_one_run_are_not_those_of_another(session: Session, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_leftovers_of_one_run_are_not_those_of_another(session: Session, tmp_pat
     started.kill()
     started.stop()
     assert started.processes() == []
-    assert session.call("runs", "status", run=str(other.run))["state"] == "running"
+    assert session.call("run_control", "status", run=str(other.run))["state"] == "running"
     assert len(other.processes()) == 1
     other.stop()
 
@@ -431,8 +431,8 @@ def test_any_log_that_was_cut_is_completed(
     ranks.close()
     if log.stat().st_size > len(earlier):
         os.truncate(log, len(earlier) + int(part * (log.stat().st_size - len(earlier))))
-    supervisor.take_over(str(run))
-    supervisor.take_over(str(run))
+    supervisor.recover_rank_logs(str(run))
+    supervisor.recover_rank_logs(str(run))
     assert not rank.exists()
     expected = {kind: b"".join(text for one, text in prints if one == name)
                 for kind, name in (("O", "stdout.log"), ("E", "stderr.log"))}  # fmt: skip
@@ -469,14 +469,14 @@ def test_ranks_that_begin_late_are_asked_too(session: Session, tmp_path: Path) -
 
 
 def test_what_sigkill_does_not_end_is_told(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "END_S", 0.05)
+    monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(supervisor, "processes_of", lambda run_id, ancestor: [os.getpid(), 4_999_999])
     assert supervisor.end_all("hangs") == [4_999_999]
     hangs = SUPERVISOR.replace("if __name__ ==", "def end_all(*_):\n    return [4_999_999]\n\n\nif __name__ ==")
     started = Started(session, tmp_path / "run", python(""), program=hangs)
     assert started.wait()["left"] == [4_999_999]
     assert started.stop()["left"] == [4_999_999]
-    shutil.copy(REMOTE / "supervisor.py", tmp_path / "run/host/supervisor.py")
+    shutil.copy(REMOTE_DIR / "supervisor.py", tmp_path / "run/host/supervisor.py")
     assert started.stop()["left"] == []
 
 
@@ -489,10 +489,10 @@ def test_a_progress_bar_is_in_the_log_while_it_moves(session: Session, tmp_path:
 
 
 def test_a_line_without_end_is_written_in_parts(tmp_path: Path) -> None:
-    log = supervisor.Log(str(tmp_path / "log"))
+    log = supervisor.TimestampedLog(str(tmp_path / "log"))
     for _ in range(300_000):
         log.add("O", b"\r")
-    assert (tmp_path / "log").stat().st_size > 4 * supervisor.REST_BYTES
+    assert (tmp_path / "log").stat().st_size > 4 * supervisor.MAX_PARTIAL_LINE_BYTES
     log.add("O", b"1\n2")
     log.close()
     content = (tmp_path / "log").read_bytes()
@@ -511,7 +511,7 @@ def test_looking_at_a_run_disturbs_nobody(session: Session, tmp_path: Path) -> N
     Started(session, tmp_path / "run", python("")).wait()
     look = os.open(tmp_path / "run/host/lock", os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_SH)
-    assert session.call("runs", "stop", run=str(tmp_path / "run"))["state"] == "ended"
+    assert session.call("run_control", "stop", run=str(tmp_path / "run"))["state"] == "ended"
     threading.Timer(0.3, os.close, [look]).start()
     assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
 
@@ -520,18 +520,18 @@ def test_looking_at_a_run_disturbs_nobody(session: Session, tmp_path: Path) -> N
 def test_a_damaged_state_is_that_of_a_lost_run(session: Session, tmp_path: Path, content: str) -> None:
     run = tmp_path / "runs/one"
     Started(session, run, python("")).wait()
-    wait_until(lambda: not runs._is_alive(str(run / "host")))
+    wait_until(lambda: not run_control._is_supervised(str(run / "host")))
     (run / "host/state.json").write_text(content)
-    state = session.call("runs", "status", run=str(run))
+    state = session.call("run_control", "status", run=str(run))
     assert (state["state"], state["status"]) == ("ended", None)
     assert state["lost"]
-    assert session.call("runs", "status", run=str(tmp_path / "runs/never")) is None
+    assert session.call("run_control", "status", run=str(tmp_path / "runs/never")) is None
 
 
 def test_a_state_that_goes_while_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter([{"state": "running"}, None])
-    monkeypatch.setattr(runs, "_read_state", lambda folder: next(states))
-    assert runs.status(str(tmp_path)) is None
+    monkeypatch.setattr(run_control, "_read_state", lambda folder: next(states))
+    assert run_control.status(str(tmp_path)) is None
 
 
 def test_signals_have_names(session: Session, tmp_path: Path) -> None:
@@ -552,7 +552,7 @@ def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
         (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps(state))
         (tmp_path / "checkpoints" / name / "state.json~").write_text("12345")
     (tmp_path / "checkpoints" / "step-000300" / "state.json").write_text("{")
-    found = runs.checkpoints(str(tmp_path))
+    found = run_control.list_checkpoints(str(tmp_path))
     assert [(one["step"], one["val_loss"]) for one in found] == [(100, 2.5), (999999, 2.5), (1000000, 2.5)]
     assert [(file["path"], file["size"]) for file in found[0]["files"]][1] == ("state.json~", 5)
 
@@ -572,8 +572,8 @@ def test_the_table_of_connections_is_read_where_something_was_sent_again_or_is_s
         read.append(path)
         return (tmp_path / Path(path).name).open()
 
-    monkeypatch.setattr(runs, "open", open_table, raising=False)
-    monkeypatch.setattr(runs, "_connections", {})
+    monkeypatch.setattr(run_control, "open", open_table, raising=False)
+    monkeypatch.setattr(run_control, "_tcp_cache", {})
     often, seldom, peer = 0.0, math.inf, "10.77.0.2"
     for sent_again, tries, found, is_read, read_s in (
         (7, 0, [], True, seldom), (7, 5, [], False, seldom), (8, 3, [], True, seldom), (9, 4, [peer], True, seldom),
@@ -581,10 +581,10 @@ def test_the_table_of_connections_is_read_where_something_was_sent_again_or_is_s
         (None, 5, [peer], True, seldom), (None, 0, [], True, seldom), (None, 0, [], True, seldom),
     ):  # fmt: skip
         read.clear()
-        monkeypatch.setattr(runs, "READ_S", read_s)
-        monkeypatch.setattr(runs, "_sent_again", lambda told=sent_again: told)
+        monkeypatch.setattr(run_control, "TCP_TABLE_INTERVAL_S", read_s)
+        monkeypatch.setattr(run_control, "_count_retransmits", lambda told=sent_again: told)
         (tmp_path / "tcp").write_text(head + line.format(tries))
-        assert runs.stuck() == found
+        assert run_control.find_stalled_peers() == found
         assert bool(read) == is_read
 
 
@@ -592,7 +592,7 @@ def test_the_kernel_says_how_many_segments_were_sent_again() -> None:
     """As nstat reads it, which belongs to iproute2."""
     if shutil.which("nstat") is None:
         pytest.skip("no nstat")
-    before = runs._sent_again()
+    before = run_control._count_retransmits()
     said = subprocess.run(["nstat", "-asz", "TcpRetransSegs"], capture_output=True, text=True, check=True).stdout
     [counted] = [int(line.split()[1]) for line in said.splitlines() if line.startswith("TcpRetransSegs")]
-    assert before <= counted <= runs._sent_again()
+    assert before <= counted <= run_control._count_retransmits()

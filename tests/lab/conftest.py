@@ -14,13 +14,13 @@ import pytest
 
 from evener.core.errors import EvenerError
 from evener.core.rundir import RunDir
-from evener.lab.host import Host
-from evener.lab.lab import Lab
-from evener.lab.needs import check_machine
-from evener.lab.spec import HostSpec, LabSpec
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.host import LabHost
+from evener.lab.lab_requirements import check_machine
+from evener.lab.lab_spec import HostSpec, LabSpec
 
 TIMEOUT_S = 120  # of a machine as busy as it likes
-MakeLab = Callable[..., Lab]
+MakeLab = Callable[..., EmulatedLab]
 
 
 @pytest.fixture(scope="session")
@@ -32,12 +32,12 @@ def make_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeLab]:
         if "CI" in os.environ:
             raise
         pytest.skip(f"{error}; {error.hint}")
-    made: list[Lab] = []
+    made: list[EmulatedLab] = []
 
-    def make(out: Path | None = None, **hosts: HostSpec) -> Lab:
+    def make(out: Path | None = None, **hosts: HostSpec) -> EmulatedLab:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
         spec = LabSpec(name=f"test-{os.getpid()}-{worker}-{len(made)}", hosts=hosts)
-        made.append(Lab.up(spec, out=out or tmp_path_factory.mktemp("lab") / "lab.toml"))
+        made.append(EmulatedLab.up(spec, out=out or tmp_path_factory.mktemp("lab") / "lab.toml"))
         return made[-1]
 
     yield make
@@ -46,7 +46,7 @@ def make_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeLab]:
 
 
 @pytest.fixture(scope="session")
-def pair(make_lab: MakeLab) -> Lab:
+def pair(make_lab: MakeLab) -> EmulatedLab:
     """Two plain hosts, a and b. A test leaves them as it found them."""
     return make_lab(a=HostSpec(), b=HostSpec())
 
@@ -73,7 +73,7 @@ def worlds_of(run: RunDir) -> list[list[str]]:
     return [hosts for _, hosts in sorted(found.items())]
 
 
-def command_lines(host: Host) -> list[bytes]:
+def command_lines(host: LabHost) -> list[bytes]:
     """Of a host's processes; each may have ended before it is looked at."""
     found = []
     for pid in host.pids():
@@ -82,7 +82,7 @@ def command_lines(host: Host) -> list[bytes]:
     return found
 
 
-def rank_on(host: Host) -> int:
+def rank_on(host: LabHost) -> int:
     """The pid, as this machine has it, of the only rank there; where it was started by torchrun, which names it too."""
     found = {}
     for pid in host.pids():

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.fleet import Link, ModelRate, Rates
-from evener.core.measured import update_fleet
+from evener.core.fleet_file import HostLink, ModelRate, Rates
+from evener.core.fleet_update import update_fleet_file
 from evener.core.rundir import RunDir
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab
 from tests.tiers import exhaustive
 
@@ -32,11 +32,11 @@ def test_hosts_alone_and_together_and_each_way_to_agree(make_lab: MakeLab, tmp_p
     file = tmp_path / "fleet.toml"
     lab = make_lab(file, a=HostSpec(), b=HostSpec())
     # What a probe would find, so that none is needed: b is the faster one.
-    link = Link(goodput_Bps=1e8, rtt_s=1e-3)
+    link = HostLink(goodput_Bps=1e8, rtt_s=1e-3)
     rates = {name: {"cpu": Rates(sync_Bps=2e9, loopback_Bps=1e9, matmul_flops={"fp32": 1e11, "bf16": 1e11},
                                  copy_Bps=1e10, models={"tiny": ModelRate(tokens_per_s=speed, dtype="")})}
              for name, speed in (("a", 1e4), ("b", 2e4))}  # fmt: skip
-    update_fleet(file, links={"a": {"b": link}, "b": {"a": link}}, rates=rates)
+    update_fleet_file(file, links={"a": {"b": link}, "b": {"a": link}}, rates=rates)
     common = ("--fleet", file, "--data", corpus, "--model", "tiny", "--batch", "4")
 
     found = bench(tmp_path, *common, "--seconds", "2")

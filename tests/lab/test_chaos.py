@@ -11,10 +11,21 @@ import pytest
 
 from evener.core.errors import UsageError
 from evener.lab import cgroup
-from evener.lab.chaos import AGENT, FAULTS, RANK, ROWS, SUPERVISOR, find, perform, pids_of, possible, schedule
-from evener.lab.host import Host
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.fault_injection import (
+    AGENT_PROGRAM,
+    FAULT_TABLE,
+    FAULTS_BY_NAME,
+    RANK_PROGRAM,
+    SUPERVISOR_PROGRAM,
+    find_faults,
+    find_pids,
+    inject_faults,
+    schedule_faults,
+    split_supported,
+)
+from evener.lab.host import LabHost
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive
 
@@ -24,31 +35,31 @@ KEEPER = "import sys, time; time.sleep(1000)"  # a process, called as it is told
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_night_is_one_fault_after_the_other_and_over_in_time(seed: int) -> None:
-    events = schedule(seed, 60, ["a", "b", "c"], ROWS)
-    assert events == schedule(seed, 60, ["a", "b", "c"], ROWS)
+    events = schedule_faults(seed, 60, ["a", "b", "c"], FAULT_TABLE)
+    assert events == schedule_faults(seed, 60, ["a", "b", "c"], FAULT_TABLE)
     assert len(events) > 20
     for one, other in itertools.pairwise(events):
-        assert other.at_s >= one.at_s + one.lasts_s + 20
-    assert events[-1].at_s + events[-1].lasts_s + 20 <= 3600
-    assert all(event.lasts_s in (event.fault.lasts_s or (0.0,)) for event in events)
+        assert other.at_s >= one.at_s + one.duration_s + 20
+    assert events[-1].at_s + events[-1].duration_s + 20 <= 3600
+    assert all(event.duration_s in (event.fault.durations_s or (0.0,)) for event in events)
 
 
 def test_chance_forgets_no_fault_and_no_host() -> None:
-    events = [event for seed in range(20) for event in schedule(seed, 60, ["a", "b", "c"], ROWS)]
-    assert {event.fault.name for event in events} == set(FAULTS)
+    events = [event for seed in range(20) for event in schedule_faults(seed, 60, ["a", "b", "c"], FAULT_TABLE)]
+    assert {event.fault.name for event in events} == set(FAULTS_BY_NAME)
     assert {event.host for event in events} == {"a", "b", "c"}
-    counts = [sum(event.fault is row for event in events) for row in ROWS]
-    mean = len(events) / len(ROWS)
+    counts = [sum(event.fault is row for event in events) for row in FAULT_TABLE]
+    mean = len(events) / len(FAULT_TABLE)
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts)  # five standard deviations
 
 
 def test_a_fault_that_nobody_knows() -> None:
     with pytest.raises(UsageError, match="no fault is called powre: kill-rank, "):
-        find(["power", "powre"])
+        find_faults(["power", "powre"])
 
 
 @pytest.fixture(scope="module")
-def lab(make_lab: MakeLab) -> Lab:
+def lab(make_lab: MakeLab) -> EmulatedLab:
     return make_lab(**dict.fromkeys("ab", HostSpec(rate="100Mbit", cpus=0.5, disk="64MB")))
 
 
@@ -59,29 +70,31 @@ def state_of(pid: int) -> str:
     return ""
 
 
-def hears(lab: Lab, name: str, other: str) -> bool:
+def hears(lab: EmulatedLab, name: str, other: str) -> bool:
     """Does a host get an answer of another's sshd?"""
     done = lab.host(name).exec(["ssh-keyscan", "-T1", lab.host(other).address], check=False)
     return bool(done.stdout)
 
 
-def free_bytes(host: Host) -> int:
+def free_bytes(host: LabHost) -> int:
     return int(host.exec(["sh", "-c", "df --output=avail -B1 ~ | tail -1"]).stdout)
 
 
-def quota(lab: Lab, host: Host) -> int:
+def quota(lab: EmulatedLab, host: LabHost) -> int:
     return int((cgroup.ROOT / "cpu" / cgroup.SUBTREE / lab.name / host.name / "cpu.cfs_quota_us").read_text())
 
 
-def is_broken(name: str, lab: Lab, host: Host, keepers: dict[str, int]) -> bool:
+def is_broken(name: str, lab: EmulatedLab, host: LabHost, keepers: dict[str, int]) -> bool:
     """Is the host as the fault says?"""
     states = {program: state_of(pid) for program, pid in keepers.items()}
     match name:
         case "kill-rank" | "kill-agent" | "kill-supervisor":
-            program = {"kill-rank": RANK, "kill-agent": AGENT, "kill-supervisor": SUPERVISOR}[name]
+            program = {"kill-rank": RANK_PROGRAM, "kill-agent": AGENT_PROGRAM, "kill-supervisor": SUPERVISOR_PROGRAM}[
+                name
+            ]
             return {one for one, state in states.items() if state in ("", "Z")} == {program}
         case "stop-rank":
-            return (states[RANK], states[AGENT]) == ("T", "S")
+            return (states[RANK_PROGRAM], states[AGENT_PROGRAM]) == ("T", "S")
         case "lid":
             return set(states.values()) == {"T"}
         case "power":
@@ -102,18 +115,21 @@ def is_broken(name: str, lab: Lab, host: Host, keepers: dict[str, int]) -> bool:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: Lab, name: str) -> None:
+@pytest.mark.parametrize("name", FAULTS_BY_NAME)
+def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: EmulatedLab, name: str) -> None:
     if name == "half-speed" and not (cgroup.ROOT / "cpu").exists():
         pytest.skip("its quota lies elsewhere where cgroups are of version 2")
     host = lab.host("b")
     (host.home / "file").write_text("so that there is something on its disk")
-    started = {program: host.popen([sys.executable, "-c", KEEPER, program]) for program in (RANK, AGENT, SUPERVISOR)}
+    started = {
+        program: host.popen([sys.executable, "-c", KEEPER, program])
+        for program in (RANK_PROGRAM, AGENT_PROGRAM, SUPERVISOR_PROGRAM)
+    }
     try:
-        wait_until(lambda: all(pids_of(host, program) for program in started), "they run")
-        keepers = {program: pids_of(host, program)[-1] for program in started}
-        [event, *_] = schedule(1, 60, ["b"], find([name]), CALM_S)
-        for _, begins in perform(lab, [event.__class__(at_s=0.0, fault=event.fault, host="b", lasts_s=0.0)]):
+        wait_until(lambda: all(find_pids(host, program) for program in started), "they run")
+        keepers = {program: find_pids(host, program)[-1] for program in started}
+        [event, *_] = schedule_faults(1, 60, ["b"], find_faults([name]), CALM_S)
+        for _, begins in inject_faults(lab, [event.__class__(at_s=0.0, fault=event.fault, host="b", duration_s=0.0)]):
             if begins:
                 wait_until(lambda: is_broken(name, lab, host, keepers), f"{name} begins")
         if not name.startswith("kill"):
@@ -127,9 +143,9 @@ def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: Lab, name: str) 
 
 def test_without_a_rate_a_limit_and_a_disk_of_its_own_a_host_can_only_be_ended(make_lab: MakeLab) -> None:
     """Least of all is this machine's disk filled."""
-    able, left_out = possible(ROWS, make_lab(a=HostSpec()))
+    able, left_out = split_supported(FAULT_TABLE, make_lab(a=HostSpec()))
     assert [row.name for row in left_out] == ["rate", "half-speed", "disk-full"]
-    assert len(able) == len(ROWS) - 3
+    assert len(able) == len(FAULT_TABLE) - 3
 
 
 @exhaustive

@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.fleet import Fleet, load_fleet
-from evener.hosts.doctor import Survey, survey
+from evener.core.fleet_file import Fleet, load_fleet
+from evener.hosts.preflight import PreflightReport, run_preflight
 from evener.hosts.session import connect
-from evener.hosts.shell import CONNECT_S
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec
+from evener.hosts.transport import CONNECT_TIMEOUT_S
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec
 from tests.conftest import SlowedDown, slowdown
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, exhaustively
@@ -27,24 +27,24 @@ MINE = {"version.evener"}  # somebody may edit the code meanwhile
 
 
 @pytest.fixture(scope="module")
-def lab(make_lab: MakeLab) -> Lab:
+def lab(make_lab: MakeLab) -> EmulatedLab:
     """Two hosts with what a real one has beside its network card."""
     decoys = ("docker0", "tailscale0", "wlan0")
     spec = HostSpec(rate="1Gbit", more_interfaces=decoys)
     return make_lab(a=spec, b=spec)
 
 
-def fleet_of(lab: Lab) -> Fleet:
+def fleet_of(lab: EmulatedLab) -> Fleet:
     assert lab.state.fleet_file is not None
     return load_fleet(lab.state.fleet_file)
 
 
-def look(fleet: Fleet, *, quick: bool = True) -> Survey:
+def look(fleet: Fleet, *, quick: bool = True) -> PreflightReport:
     with connect(fleet) as (sessions, errors):
-        return survey(fleet, sessions, errors, quick=quick)
+        return run_preflight(fleet, sessions, errors, quick=quick)
 
 
-def told(found: Survey) -> list[tuple[str, str, str | None, str | None]]:
+def told(found: PreflightReport) -> list[tuple[str, str, str | None, str | None]]:
     return [(one.check, one.severity, one.host, one.peer) for one in found.findings if one.check not in MINE]
 
 
@@ -57,11 +57,11 @@ def changed(fleet: Fleet, name: str, **more: Any) -> Fleet:
 def test_a_healthy_fleet_gives_no_finding_and_takes_the_wired_card(lab):
     found = look(fleet_of(lab), quick=False)
     assert told(found) == []
-    assert {name: (way.interface, way.address) for name, way in found.ways.items()} == {
+    assert {name: (way.interface, way.address) for name, way in found.interfaces.items()} == {
         name: ("eth0", lab.host(name).address) for name in "ab"
     }
     for source, target in ("ab", "ba"):
-        pair = found.pair(source, target)
+        pair = found.find_pair(source, target)
         assert pair is not None
         assert pair.is_open
         assert pair.path_mtu == 1500
@@ -72,7 +72,7 @@ def test_a_healthy_fleet_gives_no_finding_and_takes_the_wired_card(lab):
 def test_before_a_launch_it_is_quick(lab):
     fleet = fleet_of(lab)
     with connect(fleet) as (sessions, errors):
-        took = [survey(fleet, sessions, errors, quick=True).took_s / slowdown() for _ in range(5)]
+        took = [run_preflight(fleet, sessions, errors, quick=True).took_s / slowdown() for _ in range(5)]
     assert min(took) < 1.5
 
 
@@ -80,7 +80,7 @@ def test_before_a_launch_it_is_quick(lab):
 def test_closed_ephemeral_ports_are_named_with_pair_and_direction(lab, name, severity):
     """Gloo lets the greater address call: a's ports must be open, b's may be closed; see the test below."""
     host, peer = lab.host(name), "b" if name == "a" else "a"
-    host.firewall(["tcp dport { 22, 29500 } accept", "meta l4proto { tcp, udp } drop"])
+    host.set_firewall(["tcp dport { 22, 29500 } accept", "meta l4proto { tcp, udp } drop"])
     try:
         found = look(fleet_of(lab))
         assert told(found) == [("net.firewall", severity, name, peer)]
@@ -94,7 +94,7 @@ def test_closed_ephemeral_ports_are_named_with_pair_and_direction(lab, name, sev
         host.exec(["sh", "-c", command])
         assert told(look(fleet_of(lab))) == []  # the fix mends it as it stands
     finally:
-        host.firewall([])
+        host.set_firewall([])
 
 
 ALL_REDUCE = """
@@ -111,7 +111,7 @@ CALLS = ":[0-9A-F]{4} [0-9A-F]{8}:(?!733C|0016)[0-9A-F]{4} 02"  # of /proc/net/t
 @pytest.mark.parametrize("closed", ["a", *exhaustively("b")])
 def test_gloo_itself_connects_from_the_greater_address_to_the_smaller(lab, closed):
     """What the severity of net.firewall rests on: with b's ephemeral ports closed a run starts, with a's it hangs."""
-    lab.host(closed).firewall(["tcp dport { 22, 29500 } accept", "meta l4proto tcp drop"])
+    lab.host(closed).set_firewall(["tcp dport { 22, 29500 } accept", "meta l4proto tcp drop"])
     env = [
         "env",
         "WORLD_SIZE=2",
@@ -136,29 +136,29 @@ def test_gloo_itself_connects_from_the_greater_address_to_the_smaller(lab, close
             rank.wait()
         lab.host("a").exec(["pkill", "-9", "-f", "init_process_group"], check=False)
         lab.host("b").exec(["pkill", "-9", "-f", "init_process_group"], check=False)
-        lab.host(closed).firewall([])
+        lab.host(closed).set_firewall([])
 
 
 def test_a_closed_rendezvous_port_is_named(lab):
-    lab.host("a").firewall(["tcp dport 29500 reject with tcp reset"])
+    lab.host("a").set_firewall(["tcp dport 29500 reject with tcp reset"])
     try:
         found = look(fleet_of(lab))
         assert told(found) == [("net.firewall", "error", "a", "b")]
         assert "was refused on port 29500" in found.findings[0].evidence
     finally:
-        lab.host("a").firewall([])
+        lab.host("a").set_firewall([])
 
 
 def test_two_hosts_that_cannot_hear_each_other_are_told_apart_from_a_firewall(lab):
     a, b = lab.host("a"), lab.host("b")
     try:
-        a.firewall([f"ip saddr {b.address} drop"])
-        b.firewall([f"ip saddr {a.address} drop"])
+        a.set_firewall([f"ip saddr {b.address} drop"])
+        b.set_firewall([f"ip saddr {a.address} drop"])
         found = look(fleet_of(lab))
-        assert ("net.wrong-interface", "error", "a", "b") in told(found) or found.ways["a"].interface != "eth0"
+        assert ("net.wrong-interface", "error", "a", "b") in told(found) or found.interfaces["a"].interface != "eth0"
     finally:
-        a.firewall([])
-        b.firewall([])
+        a.set_firewall([])
+        b.set_firewall([])
 
 
 def test_a_narrow_path_is_found_and_its_width_told(lab):
@@ -191,11 +191,11 @@ def test_a_link_that_is_slow_lopsided_or_lossy_is_found(lab, rates, check):
 
 def test_the_cards_own_word_of_its_speed_counts(lab):
     path = "/sys/class/net/eth0/speed"
-    lab.host("b").face(path, "100\n")
+    lab.host("b").override_file(path, "100\n")
     try:
         assert told(look(fleet_of(lab))) == [("net.slow-link", "warning", "b", None)]
     finally:
-        lab.host("b").face(path, None)
+        lab.host("b").override_file(path, None)
 
 
 def test_who_holds_the_rendezvous_port_is_named(lab):
@@ -216,7 +216,7 @@ def test_a_rank_whose_launcher_died_is_stale_and_its_fix_ends_it(lab):
     b.exec(["sh", "-c", "echo 'import time; time.sleep(600)' > train.py"])
     start = f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=a setsid {sys.executable} train.py"
     b.exec(["sh", "-c", f"({start} </dev/null >/dev/null 2>&1 &)"])
-    found: list[Survey] = []
+    found: list[PreflightReport] = []
     wait_until(lambda: not found.append(look(fleet_of(lab))) and bool(told(found[-1])), "nothing was found")
     assert told(found[-1]) == [("proc.stale", "warning", "b", None)]
     b.exec(["sh", "-c", found[-1].findings[0].fix.partition(": ")[2]])
@@ -228,7 +228,7 @@ def test_torchrun_started_by_hand_over_ssh_is_attached(lab):
     b.exec(["sh", "-c", "echo 'import sys; sys.stdin.read()' > torchrun"])
     by_hand = subprocess.Popen(lab.ssh_argv("b", sys.executable, "torchrun", "--nnodes=2"), stdin=subprocess.PIPE)
     try:
-        found: list[Survey] = []
+        found: list[PreflightReport] = []
         wait_until(lambda: not found.append(look(fleet_of(lab))) and bool(told(found[-1])), "nothing was found")
         assert told(found[-1]) == [("tty.attached", "warning", "b", None)]
     finally:
@@ -276,7 +276,7 @@ def test_what_the_fleet_file_gets_wrong_is_found(lab, more, expected):
     if more == {"interface": "tailscale0"}:
         found = look(changed(fleet_of(lab), "b", **more))
         assert ("net.overlay", "warning", "b", None) in told(found)
-        assert found.ways["b"].interface == "tailscale0"
+        assert found.interfaces["b"].interface == "tailscale0"
         return
     assert told(look(changed(fleet_of(lab), "b", **more))) == expected
 
@@ -306,9 +306,9 @@ def test_hosts_that_are_off_cost_one_time_out_and_the_others_are_examined(make_l
             lab.host(name).kill()
         began = time.monotonic()
         found = look(fleet_of(lab))
-        assert time.monotonic() - began < len(off) * CONNECT_S / 2  # one after the other they cost twice that
+        assert time.monotonic() - began < len(off) * CONNECT_TIMEOUT_S / 2  # one after the other they cost twice that
         assert told(found) == [("ssh.unreachable", "error", name, None) for name in off]
-        assert set(found.ways) == {"a", "b"}
+        assert set(found.interfaces) == {"a", "b"}
         assert len(found.pairs) == 2
     finally:
         lab.down()
@@ -351,7 +351,7 @@ def test_the_verb_prints_a_table_and_the_fix_and_its_status_tells(lab, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "these machines can train together" in done.stdout
     assert all(len(line.rstrip()) <= 80 for line in done.stdout.splitlines())
-    lab.host("a").firewall(["tcp dport 22 accept", "drop"])
+    lab.host("a").set_firewall(["tcp dport 22 accept", "drop"])
     try:
         done = subprocess.run([*command, "--json"], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 1
@@ -362,4 +362,4 @@ def test_the_verb_prints_a_table_and_the_fix_and_its_status_tells(lab, tmp_path)
         assert set(found["hosts"]) == {"a", "b"}
         assert len(found["pairs"]) == 2
     finally:
-        lab.host("a").firewall([])
+        lab.host("a").set_firewall([])

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from evener.cli.drill import _run_one, gist
+from evener.cli.drill import _run_one, summarize_output
 from evener.core.errors import UsageError
-from evener.core.fleet import load_fleet
-from evener.hosts.doctor import survey
+from evener.core.fleet_file import load_fleet
+from evener.hosts.preflight import run_preflight
 from evener.hosts.session import connect
 from evener.lab import state
-from evener.lab.drill import Drill, Heard, Play, Seen, doctor, steps_of
-from evener.lab.drills import DRILLS, NOT_HERE, UNTYPED, find
-from evener.lab.drills_runs import DRILLS as OF_RUNS
-from evener.lab.drills_runs import follow
-from evener.lab.spec import HostSpec
+from evener.lab.drill_catalog import DRILLS, MANUAL_FIX_REASONS, UNSUPPORTED_CHECKS, find_drill
+from evener.lab.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput, doctor_diagnosis, parse_fix
+from evener.lab.drills_runs import RUN_DRILLS as OF_RUNS
+from evener.lab.drills_runs import diagnose_hang
+from evener.lab.lab_spec import HostSpec
 from tests import drill_records
 from tests.conftest import SlowedDown, slowdown
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
@@ -78,15 +78,15 @@ def _a_lab_is_possible(make_lab: MakeLab) -> None:
 def possible(*names: str) -> list[Drill]:
     drills = [DRILLS[name] for name in names]
     for drill in drills:
-        if (reason := drill.lacks()) is not None:
+        if (reason := drill.unsupported_reason()) is not None:
             pytest.skip(f"{drill.name}: {reason}")
     return drills
 
 
-def left(drill: Drill, seen: Seen) -> list[str]:
+def left(drill: Drill, seen: DrillDiagnosis) -> list[str]:
     return [
         f"{one.check} {one.host}: {one.evidence}"
-        for one in [*drill.found_in(seen.findings), *drill.others_in(seen.findings)]
+        for one in [*drill.matching_findings(seen.findings), *drill.unexpected_findings(seen.findings)]
     ]
 
 
@@ -94,30 +94,32 @@ def left(drill: Drill, seen: Seen) -> list[str]:
 def test_it_is_named_and_mended(name: str, request: pytest.FixtureRequest) -> None:
     [drill] = possible(name)
     is_run = drill in OF_RUNS
-    with Play(drill) as play:
-        play.break_it()
+    with DrillRun(drill) as play:
+        play.inject_fault()
         with SlowedDown() as other:
-            seen = play.look()
-        named = drill.named_in(seen.findings)
+            seen = play.diagnose()
+        named = drill.expected_finding(seen.findings)
         assert named, (seen.findings, seen.lines)
         for text, expected in zip((named.evidence, named.fix), WORDS.get(name, ("", "")), strict=True):
             assert expected in text
-        assert drill.others_in(seen.findings) == []
+        assert drill.unexpected_findings(seen.findings) == []
         if is_run:  # and nobody else is blamed
             assert len(seen.findings) == 1
-        limit_s = HANG_NAMED_WITHIN_S if drill.look is follow else RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S
+        limit_s = (
+            HANG_NAMED_WITHIN_S if drill.diagnose is diagnose_hang else RUN_NAMED_WITHIN_S if is_run else NAMED_WITHIN_S
+        )
         assert seen.took_s < limit_s * other.factor
         if not is_run:
             compare_with_record(play, drill, writes=request.config.getoption("record_drills"))
         if not is_run or name == MENDED_RUN:
-            play.mend(seen)
-            assert left(drill, play.look_again()) == []
+            play.apply_fix(seen)
+            assert left(drill, play.diagnose_until_fixed()) == []
 
 
-def compare_with_record(play: Play, drill: Drill, *, writes: bool) -> None:
+def compare_with_record(play: DrillRun, drill: Drill, *, writes: bool) -> None:
     """What is seen now leads to the same findings as what was recorded."""
     with drill_records.captured(play) as captured:
-        play.look()
+        play.diagnose()
     if writes:
         drill_records.write(drill.name, captured[-1])
     recorded = drill_records.findings(drill_records.read(drill.name))
@@ -126,23 +128,25 @@ def compare_with_record(play: Play, drill: Drill, *, writes: bool) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="which firewall there is only root may ask")
 def test_every_fix_is_typed_as_it_stands_or_listed() -> None:
-    assert UNTYPED.keys() == {
-        drill.name for drill in DRILLS.values() if drill.mend is not None and drill not in OF_RUNS
+    assert MANUAL_FIX_REASONS.keys() == {
+        drill.name for drill in DRILLS.values() if drill.fix is not None and drill not in OF_RUNS
     }
 
 
 def test_every_id_has_a_drill_or_a_reason() -> None:
     covered = {drill.check for drill in DRILLS.values()}
-    assert covered | NOT_HERE.keys() == set(LISTED.split())
-    assert not covered & NOT_HERE.keys()
+    assert covered | UNSUPPORTED_CHECKS.keys() == set(LISTED.split())
+    assert not covered & UNSUPPORTED_CHECKS.keys()
 
 
 def patient(name: str) -> Drill:
     """A drill in which we look away later on a busy machine: to load torch takes as many times as long there."""
     drill, longer = DRILLS[name], 2 * slowdown() - 1
-    assert drill.raw is not None
-    raw = dataclasses.replace(drill.raw, quiet_s=longer * drill.raw.quiet_s, within_s=longer * drill.raw.within_s)
-    return dataclasses.replace(drill, raw=raw)
+    assert drill.manual is not None
+    raw = dataclasses.replace(
+        drill.manual, idle_timeout_s=longer * drill.manual.idle_timeout_s, timeout_s=longer * drill.manual.timeout_s
+    )
+    return dataclasses.replace(drill, manual=raw)
 
 
 @exhaustive
@@ -150,27 +154,27 @@ class TestWithoutEvener:
     """That the symptom is real: torchrun by hand, on the broken lab and on the mended one."""
 
     def test_a_firewall_is_silence(self) -> None:
-        with Play(patient("net.firewall")) as play:
-            play.break_it()
-            said = [line for told in play.without().values() for line in gist(told)]
+        with DrillRun(patient("net.firewall")) as play:
+            play.inject_fault()
+            said = [line for told in play.reproduce_manually().values() for line in summarize_output(told)]
             # Gloo gives up after half a minute, as late as a busy machine lets the drill listen.
             assert [line for line in said if "timed out connecting" not in line] == []
-            play.mend(play.look())
-            raw = play.drill.raw
+            play.apply_fix(play.diagnose())
+            raw = play.drill.manual
             assert raw is not None
-            to_its_end = dataclasses.replace(raw, quiet_s=TIMEOUT_S, within_s=TIMEOUT_S)
-            assert "rank 1: 1 + 2 = 3" in gist(play.stage.by_hand(to_its_end)["b"])
+            to_its_end = dataclasses.replace(raw, idle_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
+            assert "rank 1: 1 + 2 = 3" in summarize_output(play.context.run_manually(to_its_end)["b"])
 
     def test_a_narrow_way_lets_small_messages_pass(self) -> None:
-        with Play(patient("net.mtu")) as play:
-            play.break_it()
-            said = play.without()["a"].lines  # after a while an error, too
+        with DrillRun(patient("net.mtu")) as play:
+            play.inject_fault()
+            said = play.reproduce_manually()["a"].lines  # after a while an error, too
             assert [line for line in said if line.startswith("rank 0: ")] == ["rank 0: 1 + 2 = 3"]
 
     def test_a_loopback_name_is_cryptic(self) -> None:
-        with Play(patient("net.loopback-hostname")) as play:
-            play.break_it()
-            said = "\n".join(line for told in play.without().values() for line in gist(told))
+        with DrillRun(patient("net.loopback-hostname")) as play:
+            play.inject_fault()
+            said = "\n".join(line for told in play.reproduce_manually().values() for line in summarize_output(told))
             assert "connectFullMesh failed" in said
             assert "remote=[127.0.1.1]" in said
 
@@ -194,12 +198,12 @@ class TestWithoutEvener:
 )
 def test_faults_at_once_are_all_named(names: tuple[str, ...]) -> None:
     drills = possible(*names)
-    with Play(*drills) as play:
-        play.break_it()
+    with DrillRun(*drills) as play:
+        play.inject_fault()
         with SlowedDown() as other:
-            seen = doctor()(play.stage)
+            seen = doctor_diagnosis()(play.context)
         for drill in drills:
-            assert drill.named_in(seen.findings), (drill.name, seen.findings)
+            assert drill.expected_finding(seen.findings), (drill.name, seen.findings)
         checks = {drill.check for drill in drills}
         assert {one.check for one in seen.findings if one.severity != "info"} <= checks
         assert seen.took_s < NAMED_WITHIN_S * other.factor
@@ -217,13 +221,13 @@ def once(call: Callable[..., Any], function: str) -> Callable[..., Any]:
 def test_a_healthy_fleet_is_left_alone(hosts: dict[str, HostSpec]) -> None:
     """Ten looks at each of two fleets, goodput and all, while another test works on the same cores."""
     healthy = dataclasses.replace(DRILLS["net.slow-link"], fault=[], hosts=hosts)
-    with Play(healthy) as play:
-        fleet = load_fleet(play.stage.fleet)
+    with DrillRun(healthy) as play:
+        fleet = load_fleet(play.context.fleet_file)
         with connect(fleet) as (sessions, errors):
             for session in sessions.values():
                 session.call = once(session.call, "import_torch")
             for _ in range(10):
-                findings = survey(fleet, sessions, errors).findings
+                findings = run_preflight(fleet, sessions, errors).findings
                 assert [one for one in findings if one.severity != "info"] == []
 
 
@@ -252,7 +256,7 @@ class TestTheCommandLine:
         done = subprocess.run(evener_argv("--list", "--json"), capture_output=True, text=True, check=True)
         told = json.loads(done.stdout)
         assert len(told["drills"]) == len(DRILLS) >= 18
-        assert {one["check"] for one in told["not_possible"]} == NOT_HERE.keys()
+        assert {one["check"] for one in told["not_possible"]} == UNSUPPORTED_CHECKS.keys()
 
     def test_what_is_not_named_is_exit_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         nothing_broken = dataclasses.replace(DRILLS["net.unresolvable"], fault=[])
@@ -261,10 +265,10 @@ class TestTheCommandLine:
 
     def test_unknown_names(self) -> None:
         with pytest.raises(UsageError) as raised:
-            find("net.firewal")
+            find_drill("net.firewal")
         assert raised.value.hint.startswith('did you mean "net.firewall')
         with pytest.raises(UsageError, match=r"clock\.skew: a lab cannot break this"):
-            find("clock.skew")
+            find_drill("clock.skew")
 
     @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
     def test_an_interrupted_drill_leaves_no_lab(self, signum: int) -> None:
@@ -277,7 +281,7 @@ class TestTheCommandLine:
         def labs() -> list[str]:
             return [name for name in state.lab_names() if name.startswith(mine)]
 
-        wait_until(lambda: any((state.root() / name / "lab.json").exists() for name in labs()), "no lab was made")
+        wait_until(lambda: any((state.labs_root() / name / "lab.json").exists() for name in labs()), "no lab was made")
         os.killpg(process.pid, signum)
         _, said = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
@@ -287,13 +291,15 @@ class TestTheCommandLine:
 
 def test_a_fix_that_is_no_command_is_not_run() -> None:
     with pytest.raises(Exception, match="is not a command"):
-        steps_of("plug a cable into b")
+        parse_fix("plug a cable into b")
 
 
 def test_the_gist_of_a_traceback_is_its_error() -> None:
     lines = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "x.py", line 1',
              "[rank1]: RuntimeError: Connection closed by peer", "torch.ChildFailedError:", "====="]  # fmt: skip
-    assert gist(Heard(command="x", lines=lines, status=1, took_s=1.0)) == ["RuntimeError: Connection closed by peer"]
+    assert summarize_output(ManualOutput(command="x", lines=lines, status=1, took_s=1.0)) == [
+        "RuntimeError: Connection closed by peer"
+    ]
     # At the end of torchrun the store's owner may leave first: the others' warning is no error.
     lines = [
         "rank 1: 1 + 2 = 3",
@@ -301,4 +307,4 @@ def test_the_gist_of_a_traceback_is_its_error() -> None:
         "Exception raised from recvBytes at Utils.hpp:697 (most recent call first):",
         "frame #1: c10::DistError::DistError(c10::SourceLocation, std::string) + 0x72 (0x7f in libc10.so)",
     ]
-    assert gist(Heard(command="x", lines=lines, status=0, took_s=1.0)) == ["rank 1: 1 + 2 = 3"]
+    assert summarize_output(ManualOutput(command="x", lines=lines, status=0, took_s=1.0)) == ["rank 1: 1 + 2 = 3"]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab.chaos import AGENT, pids_of
-from evener.lab.host import Host
-from evener.lab.lab import Lab
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.fault_injection import AGENT_PROGRAM, find_pids
+from evener.lab.host import LabHost
 from tests.lab.conftest import rank_on, wait_until
 from tests.lab.test_launch import FLAGS, Command, Fleet
 from tests.tiers import exhaustive
@@ -25,7 +25,7 @@ MEMORY = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.fixture
-def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+def fleet(pair: EmulatedLab, tmp_path: Path) -> Fleet:
     return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
 
 
@@ -43,7 +43,7 @@ def running(fleet: Fleet, corpus: Path, name: str, steps: str = "100000", *flags
         watcher.wait()
 
 
-def keepers_on(host: Host) -> list[int]:
+def keepers_on(host: LabHost) -> list[int]:
     """The supervisor and its guard."""
     found = []
     for pid in host.pids():
@@ -126,7 +126,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_the_lines_in_which_they_d
         "        step.update(optimizer)\n"
     )
     watcher = fleet.start("launch", "--out", "runs/crossed", "--", "cross.py", "--batch", "8", "--steps", "9")
-    expected = "run.hang: rank 1 on b waits in step.py:"
+    expected = "run.hang: rank 1 on b waits in train_step.py:"
     wait_until(lambda: expected in watcher.told(), watcher.told, WITHIN_S)
     line = next(line for line in watcher.told().splitlines() if expected in line)
     assert line.endswith(", others in cross.py:13 in <module>, and nothing travels between them"), line
@@ -174,7 +174,7 @@ def test_where_hosts_come_and_go_it_comes_back_with_half_as_many_sequences_at_a_
         wait_until(lambda: run.manifest().roster.hosts == ["a"], "a goes on alone")
         wait_until(lambda: run.manifest().roster.hosts == ["a", "b"], "b is back")
         wait_until(lambda: run.records(1)[-1].epoch == run.manifest().roster.epoch, "it trains")
-    assert [(member.share, member.micro_batches) for member in run.manifest().roster.members] == [
+    assert [(member.share, member.micro_batch_sizes) for member in run.manifest().roster.members] == [
         (3, [3]),
         (3, [1, 1, 1]),
     ]
@@ -220,7 +220,7 @@ def test_a_host_whose_supervisor_and_agent_are_killed_at_once_comes_back(fleet: 
     run = fleet.rundir("runs/both")
     with running(fleet, corpus, "runs/both", "100000", "--membership", "live") as watcher:
         b = fleet.lab.host("b")
-        rank, doomed = rank_on(b), [*keepers_on(b), *pids_of(b, AGENT)]
+        rank, doomed = rank_on(b), [*keepers_on(b), *find_pids(b, AGENT_PROGRAM)]
         for signum in (signal.SIGSTOP, signal.SIGKILL):
             for pid in doomed:
                 os.kill(pid, signum)

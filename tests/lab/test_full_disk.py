@@ -12,7 +12,7 @@ import pytest
 
 from evener.core.rundir import RunDir
 from evener.lab import disk
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, come_home, rank_on, wait_until, worlds_of
 from tests.tiers import exhaustive
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.plan import read_plan
+from evener.core.run_plan import read_plan
 from evener.core.rundir import RunDir, read_checkpoint
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, rank_on, wait_until
 from tests.lab.test_launch import FLAGS, Fleet, losses
 from tests.tiers import exhaustive
@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+def fleet(pair: EmulatedLab, tmp_path: Path) -> Fleet:
     return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
 
 
@@ -90,7 +90,7 @@ def test_what_a_run_saves_comes_home_while_it_is_followed(fleet: Fleet, corpus: 
     assert watcher.wait() == 130
     assert "evener fetch runs/seen" in watcher.told()
     done = fleet.ok("stop", "runs/seen")
-    assert f"weights: runs/seen/checkpoints/step-{seen.saved_step():06d}" in done.stderr
+    assert f"weights: runs/seen/checkpoints/step-{seen.last_saved_step():06d}" in done.stderr
 
 
 def test_a_run_that_failed_says_where_it_goes_on_from_and_goes_on_here_and_there(fleet: Fleet, corpus: Path) -> None:

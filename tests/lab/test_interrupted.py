@@ -16,7 +16,7 @@ from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 ROOT = Path(__file__).parents[2]
 BUSY = """
 import subprocess, time
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 
 def test_busy(make_lab):
     lab = make_lab(a=HostSpec())

@@ -17,10 +17,10 @@ import pytest
 
 import evener
 from evener.core.errors import EvenerError, UsageError
-from evener.lab import cgroup, needs, state
-from evener.lab.host import Host
-from evener.lab.lab import Lab, take_down
-from evener.lab.spec import HostSpec, LabSpec, default_names, parse_bps, read_spec
+from evener.lab import cgroup, lab_requirements, state
+from evener.lab.emulated_lab import EmulatedLab, take_down
+from evener.lab.host import LabHost
+from evener.lab.lab_spec import HostSpec, LabSpec, default_host_names, parse_bps, read_lab_spec
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, exhaustively
 
@@ -79,11 +79,11 @@ print((time.process_time() - used) / (time.monotonic() - began))
 """
 
 
-def python(host: Host, source: str, *args: object) -> str:
+def python(host: LabHost, source: str, *args: object) -> str:
     return host.exec([sys.executable, "-c", source, *map(str, args)]).stdout.strip()
 
 
-def listen(host: Host, source: str, port: int) -> subprocess.Popen[str]:
+def listen(host: LabHost, source: str, port: int) -> subprocess.Popen[str]:
     """A program in the host that listens on a port, and says so in its first line."""
     process = host.popen([sys.executable, "-c", source, str(port)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -91,7 +91,7 @@ def listen(host: Host, source: str, port: int) -> subprocess.Popen[str]:
     return process
 
 
-def goodput_bps(sender: Host, receiver: Host, num_bytes: int, port: int = 5201) -> float:
+def goodput_bps(sender: LabHost, receiver: LabHost, num_bytes: int, port: int = 5201) -> float:
     """What a TCP connection carries."""
     listening = listen(receiver, RECEIVE, port)
     python(sender, SEND, receiver.address, port, num_bytes)
@@ -99,12 +99,12 @@ def goodput_bps(sender: Host, receiver: Host, num_bytes: int, port: int = 5201) 
     return float(out)
 
 
-def resent_segments(host: Host) -> int:
+def resent_segments(host: LabHost) -> int:
     """TCP's own count of them, since the host was made."""
     return int(host.exec(["sh", "-c", "awk '/^Tcp: [0-9]/ {print $13}' /proc/net/snmp"]).stdout)
 
 
-def assert_rate(sender: Host, receiver: Host, rate: str) -> None:
+def assert_rate(sender: LabHost, receiver: LabHost, rate: str) -> None:
     """Within 5 % of what the rate gives. Another test on the same cores may cost a try: a sender that waits for a core
     sends less, and a receiver that does finds much of it there already when it begins to count."""
     expected = parse_bps(rate) * PAYLOAD
@@ -114,7 +114,7 @@ def assert_rate(sender: Host, receiver: Host, rate: str) -> None:
     assert 0.95 < tries[-1] / expected < 1.05, [f"{bps / 1e6:.1f} Mbit/s" for bps in tries]
 
 
-def ssh(lab: Lab, host: str, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+def ssh(lab: EmulatedLab, host: str, command: str, *options: str) -> subprocess.CompletedProcess[str]:
     argv = lab.ssh_argv(host, command)
     return subprocess.run([argv[0], *options, *argv[1:]], capture_output=True, text=True, timeout=60, check=False)
 
@@ -126,7 +126,7 @@ def evener_cli(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 class TestAHost:
-    def test_it_has_a_name_processes_and_files_of_its_own(self, pair: Lab) -> None:
+    def test_it_has_a_name_processes_and_files_of_its_own(self, pair: EmulatedLab) -> None:
         for host in pair.hosts:
             assert host.exec(["hostname"]).stdout == f"{host.name}\n"
             assert host.exec(["cat", "/etc/hostname"]).stdout == f"{host.name}\n"
@@ -139,12 +139,12 @@ class TestAHost:
         assert len(inside) < 20  # its own alone, whatever their numbers
         assert os.getpid() not in inside
 
-    def test_it_knows_every_host_by_name(self, pair: Lab) -> None:
+    def test_it_knows_every_host_by_name(self, pair: EmulatedLab) -> None:
         for host in pair.hosts:
             named = python(host, "import socket; print(*[socket.gethostbyname(n) for n in ('a', 'b')])")
             assert named == "10.77.0.1 10.77.0.2"
 
-    def test_its_etc_is_its_own_to_change(self, pair: Lab) -> None:
+    def test_its_etc_is_its_own_to_change(self, pair: EmulatedLab) -> None:
         before = Path("/etc/hosts").read_bytes()
         a, b = pair.hosts
         a.exec(["sed", "-i", "$a 10.9.9.9 elsewhere", "/etc/hosts"])  # replaces the file, which a bind mount forbids
@@ -152,12 +152,12 @@ class TestAHost:
         assert "elsewhere" not in b.exec(["cat", "/etc/hosts"]).stdout
         assert Path("/etc/hosts").read_bytes() == before
 
-    def test_ipv4_and_ipv6_reach_it(self, pair: Lab) -> None:
+    def test_ipv4_and_ipv6_reach_it(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         assert python(a, CONNECT, b.address, 22) == ANSWERED
         assert python(a, CONNECT, b.address6, 22) == ANSWERED
 
-    def test_exec_passes_input_and_status(self, pair: Lab) -> None:
+    def test_exec_passes_input_and_status(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         assert a.exec(["cat"], stdin="through").stdout == "through"
         assert a.exec(["sh", "-c", "exit 7"], check=False).returncode == 7
@@ -167,15 +167,15 @@ class TestAHost:
             a.exec(["sleep", "60"], timeout_s=1)
         wait_until(lambda: len(a.pids()) == 2, "sleep is still there")
 
-    def test_a_face_lies_over_a_file(self, pair: Lab) -> None:
+    def test_a_face_lies_over_a_file(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         speed = "/sys/class/net/eth0/speed"
         real = a.exec(["cat", speed]).stdout
-        a.face(speed, "100\n")
+        a.override_file(speed, "100\n")
         assert a.exec(["cat", speed]).stdout == "100\n"
         assert ssh(pair, "a", f"cat {speed}").stdout == "100\n"
         assert b.exec(["cat", speed]).stdout == real
-        a.face(speed, None)
+        a.override_file(speed, None)
         assert a.exec(["cat", speed]).stdout == real
 
     def test_killing_its_first_process_ends_all_of_it(self, make_lab: MakeLab) -> None:
@@ -193,7 +193,7 @@ class TestAHost:
 
 
 class TestSsh:
-    def test_the_fleet_file_is_all_that_ssh_needs(self, pair: Lab) -> None:
+    def test_the_fleet_file_is_all_that_ssh_needs(self, pair: EmulatedLab) -> None:
         fleet = tomllib.loads(Path(pair.state.fleet_file or "").read_text())["hosts"]
         assert set(fleet) == {"a", "b"}
         assert set(fleet["a"]) == {"address", "user", "identity_file", "ssh_options", "python"}
@@ -203,10 +203,10 @@ class TestSsh:
         assert path.split(":")[0] == "/usr/local/sbin"
         assert path.split(":")[-1] == "/bin"
 
-    def test_a_terminal_is_to_be_had(self, pair: Lab) -> None:
+    def test_a_terminal_is_to_be_had(self, pair: EmulatedLab) -> None:
         assert ssh(pair, "a", "tty", "-tt").stdout.strip() == "/dev/pts/0"
 
-    def test_a_changed_host_key_is_refused(self, pair: Lab, tmp_path: Path) -> None:
+    def test_a_changed_host_key_is_refused(self, pair: EmulatedLab, tmp_path: Path) -> None:
         forged = tmp_path / "known_hosts"
         key_b = (pair.path / "hosts" / "b" / "host_key.pub").read_text()
         forged.write_text(f"{pair.host('a').address} {key_b}")
@@ -214,7 +214,7 @@ class TestSsh:
         assert done.returncode == 255
         assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.stderr
 
-    def test_its_traffic_crosses_the_link(self, pair: Lab) -> None:
+    def test_its_traffic_crosses_the_link(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         before = a.interface_counters()
         assert len(ssh(pair, "a", "head -c 3000000 /dev/zero").stdout) == 3_000_000
@@ -222,25 +222,25 @@ class TestSsh:
         assert 3_000_000 < sent < 3_300_000
 
     @exhaustive
-    def test_a_pulled_cable_cuts_it(self, pair: Lab) -> None:
+    def test_a_pulled_cable_cuts_it(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
-        a.link_up(False)
+        a.set_link_up(False)
         done = ssh(pair, "a", "true")
         assert done.returncode == 255
         assert "ssh: connect to host 10.77.0.1 port 22: " in done.stderr
         assert a.exec(["cat", "/sys/class/net/eth0/carrier"]).stdout == "0\n"
-        a.link_up(True)
+        a.set_link_up(True)
         wait_until(lambda: ssh(pair, "a", "true").returncode == 0, "no ssh although the link is up again")
 
 
 class TestTheLink:
     @pytest.mark.parametrize("rate", ["100Mbit", *exhaustively("1Gbit")])
-    def test_a_sender_gets_its_rate(self, pair: Lab, rate: str) -> None:
+    def test_a_sender_gets_its_rate(self, pair: EmulatedLab, rate: str) -> None:
         for host in pair.hosts:
             host.set_rate(rate)
         assert_rate(pair.host("a"), pair.host("b"), rate)
 
-    def test_each_direction_has_its_own(self, pair: Lab) -> None:
+    def test_each_direction_has_its_own(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         b.set_rate(None)
         a.set_rate(up="50Mbit", down="400Mbit")
@@ -248,12 +248,12 @@ class TestTheLink:
         assert_rate(b, a, "400Mbit")
         a.set_rate(None)
 
-    def test_the_kernel_counts_what_is_sent(self, pair: Lab) -> None:
+    def test_the_kernel_counts_what_is_sent(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         before_a, before_b, resent_before = a.interface_counters(), b.interface_counters(), resent_segments(a)
         goodput_bps(a, b, 20_000_000)
         after_a, resent = a.interface_counters(), resent_segments(a) - resent_before
-        sent, payload = after_a.tx_bytes - before_a.tx_bytes, after_a.payload - before_a.payload
+        sent, payload = after_a.tx_bytes - before_a.tx_bytes, after_a.payload_bytes - before_a.payload_bytes
         received = b.interface_counters().rx_bytes - before_b.rx_bytes
         expected = 20_000_000 + 1448 * resent  # a busy machine answers late, and TCP sends the last segments again
         most = expected * 1514 / 1448  # a header for every packet; of large segments, one for each of those
@@ -262,7 +262,7 @@ class TestTheLink:
         assert abs(received / sent - 1) < 0.01
 
     @exhaustive
-    def test_a_policer_drops_what_a_queue_would_hold(self, pair: Lab) -> None:
+    def test_a_policer_drops_what_a_queue_would_hold(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
 
         def resent() -> int:
@@ -278,14 +278,14 @@ class TestTheLink:
         assert by_policer > 1000  # of 6,900
         assert by_policer > 5 * by_queue
 
-    def test_mtu(self, pair: Lab) -> None:
+    def test_mtu(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         a.set_mtu(1400)
         assert a.exec(["cat", "/sys/class/net/eth0/mtu"]).stdout == "1400\n"
         a.set_mtu(1500)
 
     @exhaustive
-    def test_large_packets_vanish_on_a_narrow_path(self, pair: Lab) -> None:
+    def test_large_packets_vanish_on_a_narrow_path(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         a.set_mtu(1500, path_mtu=1400)
         assert ssh(pair, "a", "head -c 100000 /dev/zero | wc -c").stdout == "100000\n"  # the desk knows the narrow way
@@ -305,28 +305,28 @@ class TestTheLink:
         a.set_mtu(1500)
         assert goodput_bps(a, b, 10_000_000) > 0
 
-    def test_a_firewall_blocks_one_direction(self, pair: Lab) -> None:
+    def test_a_firewall_blocks_one_direction(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
-        b.firewall([f"ip saddr {a.address} tcp dport != 22 drop"])
+        b.set_firewall([f"ip saddr {a.address} tcp dport != 22 drop"])
         servers = [listen(host, ACCEPT, 29500) for host in (a, b)]
         assert python(a, CONNECT, b.address, 29500) == NO_ANSWER
         assert python(a, CONNECT, b.address, 22) == ANSWERED
         assert python(b, CONNECT, a.address, 29500) == ANSWERED
-        b.firewall([])
+        b.set_firewall([])
         assert python(a, CONNECT, b.address, 29500) == ANSWERED
         for server in servers:
             server.kill()
             server.wait()
         wait_until(lambda: len(a.pids()) == len(b.pids()) == 2, "a killed program runs on in its host")
 
-    def test_a_firewall_that_nft_refuses_costs_one_line(self, pair: Lab) -> None:
+    def test_a_firewall_that_nft_refuses_costs_one_line(self, pair: EmulatedLab) -> None:
         with pytest.raises(EvenerError, match=r"host a: .*nft -f -: exit status 1") as raised:
-            pair.host("a").firewall(["tpc dport 22 drop"])
+            pair.host("a").set_firewall(["tpc dport 22 drop"])
         assert "tpc" in raised.value.output
 
 
 @pytest.fixture(scope="module")
-def limited(make_lab: MakeLab) -> Lab:
+def limited(make_lab: MakeLab) -> EmulatedLab:
     if os.geteuid() != 0:
         pytest.skip("cgroups are root's")
     core = min(os.sched_getaffinity(0))
@@ -335,7 +335,7 @@ def limited(make_lab: MakeLab) -> Lab:
 
 class TestLimits:
     @pytest.mark.parametrize("way", ["ssh", *exhaustively("exec")])
-    def test_a_busy_loop_gets_its_share(self, limited: Lab, way: str) -> None:
+    def test_a_busy_loop_gets_its_share(self, limited: EmulatedLab, way: str) -> None:
         half, free = limited.host("half"), limited.host("free")
         argv = half.argv([sys.executable, "-c", BUSY]) if way == "exec" else limited.ssh_argv(
             "half", f"{sys.executable} -c '{BUSY}'")  # fmt: skip
@@ -347,27 +347,27 @@ class TestLimits:
         share, others = tries[-1]  # where this machine is busy nobody gets half a core, but each gets the same
         assert 0.9 * min(0.5, others) < share < 0.55, tries
 
-    def test_a_host_sees_what_it_may_use(self, limited: Lab) -> None:
-        cores = "from evener.core.machine import usable_cores; print(usable_cores())"
+    def test_a_host_sees_what_it_may_use(self, limited: EmulatedLab) -> None:
+        cores = "from evener.core.host_info import usable_cores; print(usable_cores())"
         everything = len(os.sched_getaffinity(0))
         found = {host.name: int(python(host, cores)) for host in limited.hosts}
         assert found == {"half": 1, "pinned": 1, "free": everything}
         assert ssh(limited, "pinned", "nproc").stdout == "1\n"
 
-    def test_memory_ends_where_it_is_said_to(self, limited: Lab) -> None:
+    def test_memory_ends_where_it_is_said_to(self, limited: EmulatedLab) -> None:
         done = limited.host("half").exec([sys.executable, "-c", "bytearray(b'x') * 300_000_000"], check=False)
         assert done.returncode != 0
         assert limited.host("free").exec([sys.executable, "-c", "bytearray(b'x') * 300_000_000"]).returncode == 0
 
 
 @pytest.fixture(scope="module")
-def decoys(make_lab: MakeLab) -> Lab:
+def decoys(make_lab: MakeLab) -> EmulatedLab:
     a = HostSpec(more_interfaces=("docker0", "tun0", "wlan0"), loopback_hostname=True)
     return make_lab(a=a, b=HostSpec(interface="enp3s0", more_interfaces=("tailscale0", "wlan0")))
 
 
 class TestDecoys:
-    def test_they_look_like_the_real_ones(self, decoys: Lab) -> None:
+    def test_they_look_like_the_real_ones(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         found = {one["ifname"]: one for one in json.loads(a.exec(["ip", "-json", "-details", "address"]).stdout)}
         assert set(found) == {"lo", "eth0", "docker0", "tun0", "wlan0"}
@@ -381,7 +381,7 @@ class TestDecoys:
         assert python(a, "import os; print(os.path.isdir('/sys/class/net/wlan0/wireless'))") == "True"
         assert a.exec(["cat", "/sys/class/net/wlan0/operstate"]).stdout == "up\n"
 
-    def test_the_overlay_carries_traffic_over_the_link(self, decoys: Lab) -> None:
+    def test_the_overlay_carries_traffic_over_the_link(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
@@ -390,7 +390,7 @@ class TestDecoys:
         assert a.interface_counters().tx_bytes - before > 2_000_000
         assert a.interface_counters("tun0").tx_bytes > 2_000_000
 
-    def test_the_second_link_carries_traffic_beside_it(self, decoys: Lab) -> None:
+    def test_the_second_link_carries_traffic_beside_it(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
@@ -399,7 +399,7 @@ class TestDecoys:
         assert a.interface_counters().tx_bytes - before < 100_000
         assert a.interface_counters("wlan0").tx_bytes > 2_000_000
 
-    def test_debians_loopback_hostname(self, decoys: Lab) -> None:
+    def test_debians_loopback_hostname(self, decoys: EmulatedLab) -> None:
         assert python(decoys.host("a"), "import socket; print(socket.gethostbyname('a'))") == "127.0.1.1"
         assert python(decoys.host("b"), "import socket; print(socket.gethostbyname('a'))") == "10.77.0.1"
 
@@ -416,7 +416,7 @@ def links() -> set[str]:
     return set(os.listdir("/sys/class/net"))
 
 
-def traces(lab: Lab) -> list[str]:
+def traces(lab: EmulatedLab) -> list[str]:
     """What is left of a lab."""
     found = [str(path) for path in cgroup.ROOT.glob(f"**/{cgroup.SUBTREE}/{lab.name}")]
     found += [str(process) for process in state.find_processes(lab.path)]
@@ -427,7 +427,7 @@ class TestNothingStays:
     def test_down_removes_every_trace(self, make_lab: MakeLab) -> None:
         before, mounts = links(), Path("/proc/mounts").read_text()
         lab = make_lab(a=HostSpec(cpus=1, more_interfaces=("docker0", "tun0")), b=HostSpec(rate="1Gbit"))
-        pids = [pid for host in lab.hosts for pid in host.pids()] + [lab.state.desk.pid]
+        pids = [pid for host in lab.hosts for pid in host.pids()] + [lab.state.controller.pid]
         assert len(traces(lab)) >= 5
         assert links() == before
         lab.down()
@@ -442,9 +442,9 @@ class TestNothingStays:
     def test_a_killed_lab_is_cleaned_by_the_next_of_its_name(self, make_lab: MakeLab, tmp_path: Path) -> None:
         lab = make_lab(a=HostSpec(cpus=1), b=HostSpec())
         with pytest.raises(EvenerError, match=f"lab {lab.name} is up already: a, b"):
-            Lab.up(LabSpec(name=lab.name))
+            EmulatedLab.up(LabSpec(name=lab.name))
         lab.host("a").kill()
-        again = Lab.up(LabSpec(name=lab.name, hosts={"x": HostSpec()}), out=tmp_path / "again.toml")
+        again = EmulatedLab.up(LabSpec(name=lab.name, hosts={"x": HostSpec()}), out=tmp_path / "again.toml")
         assert list(again.state.hosts) == ["x"]
         assert not lab.host("b").is_alive()
         again.down()
@@ -452,13 +452,13 @@ class TestNothingStays:
 
     def test_a_lab_whose_maker_was_killed_is_cleaned(self, make_lab: MakeLab, tmp_path: Path) -> None:
         name = f"test-{os.getpid()}-half"
-        code = f"from evener.lab.lab import *\nLab.up(LabSpec(name={name!r}))"
+        code = f"from evener.lab.emulated_lab import *\nLab.up(LabSpec(name={name!r}))"
         maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        path = state.root() / name
+        path = state.labs_root() / name
         wait_until(lambda: bool(state.find_processes(path)), "the lab was not begun")
         os.killpg(maker.pid, signal.SIGKILL)
         maker.wait()
-        with Lab.up(LabSpec(name=name)) as lab:
+        with EmulatedLab.up(LabSpec(name=name)) as lab:
             assert lab.host("a").exec(["hostname"]).stdout == "a\n"
         assert not path.exists()
         assert state.find_processes(path) == []
@@ -468,20 +468,20 @@ class TestNothingStays:
         """From another checkout, or another version's folder: its processes run another file."""
         shutil.copytree(Path(evener.__file__).parent, tmp_path / "evener", ignore=shutil.ignore_patterns("__pycache__"))
         name = f"test-{os.getpid()}-other"
-        code = f"from evener.lab.lab import *\nLab.up(LabSpec(name={name!r}))"
+        code = f"from evener.lab.emulated_lab import *\nLab.up(LabSpec(name={name!r}))"
         subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
-        lab = Lab.find(name)
-        pids = [pid for host in lab.hosts for pid in host.pids()] + [lab.state.desk.pid]
-        assert str(tmp_path).encode() in Path(f"/proc/{lab.state.desk.pid}/cmdline").read_bytes()
+        lab = EmulatedLab.find(name)
+        pids = [pid for host in lab.hosts for pid in host.pids()] + [lab.state.controller.pid]
+        assert str(tmp_path).encode() in Path(f"/proc/{lab.state.controller.pid}/cmdline").read_bytes()
         lab.down()
         wait_until(lambda: not any(alive(pid) for pid in pids), "a process runs on")
 
     def test_a_lab_that_fails_half_way_leaves_nothing(self, make_lab: MakeLab) -> None:
         name = f"test-{os.getpid()}-fails"
         with pytest.raises(EvenerError, match="nft"):
-            Lab.up(LabSpec(name=name, hosts={"a": HostSpec(cpus=1, firewall=("nonsense",))}))
-        assert not (state.root() / name).exists()
-        assert state.find_processes(state.root() / name) == []
+            EmulatedLab.up(LabSpec(name=name, hosts={"a": HostSpec(cpus=1, firewall=("nonsense",))}))
+        assert not (state.labs_root() / name).exists()
+        assert state.find_processes(state.labs_root() / name) == []
 
 
 class TestWithoutRoot:
@@ -498,7 +498,9 @@ class TestWithoutRoot:
         become += [f"PYTHONPATH={':'.join(packages)}", f"PATH={os.environ['PATH']}"]
         for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
             argv = [*become, candidate, "-c"]
-            tried = subprocess.run([*argv, "import evener.lab.lab, pyroute2, typer"], capture_output=True, check=False)
+            tried = subprocess.run(
+                [*argv, "import evener.lab.emulated_lab, pyroute2, typer"], capture_output=True, check=False
+            )
             if tried.returncode == 0:
                 return SimpleNamespace(argv=argv)
         pytest.skip(f"user {uid} can reach no Python of this version with evener's packages")
@@ -507,12 +509,12 @@ class TestWithoutRoot:
         tunnels = ["tun0"] if Path("/dev/net/tun").stat().st_mode & 0o006 == 0o006 else []  # may anybody make one here?
         code = """
 import json, os, subprocess, sys
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec, LabSpec
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec, LabSpec
 core = min(os.sched_getaffinity(0))
 a = HostSpec(rate="100Mbit", cpus=0.5, cores=(core,), more_interfaces=tuple(sys.argv[1:]))
 b = HostSpec(firewall=("tcp dport 29500 drop",))
-with Lab.up(LabSpec(name=f"test-{os.getpid()}", hosts={"a": a, "b": b})) as lab:
+with EmulatedLab.up(LabSpec(name=f"test-{os.getpid()}", hosts={"a": a, "b": b})) as lab:
     host = lab.host("a")
     run = lambda *argv: subprocess.run(argv, capture_output=True, text=True).stdout.split()
     found = {
@@ -524,7 +526,7 @@ with Lab.up(LabSpec(name=f"test-{os.getpid()}", hosts={"a": a, "b": b})) as lab:
         "cpus": host.spec.cpus,
     }
     host.set_rate("10Mbit")
-    host.link_up(False)
+    host.set_link_up(False)
     found["carrier"] = host.exec(["cat", "/sys/class/net/eth0/carrier"]).stdout.split()
 print(json.dumps(found | {"left": lab.path.exists()}))
 """
@@ -570,21 +572,21 @@ class TestCgroupV2:
 class TestAMachineThatLacksSomething:
     def test_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")
-        monkeypatch.setattr(needs, "PATH", "/nowhere")
+        monkeypatch.setattr(lab_requirements, "PATH", "/nowhere")
         with pytest.raises(EvenerError, match="a lab needs sshd, nft, not found here") as raised:
-            needs.find_programs("sshd", "nft")
+            lab_requirements.find_programs("sshd", "nft")
         assert raised.value.hint == "apt install nftables openssh-server"
 
     def test_pyroute2(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(lab_requirements.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(EvenerError, match="a lab needs pyroute2") as raised:
-            needs.check_machine(LabSpec())
+            lab_requirements.check_machine(LabSpec())
         assert raised.value.hint == "pip install 'evener[lab]'"
 
     def test_linux(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(needs.sys, "platform", "darwin")
+        monkeypatch.setattr(lab_requirements.sys, "platform", "darwin")
         with pytest.raises(EvenerError, match="a lab needs Linux namespaces; this is darwin"):
-            needs.check_machine(LabSpec())
+            lab_requirements.check_machine(LabSpec())
 
 
 class TestTheCommandLine:
@@ -645,7 +647,7 @@ class TestTheSpec:
         file.write_text(
             'name = "x"\n[defaults]\nrate = "1Gbit"\n[hosts.a]\n[hosts.b]\nrate_up = "100Mbit"\ncpus = 0.5\n'
         )
-        spec = read_spec(file)
+        spec = read_lab_spec(file)
         assert spec.name == "x"
         assert spec.hosts["a"].up_bps == spec.hosts["b"].down_bps == 10**9
         assert (spec.hosts["b"].up_bps, spec.hosts["b"].cpus) == (10**8, 0.5)
@@ -665,7 +667,7 @@ class TestTheSpec:
         file = tmp_path / "spec.toml"
         file.write_text(text)
         with pytest.raises(UsageError) as raised:
-            read_spec(file)
+            read_lab_spec(file)
         assert says in str(raised.value)
         assert raised.value.hint == hint
 
@@ -684,5 +686,5 @@ class TestTheSpec:
         assert says in str(raised.value)
 
     def test_names(self) -> None:
-        assert len(set(default_names(200))) == 200
-        LabSpec(hosts=dict.fromkeys(default_names(200), HostSpec())).check()
+        assert len(set(default_host_names(200))) == 200
+        LabSpec(hosts=dict.fromkeys(default_host_names(200), HostSpec())).check()

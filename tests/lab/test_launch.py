@@ -21,12 +21,12 @@ import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.core.fleet import load_fleet
-from evener.core.plan import read_plan
+from evener.core.fleet_file import load_fleet
+from evener.core.run_plan import read_plan
 from evener.core.rundir import RunDir
-from evener.hosts.session import REMOTE, open_session
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec
+from evener.hosts.session import REMOTE_DIR, open_session
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, num_examples
 
@@ -90,7 +90,7 @@ class Command:
 class Fleet:
     """A lab's hosts, and a folder to give commands in."""
 
-    def __init__(self, lab: Lab, fleet: Path, folder: Path) -> None:
+    def __init__(self, lab: EmulatedLab, fleet: Path, folder: Path) -> None:
         self.lab, self.fleet, self.folder = lab, fleet, folder
         self.gate = f"finish-{uuid.uuid4().hex}"
         (folder / "hello.py").write_text(SCRIPT)
@@ -150,7 +150,7 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+def fleet(pair: EmulatedLab, tmp_path: Path) -> Fleet:
     return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_arguments_cross_ssh_unchanged(fleet: Fleet) -> None:
     arguments=st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=4),
     folder=st.text(st.characters(exclude_characters="\0/", exclude_categories=["Cs"]), min_size=1, max_size=20),
 )
-def test_any_text_crosses_ssh_unchanged(pair: Lab, arguments: list[str], folder: str) -> None:
+def test_any_text_crosses_ssh_unchanged(pair: EmulatedLab, arguments: list[str], folder: str) -> None:
     """Arguments, environment and paths, through real ssh to a host."""
     host = load_fleet(pair.state.fleet_file or "").hosts["b"]
     run = f"{pair.host('b').home}/{uuid.uuid4().hex} {folder}"
@@ -206,8 +206,8 @@ def test_any_text_crosses_ssh_unchanged(pair: Lab, arguments: list[str], folder:
     spec = {"id": uuid.uuid4().hex, "host": "b", "first_rank": 0, "argv": argv, "cwd": run,
             "env": {"GIVEN": "".join(arguments)}, "grace_s": 0}  # fmt: skip
     with contextlib.closing(open_session("b", host)) as session:
-        session.call("runs", "start", run=run, spec=spec, supervisor=(REMOTE / "supervisor.py").read_text())
-        wait_until(lambda: session.call("runs", "status", run=run)["state"] == "ended", "it ends")
+        session.call("run_control", "start", run=run, spec=spec, supervisor=(REMOTE_DIR / "supervisor.py").read_text())
+        wait_until(lambda: session.call("run_control", "status", run=run)["state"] == "ended", "it ends")
     log = Path(run, "logs", "b.log").read_text()
     assert json.loads(log.split(" O ", 1)[1]) == [arguments, "".join(arguments), run]
 
@@ -219,11 +219,11 @@ def test_status_255_is_the_programs_own(fleet: Fleet) -> None:
     done = fleet.run("launch", "--out", "runs/odd", "--", "odd.py")
     assert done.returncode == 1
     assert "error: rank 1 on b exited with status 255" in done.stderr
-    fleet.lab.host("b").link_up(False)
+    fleet.lab.host("b").set_link_up(False)
     try:
         away = fleet.run("launch", "--out", "runs/away", "--", "odd.py")
     finally:
-        fleet.lab.host("b").link_up(True)
+        fleet.lab.host("b").set_link_up(True)
     assert away.returncode == 1
     assert "ssh.unreachable  b" in away.stderr
     assert not (fleet.folder / "runs/away").exists()
@@ -321,9 +321,9 @@ def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
     had = len(counted(counting, "b", 1))
     last = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "b", 1)) > had, "and again")
-    counting.lab.host("b").link_up(False)
+    counting.lab.host("b").set_link_up(False)
     time.sleep(1.0)  # a moment, which ssh sits out
-    counting.lab.host("b").link_up(True)
+    counting.lab.host("b").set_link_up(True)
     counting.finish()
     assert last.wait() == 0, last.told()
     assert is_complete(counting)
@@ -339,9 +339,9 @@ def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
     """The watcher says so within seconds and connects again, and no line is missing or there twice."""
     watcher = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "b", 1)) > 5, "lines come home")
-    counting.lab.host("b").link_up(False)
+    counting.lab.host("b").set_link_up(False)
     wait_until(lambda: "retrying, the run goes on without the connection" in watcher.told(), "a word of it")
-    counting.lab.host("b").link_up(True)
+    counting.lab.host("b").set_link_up(True)
     wait_until(lambda: "b: connected again; no records were lost" in watcher.told(), "it is seen again")
     counting.finish()
     assert watcher.wait() == 0, watcher.told()

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from evener.core.plan import find_plan
-from evener.lab.host import Host
+from evener.core.run_plan import read_plan_if_present
+from evener.lab.host import LabHost
 from tests.lab.conftest import wait_until
 from tests.lab.test_launch import Fleet, fleet  # noqa: F401  a fixture
 from tests.tiers import exhaustively
@@ -26,12 +26,12 @@ class Listening(NamedTuple):
     port: int
 
 
-def listening(host: Host) -> set[Listening]:
+def listening(host: LabHost) -> set[Listening]:
     """Every socket of a host's network that somebody else could send to."""
     return {one for protocol in LISTENS for version in ("", "6") for one in _table(host, protocol, version)}
 
 
-def _table(host: Host, protocol: str, version: str) -> Iterator[Listening]:
+def _table(host: LabHost, protocol: str, version: str) -> Iterator[Listening]:
     for line in Path(f"/proc/{host.pid}/net/{protocol}{version}").read_text().splitlines()[1:]:
         _, local, _, state, *_ = line.split()
         if state == LISTENS[protocol]:
@@ -72,7 +72,7 @@ def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, 
     command = fleet.start("train", "--data", str(corpus), *FLAGS, "--membership", membership, "--out", run, "--detach")
     try:
         wait_until(is_started, "it is started", every_s=OFTEN_S)
-        plan = find_plan(fleet.rundir(run))
+        plan = read_plan_if_present(fleet.rundir(run))
         assert command.wait() == 0, command.told()
         assert plan is not None
         folders = [fleet.there(run, host) / "steps" for host in "ab"]

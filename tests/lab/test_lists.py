@@ -6,15 +6,15 @@ import json
 import shlex
 from pathlib import Path
 
-from evener.core.fleet import Fleet, Host, fleet_text, load_fleet, parse_fleet
-from evener.hosts.found import merged
-from evener.hosts.inventory import of_inventory
+from evener.core.fleet_file import Fleet, HostConfig, format_fleet, load_fleet, parse_fleet
+from evener.hosts.ansible_inventory import import_inventory
+from evener.hosts.import_hosts import merge_host_lists
 from evener.hosts.session import connect
-from evener.hosts.sshconfig import of_ssh_config
-from evener.lab.lab import Lab
+from evener.hosts.ssh_config import import_ssh_config
+from evener.lab.emulated_lab import EmulatedLab
 
 
-def as_ssh_config(hosts: dict[str, Host]) -> str:
+def as_ssh_config(hosts: dict[str, HostConfig]) -> str:
     lines = []
     for name, host in hosts.items():
         lines += [f"Host {name}", f"HostName {host.address}", f"User {host.user}", f"IdentityFile {host.identity_file}"]
@@ -22,7 +22,7 @@ def as_ssh_config(hosts: dict[str, Host]) -> str:
     return "\n".join(lines)
 
 
-def as_inventory(hosts: dict[str, Host]) -> str:
+def as_inventory(hosts: dict[str, HostConfig]) -> str:
     variables = {
         name: {
             "ansible_host": host.address,
@@ -41,10 +41,10 @@ def assert_reached(fleet: Fleet) -> None:
         assert list(sessions) == ["a", "b"]
 
 
-def test_hosts_of_other_lists_are_reached(pair: Lab, tmp_path: Path) -> None:
+def test_hosts_of_other_lists_are_reached(pair: EmulatedLab, tmp_path: Path) -> None:
     hosts = load_fleet(pair.state.fleet_file or "").hosts
     (tmp_path / "config").write_text(as_ssh_config(hosts))
     (tmp_path / "inventory").write_text(as_inventory(hosts))
-    for listing in (of_ssh_config(tmp_path / "config"), of_inventory(tmp_path / "inventory")):
-        found, _ = merged([listing])
-        assert_reached(parse_fleet(fleet_text(found), "fleet.toml"))
+    for listing in (import_ssh_config(tmp_path / "config"), import_inventory(tmp_path / "inventory")):
+        found, _ = merge_host_lists([listing])
+        assert_reached(parse_fleet(format_fleet(found), "fleet.toml"))

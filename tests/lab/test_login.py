@@ -14,22 +14,22 @@ import msgspec
 import pytest
 import tomlkit
 
-from evener.core.fleet import load_fleet
-from evener.lab.host import Host
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec
+from evener.core.fleet_file import load_fleet
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.host import LabHost
+from evener.lab.lab_spec import HostSpec
 from tests.conftest import SlowedDown
 from tests.lab.conftest import MakeLab
 
 
 @pytest.fixture(scope="module")
-def lab(make_lab: MakeLab) -> Lab:
+def lab(make_lab: MakeLab) -> EmulatedLab:
     """Two hosts that no other test logs into."""
     return make_lab(a=HostSpec(), b=HostSpec())
 
 
 @pytest.fixture
-def b(lab: Lab) -> Iterator[Host]:
+def b(lab: EmulatedLab) -> Iterator[LabHost]:
     """A host whose account is set right again."""
     host = lab.host("b")
     yield host
@@ -37,7 +37,7 @@ def b(lab: Lab) -> Iterator[Host]:
 
 
 @pytest.fixture
-def doctor(lab: Lab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def doctor(lab: EmulatedLab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Its finding about b, which comes within seconds; `changes` are of b's entry in the fleet file."""
 
     def look(**changes: Any) -> dict[str, Any]:
@@ -65,7 +65,9 @@ def doctor(lab: Lab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("exec sh", "the login shell there ended (exit status"),
     ],
 )
-def test_what_a_login_shell_does_before_it_does_what_it_is_told(b: Host, doctor: Any, bashrc: str, told: str) -> None:
+def test_what_a_login_shell_does_before_it_does_what_it_is_told(
+    b: LabHost, doctor: Any, bashrc: str, told: str
+) -> None:
     (b.home / ".bashrc").write_text(f"{bashrc}\n")
     found = doctor()
     assert (found["check"], found["severity"]) == ("ssh.shell", "error")
@@ -76,13 +78,13 @@ def test_what_a_login_shell_does_before_it_does_what_it_is_told(b: Host, doctor:
         doctor()
 
 
-def test_a_login_shell_that_only_talks_is_none_of_our_business(b: Host, doctor: Any) -> None:
+def test_a_login_shell_that_only_talks_is_none_of_our_business(b: LabHost, doctor: Any) -> None:
     (b.home / ".bashrc").write_text("echo welcome; echo and hello >&2\n")
     with pytest.raises(ValueError, match="not enough values"):
         doctor()
 
 
-def test_why_a_key_opens_no_door(lab: Lab, b: Host, doctor: Any, tmp_path: Path) -> None:
+def test_why_a_key_opens_no_door(lab: EmulatedLab, b: LabHost, doctor: Any, tmp_path: Path) -> None:
     """Each with the command that mends it, and none with one that cannot."""
     unknown, fleet_file = tmp_path / "unknown", lab.state.fleet_file or ""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(unknown)], check=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.plan import read_plan
+from evener.core.run_plan import read_plan
 from evener.core.rundir import RunDir
-from evener.core.step import aligned, first_of
-from evener.lab.spec import HostSpec
+from evener.core.step_cost import align_steps, first_rank_record
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, command_lines, wait_until, worlds_of
 from tests.tiers import exhaustive
 
@@ -70,7 +70,7 @@ def test_a_host_is_added_to_a_run_that_goes_on(
     assert manifest.result is not None
     assert manifest.result.replicas_agree is True
     assert [host.name for host in read_plan(run).hosts] == ["a", "b", "c"]
-    steps = [first_of(of_step) for of_step in aligned({rank: run.records(rank) for rank in range(3)})]
+    steps = [first_rank_record(of_step) for of_step in align_steps({rank: run.records(rank) for rank in range(3)})]
     assert [record.step for record in steps] == list(range(manifest.result.steps))
     assert {record.members for record in steps} == {2, 3}
     alone = train(tmp_path / "alone", *FLAGS[:2], f"--steps={len(steps)}", *FLAGS[3:])

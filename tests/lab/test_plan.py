@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.fleet import ModelRate, Rates, load_fleet
-from evener.core.measured import update_fleet
-from evener.core.plan import read_plan, read_prediction
+from evener.core.fleet_file import ModelRate, Rates, load_fleet
+from evener.core.fleet_update import update_fleet_file
+from evener.core.run_plan import read_plan, read_prediction
 from evener.core.rundir import RunDir
-from evener.lab.spec import HostSpec
-from evener.report.summary import summarize
+from evener.lab.lab_spec import HostSpec
+from evener.report.run_summary import summarize_run
 from tests.tiers import exhaustive
 
 pytestmark = exhaustive
@@ -60,7 +60,7 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
     option = prediction.option("ddp")
     (same,) = [one for one in asked["options"] if one["name"] == "ddp"]
     assert option.step_s == pytest.approx(same["step_s"])  # what plan said is what train executes
-    assert [host.name for host in read_plan(rundir).hosts] == prediction.cluster.names
+    assert [host.name for host in read_plan(rundir).hosts] == prediction.cluster.host_names
     assert option.roster == read_plan(rundir).roster == rundir.manifest().roster
     for member in option.roster.members:
         assert rundir.manifest().ranks[member.rank].host == member.host
@@ -68,13 +68,13 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
         assert {record.tokens for record in rundir.records(member.rank)} == {4 * 64}
     told = json.loads(done.stdout)["predicted"]
     assert told["step_s"] == pytest.approx(option.step_s)
-    assert summarize(rundir).predicted == option
+    assert summarize_run(rundir).predicted == option
     assert "predicted to take" in evener(tmp_path, "report", "run").stdout + (tmp_path / "run/report.html").read_text()
 
     again = json.loads(evener(tmp_path, "plan", "--from", "run", "--json").stdout)
     (ddp,) = [one for one in again["options"] if one["name"] == "ddp"]
-    assert list(again["cluster"]["hosts"]) == prediction.cluster.names
-    assert ddp["step_s"] == pytest.approx(summarize(rundir).step_p50_s, rel=0.5)
+    assert list(again["cluster"]["hosts"]) == prediction.cluster.host_names
+    assert ddp["step_s"] == pytest.approx(summarize_run(rundir).step_p50_s, rel=0.5)
 
     few = evener(
         tmp_path, "train", "--fleet", file, *data, *FLAGS, "--steps", "3", "--hosts", "c,a", "--out", "few", "--json"
@@ -83,7 +83,7 @@ def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, cor
     assert [host.name for host in read_plan(RunDir(tmp_path / "few")).hosts] == ["a", "c"]
 
     slow = Rates(models={"tiny": ModelRate(tokens_per_s=0.5, dtype="fp32")})
-    update_fleet(file, rates={"c": {"cpu": slow}}, links={})
+    update_fleet_file(file, rates={"c": {"cpu": slow}}, links={})
     auto = evener(
         tmp_path, "train", "--fleet", file, *data, *FLAGS, "--shares=auto", "--steps", "3", "--out", "auto", "--json"
     )

@@ -12,9 +12,9 @@ import pytest
 
 from evener.core.errors import EvenerError, UsageError
 from evener.lab import state
-from evener.lab.host import Host
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec, LabSpec
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.host import LabHost
+from evener.lab.lab_spec import HostSpec, LabSpec
 from tests.lab.conftest import MakeLab, command_lines, wait_until
 from tests.lab.test_lab import ANSWERED, CONNECT, evener_cli, ssh, traces
 from tests.tiers import exhaustive
@@ -49,7 +49,7 @@ except Exception as error:
 class Connected:
     """A program on host a that host b has a connection to: what does b hear when something happens to a?"""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: EmulatedLab) -> None:
         a, b = lab.host("a"), lab.host("b")
         self.server = a.popen([sys.executable, "-c", ECHO, PORT], stdout=subprocess.PIPE, text=True)
         assert self._line(self.server) == "listening"
@@ -57,7 +57,7 @@ class Connected:
             [sys.executable, "-c", LISTEN, a.address, PORT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._line(self.client) == "a"
-        self.processes = [state.process(pid) for pid in a.pids()]  # pid 1, sshd and the server: all of them stay
+        self.processes = [state.process_by_pid(pid) for pid in a.pids()]  # pid 1, sshd and the server: all of them stay
         assert len(self.processes) == 3
 
     def heard(self) -> str:
@@ -72,9 +72,9 @@ class Connected:
         return process.stdout.readline().strip()
 
 
-def network(lab: Lab) -> dict[str, str]:
+def network(lab: EmulatedLab) -> dict[str, str]:
     """What the kernel says of host a's network: MAC and IP addresses, and how each end of its link is shaped."""
-    a, desk = lab.host("a"), lab.state.desk.pid
+    a, desk = lab.host("a"), lab.state.controller.pid
     inside = ["nsenter", "-t", str(desk), *["--user", "--preserve-credentials"] * lab.rootless, "--net", "--"]
 
     def said(*command: str) -> str:
@@ -90,7 +90,7 @@ def network(lab: Lab) -> dict[str, str]:
     return found | {"receives": shown.stdout}
 
 
-def reaches(sender: Host, address: str) -> None:
+def reaches(sender: LabHost, address: str) -> None:
     """Its ssh port answers; who had given up looking for the address is told so once more at most."""
     connect = [sys.executable, "-c", CONNECT, address, "22"]
     wait_until(lambda: ANSWERED in sender.exec(connect, check=False).stdout, f"{sender.name} cannot reach {address}")
@@ -114,7 +114,12 @@ def test_others_hear_nothing_and_it_comes_up_as_it_was(make_lab: MakeLab) -> Non
     assert not any(process.is_alive() for process in connected.processes)
     assert one.pids() == []
     assert connected.heard() == "TimeoutError"
-    assert (one.is_off(), one.is_alive(), lab.is_alive(), Lab.find(lab.name).is_alive()) == (True, False, True, True)
+    assert (one.is_off(), one.is_alive(), lab.is_alive(), EmulatedLab.find(lab.name).is_alive()) == (
+        True,
+        False,
+        True,
+        True,
+    )
     assert ssh(lab, "a", "true").returncode == 255
     with pytest.raises(EvenerError, match=rf"host a of lab {lab.name} is off") as raised:
         one.exec(["true"])
@@ -122,11 +127,11 @@ def test_others_hear_nothing_and_it_comes_up_as_it_was(make_lab: MakeLab) -> Non
     with pytest.raises(EvenerError, match="is off"):
         one.power_off()
     with pytest.raises(EvenerError, match=f"lab {lab.name} is up already: a, b"):
-        Lab.up(LabSpec(name=lab.name))
+        EmulatedLab.up(LabSpec(name=lab.name))
 
     one.boot()
     assert network(lab) == before
-    assert Lab.find(lab.name).host("a").is_alive()
+    assert EmulatedLab.find(lab.name).host("a").is_alive()
     for address in (one.address, one.address6, "10.78.0.1"):
         reaches(other, address)
     wait_until(lambda: ssh(lab, "a", "true").returncode == 0, "no ssh although it is on again")
@@ -162,12 +167,12 @@ def test_all_of_them_and_down_takes_a_host_that_is_off_along(make_lab: MakeLab) 
     for host in lab.hosts:
         host.power_off()
     with ThreadPoolExecutor() as together:  # each as a program of its own would: power is back for all
-        list(together.map(lambda host: Lab.find(lab.name).host(host.name).boot(), lab.hosts))
-    lab = Lab.find(lab.name)
+        list(together.map(lambda host: EmulatedLab.find(lab.name).host(host.name).boot(), lab.hosts))
+    lab = EmulatedLab.find(lab.name)
     assert lab.is_alive()
     reaches(lab.host("a"), lab.host("b").address)
     lab.host("b").power_off()
-    processes = [state.process(lab.host("a").pid), lab.state.desk]
+    processes = [state.process_by_pid(lab.host("a").pid), lab.state.controller]
     lab.down()
     assert traces(lab) == []
     assert not any(process.is_alive() for process in processes)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import tomlkit
 
-from evener.core.plan import find_plan
-from evener.hosts.private import TABLE
-from evener.lab.host import Host
-from evener.lab.spec import HostSpec
+from evener.core.run_plan import read_plan_if_present
+from evener.hosts.firewall import NFT_TABLE
+from evener.lab.host import LabHost
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
 from tests.lab.test_launch import ENV, Fleet
 from tests.lab.test_listening import FLAGS, listening
@@ -48,10 +48,10 @@ def commands(fleet: Fleet) -> Iterator[dict[str, str]]:
     assert done.returncode == 1
     yield {one["host"]: one["fix"].partition(": ")[2] for one in found}
     for name in "ab":
-        fleet.lab.host(name).exec(["sh", "-c", f"nft delete table inet {TABLE} || true"])
+        fleet.lab.host(name).exec(["sh", "-c", f"nft delete table inet {NFT_TABLE} || true"])
 
 
-def connects(source: Host, target: Host, port: int) -> bool:
+def connects(source: LabHost, target: LabHost, port: int) -> bool:
     done = source.popen([sys.executable, "-c", CONNECT, target.address, str(port)], stderr=subprocess.DEVNULL)
     return done.wait(60) == 0
 
@@ -59,7 +59,7 @@ def connects(source: Host, target: Host, port: int) -> bool:
 def reached(fleet: Fleet, source: str) -> dict[str, set[bool]]:
     """Who connects to what hosts a and b listen on: ssh's port, the store's, all others."""
     found: dict[str, set[bool]] = {}
-    plan = find_plan(fleet.rundir("runs/one")) or find_plan(fleet.rundir("runs/two"))
+    plan = read_plan_if_present(fleet.rundir("runs/one")) or read_plan_if_present(fleet.rundir("runs/two"))
     assert plan is not None
     for name in "ab":
         host = fleet.lab.host(name)
@@ -98,7 +98,7 @@ def test_with_doctor_s_command_a_run_trains_and_a_stranger_connects_to_ssh_alone
     told = json.loads(fleet.ok("doctor", "--private", "--quick", "--json").stdout)["findings"]
     stand = [one for one in told if one["check"] == "net.private"]
     assert {(one["host"], one["severity"]) for one in stand} == {("a", "info"), ("b", "info")}
-    assert all(f"nft delete table inet {TABLE}" in one["evidence"] for one in stand)
+    assert all(f"nft delete table inet {NFT_TABLE}" in one["evidence"] for one in stand)
     begin(fleet, corpus, "runs/two", "--private")
     try:
         assert reached(fleet, "stranger") == {"ssh": {True}, "store": {False}, "others": {False}}

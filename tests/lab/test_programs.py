@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evener.lab.lab import Lab
+from evener.lab.emulated_lab import EmulatedLab
 from tests.lab.test_launch import Fleet
 from tests.tiers import exhaustive
 
@@ -69,7 +69,7 @@ NANOGPT = [("device = f'cuda:{ddp_local_rank}'", "device = 'cpu'"), ("torch.cuda
 
 
 @pytest.fixture
-def fleet(pair: Lab, tmp_path: Path) -> Fleet:
+def fleet(pair: EmulatedLab, tmp_path: Path) -> Fleet:
     return Fleet(pair, Path(pair.state.fleet_file or ""), tmp_path)
 
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evener.core.fleet import Link, ModelRate, Rates
-from evener.core.measured import update_fleet
+from evener.core.fleet_file import HostLink, ModelRate, Rates
+from evener.core.fleet_update import update_fleet_file
 from evener.core.rundir import RunDir
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, rank_on, wait_until
 from tests.tiers import exhaustive
 
@@ -29,9 +29,11 @@ def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_whoever_is_lost_and_when
     """At 8 Mbit/s ddp's 0.4 MB take 0.4 s, packed ones half of it: however busy the machine is, that is faster."""
     file, run = tmp_path / "mine.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, a=HostSpec(), b=HostSpec())
-    link = Link(goodput_Bps=1e9, rtt_s=1e-4)
+    link = HostLink(goodput_Bps=1e9, rtt_s=1e-4)
     rates = Rates(sync_Bps=2e9, copy_Bps=1e10, models={"tiny": ModelRate(tokens_per_s=2e4, dtype="bf16")})
-    update_fleet(file, links={"a": {"b": link}, "b": {"a": link}}, rates={"a": {"cpu": rates}, "b": {"cpu": rates}})
+    update_fleet_file(
+        file, links={"a": {"b": link}, "b": {"a": link}}, rates={"a": {"cpu": rates}, "b": {"cpu": rates}}
+    )
     evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     argv = [*evener, "train", "--fleet", str(file), "--data", str(corpus), *FLAGS, "--steps=100000", "--out=run"]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from evener.core.rundir import RunDir
-from evener.core.step import aligned, first_of
-from evener.lab.host import Host
-from evener.lab.spec import HostSpec
+from evener.core.step_cost import align_steps, first_rank_record
+from evener.lab.host import LabHost
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, come_home, command_lines, rank_on, wait_until, worlds_of
 from tests.tiers import exhaustive
 
@@ -27,7 +27,7 @@ FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--thre
          "--min-lr=3e-5", "--warmup=0")  # fmt: skip
 
 
-def pids_of(host: Host, program: str) -> list[int]:
+def pids_of(host: LabHost, program: str) -> list[int]:
     """Of the processes there that Python runs this program in, the first one before what came of it."""
     found = []
     for pid in sorted(host.pids()):
@@ -106,7 +106,7 @@ def test_hosts_go_and_come_and_the_same_is_learned(
     assert (manifest.verdict, sorted(manifest.roster.hosts)) == ("stopped", ["a", "b", "c"])
     assert manifest.result is not None
     assert manifest.result.replicas_agree is True
-    steps = [first_of(of_step) for of_step in aligned({rank: run.records(rank) for rank in range(3)})]
+    steps = [first_rank_record(of_step) for of_step in align_steps({rank: run.records(rank) for rank in range(3)})]
     assert [record.step for record in steps] == list(range(manifest.result.steps))
     alone = train(tmp_path / "alone", *FLAGS[:2], f"--steps={len(steps)}", *FLAGS[3:])
     assert [record.loss for record in steps] == pytest.approx([record.loss for record in alone.records(0)], rel=1e-5)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evener.lab.lab import Host, Lab
-from evener.lab.spec import HostSpec
+from evener.lab.emulated_lab import EmulatedLab, LabHost
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import command_lines, wait_until
 from tests.tiers import exhaustive
 
@@ -28,8 +28,8 @@ pytestmark = exhaustive
 class Controller:
     """evener on this machine, from a source tree of its own, and one bare host of a lab."""
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
-        self.host: Host = lab.host("a")
+    def __init__(self, lab: EmulatedLab, folder: Path) -> None:
+        self.host: LabHost = lab.host("a")
         self.home = self.host.home
         self.source = folder / "evener"
         ignored = shutil.ignore_patterns("__pycache__")
@@ -60,7 +60,7 @@ class Controller:
         return self.host.exec([python, "-c", code], timeout_s=120).stdout.strip()
 
 
-def test_a_bare_machine_becomes_one_that_trains(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
+def test_a_bare_machine_becomes_one_that_trains(make_lab: Callable[..., EmulatedLab], tmp_path: Path) -> None:
     """One story, for its beginning takes a minute: each chapter finds the machine as the one before has left it."""
     lab = make_lab(a=HostSpec())
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from evener.core.rundir import RunDir
 from evener.lab import cgroup
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 from evener.worker import torchrun
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
 from tests.lab.test_launch import Fleet
@@ -52,10 +52,10 @@ def test_a_run_outlives_half_a_minute_without_a_link(make_lab: MakeLab, tmp_path
         started(fleets[-1], script, "ab")
     talk, quiet = fleets
     for one in fleets:
-        one.lab.host("b").link_up(False)
+        one.lab.host("b").set_link_up(False)
     time.sleep(OUTAGE_S)
     for one in fleets:
-        one.lab.host("b").link_up(True)
+        one.lab.host("b").set_link_up(True)
     log = talk.there("runs/one", "a") / "logs/a.0.log"
     had = log.stat().st_size
     wait_until(lambda: log.stat().st_size > had, "it goes on")  # TCP tries again after as long as it was away, at worst
@@ -87,7 +87,7 @@ def test_a_host_without_power_ends_the_run(dark: dict[str, Fleet]) -> None:
     """The first host or another: whoever is left ends its ranks, says why, and leaves no process."""
     for victim, fleet in dark.items():
         fleet.lab.host(victim).kill()
-    deadline = time.monotonic() + torchrun.SILENT_S + TIMEOUT_S
+    deadline = time.monotonic() + torchrun.HEARTBEAT_TIMEOUT_S + TIMEOUT_S
     for victim, fleet in dark.items():
         for host in "abc".replace(victim, ""):
             run = fleet.there("runs/one", host)

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from evener.core.fleet import Gain, load_fleet
-from evener.hosts import gains, tuning, wire
-from evener.hosts.facts import to_facts
+from evener.core.fleet_file import TuningGain, load_fleet
+from evener.hosts import link_probe, tcp_settings, tcp_tuning
+from evener.hosts.facts import decode_facts
+from evener.hosts.interfaces import SocketInterface
 from evener.hosts.session import connect
-from evener.hosts.ways import Way
 from evener.lab import tunnel
-from evener.lab.lab import Lab
-from evener.lab.spec import HostSpec
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec
 from tests.tiers import exhaustive
 
 pytestmark = exhaustive
@@ -34,7 +34,7 @@ WINDOW, IDLE = ("link.window", "b"), ("link.idle", "a")
 class Far:
     """Two hosts, 40 ms there and back."""
 
-    def __init__(self, lab: Lab, fleet: Path) -> None:
+    def __init__(self, lab: EmulatedLab, fleet: Path) -> None:
         self.lab, self.fleet = lab, load_fleet(fleet)
 
     def set(self, host: str, name: str, value: str) -> None:
@@ -50,18 +50,24 @@ class Far:
         finally:
             self.set(host, name, before)
 
-    def measured(self) -> tuple[list[wire.Wire], list[Gain]]:
+    def measured(self) -> tuple[list[link_probe.LinkProbeResult], list[TuningGain]]:
         """Of the way from a to b."""
         with connect(self.fleet) as (sessions, errors):
             assert not errors
-            facts = {name: to_facts(one.call("facts", "collect")) for name, one in sessions.items()}
-            wires = wire.measure(sessions, FAR, seconds=0.5, iperf3=False).wires
-            ways = {name: Way(interface="far0", address=FAR[name], kind="tunnel", why="", mtu=1280, network=None)
-                    for name in FAR}  # fmt: skip
-            found = tuning.Tuner(sessions, ways, facts, [one for one in wires if one.source == "a"]).tune()
+            facts = {name: decode_facts(one.call("facts", "collect")) for name, one in sessions.items()}
+            wires = link_probe.measure_links(sessions, FAR, seconds=0.5, iperf3=False).measurements
+            ways = {
+                name: SocketInterface(
+                    interface="far0", address=FAR[name], kind="tunnel", why="", mtu=1280, network=None
+                )
+                for name in FAR
+            }
+            found = tcp_tuning.TcpTuner(sessions, ways, facts, [one for one in wires if one.source == "a"]).tune()
         return wires, found.get(("a", "b"), [])
 
-    def found(self, *expected: tuple[str, str]) -> tuple[list[wire.Wire], dict[tuple[str, str], Gain]]:
+    def found(
+        self, *expected: tuple[str, str]
+    ) -> tuple[list[link_probe.LinkProbeResult], dict[tuple[str, str], TuningGain]]:
         for _ in range(GOES):
             wires, tried = self.measured()
             known = {(gain.check, gain.host): gain for gain in tried}
@@ -91,19 +97,19 @@ def far(make_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far
 
 
 def test_a_window_that_is_too_small_for_a_long_way(far: Far) -> None:
-    with far.having("b", gains.RECEIVE, f"4096 16384 {SMALL}"):
+    with far.having("b", tcp_settings.TCP_RMEM_SYSCTL, f"4096 16384 {SMALL}"):
         wires, found = far.found(WINDOW)
         there = wires[0]
         assert there.link.rtt_s >= 2 * HOLD_S
         assert there.link.goodput_Bps <= SMALL / (2 * HOLD_S)  # the closed form: window / round trip
         assert there.window_limited is not None  # the kernel's own account
-        assert there.window_limited > tuning.LIMITED
+        assert there.window_limited > tcp_tuning.MIN_WINDOW_LIMITED_SHARE
         gain = found[WINDOW]
-        assert (gain.setting, gain.was) == (gains.RECEIVE, f"4096 16384 {SMALL}")
+        assert (gain.setting, gain.was) == (tcp_settings.TCP_RMEM_SYSCTL, f"4096 16384 {SMALL}")
         assert gain.better_Bps > 1.2 * gain.was_Bps
         assert "waits for room" in gain.evidence
 
-        far.set("b", gains.RECEIVE, gain.better)  # as the fix says
+        far.set("b", tcp_settings.TCP_RMEM_SYSCTL, gain.better)  # as the fix says
         wires, tried = far.measured()
         assert wires[0].window_limited is not None
         assert wires[0].window_limited < there.window_limited
@@ -111,11 +117,15 @@ def test_a_window_that_is_too_small_for_a_long_way(far: Far) -> None:
 
 
 def test_bursts_after_silence_on_a_long_way(far: Far) -> None:
-    with far.having("a", gains.CONGESTION, "reno"):
+    with far.having("a", tcp_settings.CONGESTION_CONTROL_SYSCTL, "reno"):
         _, found = far.found(IDLE)
-        with far.having("a", gains.IDLE, "0"):
+        with far.having("a", tcp_settings.SLOW_START_AFTER_IDLE_SYSCTL, "0"):
             _, tried = far.measured()
-    assert (found[IDLE].setting, found[IDLE].was, found[IDLE].better) == (gains.IDLE, "1", "0")
+    assert (found[IDLE].setting, found[IDLE].was, found[IDLE].better) == (
+        tcp_settings.SLOW_START_AFTER_IDLE_SYSCTL,
+        "1",
+        "0",
+    )
     assert "link.idle" not in {one.check for one in tried}
 
 
@@ -125,13 +135,15 @@ def test_a_socket_uses_what_it_is_told(make_lab: Any, tmp_path: Path) -> None:
     addresses = {host.name: host.address for host in lab.hosts}
     with connect(load_fleet(tmp_path / "lab.toml")) as (sessions, _):
         before = {name: one.call("facts", "collect")["sysctls"] for name, one in sessions.items()}
-        told = sessions["a"].call("wire", "choices")
-        flow = wire.Flow(sessions, addresses, "a", "b")
+        told = sessions["a"].call("link_probe", "socket_tcp_options")
+        flow = link_probe.TcpFlow(sessions, addresses, "a", "b")
         assert "reno" in told["congestion"]  # every Linux has it, and allows it
         for name in told["congestion"]:
-            assert flow.pour(1, 0.2, warm_s=0.1, congestion=name).congestion == name
-        assert flow.pour(1, 0.2, warm_s=0.1).congestion == before["a"][gains.CONGESTION]
-        narrow = flow.pour(1, 0.3, warm_s=0.1, receive_bytes=4096)
+            assert flow.measure_goodput(1, 0.2, warm_s=0.1, congestion=name).congestion == name
+        assert (
+            flow.measure_goodput(1, 0.2, warm_s=0.1).congestion == before["a"][tcp_settings.CONGESTION_CONTROL_SYSCTL]
+        )
+        narrow = flow.measure_goodput(1, 0.3, warm_s=0.1, receive_bytes=4096)
         assert narrow.window_limited is not None
         assert narrow.window_limited > 0
         assert before == {name: one.call("facts", "collect")["sysctls"] for name, one in sessions.items()}

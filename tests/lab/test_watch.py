@@ -12,7 +12,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
-from evener.lab.spec import HostSpec
+from evener.lab.lab_spec import HostSpec
 from tests.browser.conftest import Watched, context, page, watch  # noqa: F401
 from tests.lab.conftest import MakeLab, rank_on, wait_until
 from tests.lab.test_launch import Fleet
@@ -57,5 +57,5 @@ def test_a_run_on_a_fleet_is_seen_saved_and_stopped_from_the_page(
     assert manifest.verdict == "stopped"
     assert manifest.result is not None
     assert manifest.result.replicas_agree is True
-    assert run.newest_checkpoint() == manifest.result.steps
+    assert run.newest_checkpoint_step() == manifest.result.steps
     lab.down()

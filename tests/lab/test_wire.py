@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.core.collective import COLLECTIVES
-from evener.core.fleet import load_fleet
-from evener.hosts import wire
+from evener.core.collective_results import COLLECTIVES
+from evener.core.fleet_file import load_fleet
+from evener.hosts import link_probe
 from evener.hosts.session import connect
-from evener.lab.spec import HostSpec
-from evener.plan.collectives import sent_bytes
+from evener.lab.lab_spec import HostSpec
+from evener.plan.collective_cost import sent_bytes
 from tests.tiers import exhaustive, exhaustively
 
 # Of a link's rate TCP's payload is 1448 of every 1514 bytes.
@@ -33,30 +33,30 @@ def evener(*args: object) -> subprocess.CompletedProcess[str]:
 GOODPUTS = ("goodput_Bps", "parallel_Bps", "duplex_Bps")
 
 
-def once(fleet: Path, seconds: float = 1.0) -> wire.Measured:
+def once(fleet: Path, seconds: float = 1.0) -> link_probe.LinkProbeReport:
     """Every pair."""
     known = load_fleet(fleet)
     with connect(known) as (sessions, errors):
         assert not errors
         addresses = {name: host.address for name, host in known.hosts.items()}
-        return wire.measure(sessions, addresses, seconds=seconds, iperf3=False)
+        return link_probe.measure_links(sessions, addresses, seconds=seconds, iperf3=False)
 
 
-def measured(fleet: Path, *rates_bps: float, fields: Sequence[str] = GOODPUTS) -> wire.Measured:
+def measured(fleet: Path, *rates_bps: float, fields: Sequence[str] = GOODPUTS) -> link_probe.LinkProbeReport:
     """Every pair, against its link's rate: the best of up to four goes. A busy machine lowers what is seen; nothing
     can lift it above the rate."""
     found = once(fleet)
     for _ in range(3):
-        links = [one.link for one in found.wires]
+        links = [one.link for one in found.measurements]
         if all(getattr(link, field) * 8 > (PAYLOAD - NEAR) * bps
                for link, bps in zip(links, rates_bps, strict=True) for field in fields):  # fmt: skip
             break
-        again = [one.link for one in once(fleet).wires]
+        again = [one.link for one in once(fleet).measurements]
         best = [{field: max(getattr(link, field), getattr(other, field)) for field in GOODPUTS}
                 for link, other in zip(links, again, strict=True)]  # fmt: skip
         wires = [msgspec.structs.replace(one, link=msgspec.structs.replace(one.link, **greater))
-                 for one, greater in zip(found.wires, best, strict=True)]  # fmt: skip
-        found = msgspec.structs.replace(found, wires=wires)
+                 for one, greater in zip(found.measurements, best, strict=True)]  # fmt: skip
+        found = msgspec.structs.replace(found, measurements=wires)
     return found
 
 
@@ -65,8 +65,8 @@ def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate=rate), b=HostSpec(rate=rate))
     found = measured(tmp_path / "lab.toml", bps, bps)
     lab.down()
-    assert [(one.source, one.target) for one in found.wires] == [("a", "b"), ("b", "a")]
-    for one in found.wires:
+    assert [(one.source, one.target) for one in found.measurements] == [("a", "b"), ("b", "a")]
+    for one in found.measurements:
         for field in GOODPUTS:
             assert getattr(one.link, field) * 8 / bps == pytest.approx(PAYLOAD, abs=NEAR)
         assert one.link.rtt_s < 0.05  # 0.0003 on a free machine
@@ -81,7 +81,7 @@ def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate_up="40Mbit", rate_down="200Mbit"), b=HostSpec(rate="200Mbit"))
     found = measured(tmp_path / "lab.toml", 40e6, 200e6, fields=["goodput_Bps"])
     lab.down()
-    up, down = found.wires
+    up, down = found.measurements
     assert up.link.goodput_Bps * 8 / 40e6 == pytest.approx(PAYLOAD, abs=NEAR)
     assert down.link.goodput_Bps * 8 / 200e6 == pytest.approx(PAYLOAD, abs=NEAR)
     (finding,) = [finding for finding in found.findings if finding.check == "net.asymmetric"]
@@ -94,7 +94,7 @@ def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(mak
     lab = make_lab(tmp_path / "lab.toml", **hosts)
     found = once(tmp_path / "lab.toml", seconds=0.2)
     lab.down()
-    assert {(one.source, one.target) for one in found.wires} == {("a", "b"), ("b", "a")}
+    assert {(one.source, one.target) for one in found.measurements} == {("a", "b"), ("b", "a")}
     blocked = [finding for finding in found.findings if finding.check == "net.firewall"]
     assert {finding.severity for finding in blocked} == {"error"}
     assert {(finding.host, finding.peer) for finding in blocked} == {("c", "a"), ("c", "b")}

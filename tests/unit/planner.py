@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from evener.core.link import Wire
-from evener.core.prediction import EXACT, Cluster, Job, Option
+from evener.core.link import LinkModel
+from evener.core.prediction import EXACT_SOURCE, Cluster, Job, PlanOption
 from evener.core.roster import SyncSpec, parse_sync
+from evener.core.run_spec import parse_args
 from evener.core.shape import PRESETS, GPTShape
-from evener.core.spec import parse_args
-from evener.plan.cluster import uniform
-from evener.plan.cost import price
+from evener.plan.cluster import uniform_cluster
+from evener.plan.cost_model import predict_step
 
 
 def job_of(shape: GPTShape | None = None, **flags: Any) -> Job:
@@ -30,10 +30,10 @@ def changed(job: Job, **flags: Any) -> Job:
     return msgspec.structs.replace(job, spec=msgspec.convert(spec, type(job.spec)))
 
 
-def cluster_of(*rates: float, wire: Wire, names: str = "abcdefgh", devices: tuple[str, ...] = ("cpu",),
-               local: Wire | None = None, **more: Any) -> Cluster:  # fmt: skip
+def cluster_of(*rates: float, wire: LinkModel, names: str = "abcdefgh", devices: tuple[str, ...] = ("cpu",),
+               local: LinkModel | None = None, **more: Any) -> Cluster:  # fmt: skip
     """Hosts with these rates of each rank, alike in all else."""
-    found = uniform(dict(zip(names, rates, strict=False)), wire, devices, local)
+    found = uniform_cluster(dict(zip(names, rates, strict=False)), wire, devices, local)
     return msgspec.structs.replace(
         found, hosts={name: msgspec.structs.replace(host, **more) for name, host in found.hosts.items()}
     )
@@ -44,12 +44,14 @@ def costing(costs: dict[str, float], others: float = 0.0) -> Callable[..., tuple
 
     def penalty(sync: SyncSpec, *_: object) -> tuple[float, str]:
         cost = costs.get(sync.kind, others)
-        return cost, "me" if cost else EXACT
+        return cost, "me" if cost else EXACT_SOURCE
 
     return penalty
 
 
-def priced(job: Job, cluster: Cluster, sync: str | None = None) -> Option:
+def priced(job: Job, cluster: Cluster, sync: str | None = None) -> PlanOption:
     """On all seats, with this strategy instead of its own."""
-    roster = job.roster(cluster.seats)
-    return price(job, cluster, roster if sync is None else msgspec.structs.replace(roster, sync=parse_sync(sync)))
+    roster = job.initial_roster(cluster.seats)
+    return predict_step(
+        job, cluster, roster if sync is None else msgspec.structs.replace(roster, sync=parse_sync(sync))
+    )

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.core.roster import equal_shares
-from evener.plan.balance import Pace, fastest_or_none, fastest_shares, slowest_s
+from evener.plan.load_balancing import RankTimeModel, fastest_shares, fastest_shares_or_zero, slowest_rank_s
 
 # Eighths and halves: sums of them are exact, so that the best of all divisions can be asked for to the bit.
 PACES = st.builds(
-    Pace,
+    RankTimeModel,
     sequence_s=st.integers(1, 24).map(lambda n: n / 8),
-    pass_s=st.integers(0, 20).map(lambda n: n / 2),
+    micro_batch_overhead_s=st.integers(0, 20).map(lambda n: n / 2),
     fixed_s=st.integers(0, 4).map(float),
     micro_batch=st.integers(1, 9),
     num_steps=st.sampled_from([1, 2, 4]),
@@ -28,10 +28,12 @@ def divisions(left: int, ranks: int, least: int) -> list[list[int]]:
 
 @given(st.integers(4, 14), st.lists(PACES, min_size=1, max_size=4), st.integers(0, 1))
 def test_no_other_division_is_faster(num, paces, least):
-    found = fastest_shares(num, paces, least=least)
+    found = fastest_shares(num, paces, min_units=least)
     assert sum(found) == num
     assert min(found) >= least
-    assert slowest_s(found, paces) == min(slowest_s(shares, paces) for shares in divisions(num, len(paces), least))
+    assert slowest_rank_s(found, paces) == min(
+        slowest_rank_s(shares, paces) for shares in divisions(num, len(paces), least)
+    )
 
 
 @given(st.integers(1, 6), st.lists(PACES, min_size=1, max_size=3), st.sampled_from([2, 5]))
@@ -39,7 +41,7 @@ def test_no_other_division_into_whole_micro_batches_is_faster(num, paces, unit):
     found = fastest_shares(num * unit, paces, unit=unit)
     others = [[unit * n for n in shares] for shares in divisions(num, len(paces), 0)]
     assert all(share % unit == 0 for share in found)
-    assert slowest_s(found, paces) == min(slowest_s(shares, paces) for shares in others)
+    assert slowest_rank_s(found, paces) == min(slowest_rank_s(shares, paces) for shares in others)
 
 
 @given(st.integers(50, 400), st.lists(PACES, min_size=2, max_size=6), st.integers(0, 8), st.sampled_from([1, 3]))
@@ -48,34 +50,37 @@ def test_many_sequences_are_divided_as_one_by_one(num, paces, least, unit):
     for _ in range(num - sum(one_by_one) // unit):
         rank = min(range(len(paces)), key=lambda rank: (paces[rank].time_s(one_by_one[rank] + unit), rank))
         one_by_one[rank] += unit
-    assert fastest_shares(num * unit, paces, least=least, unit=unit) == one_by_one
+    assert fastest_shares(num * unit, paces, min_units=least, unit=unit) == one_by_one
 
 
 @given(st.integers(6, 14), st.lists(PACES, min_size=1, max_size=4), st.integers(1, 5))
 def test_none_or_at_least_so_many(num, paces, least):
-    found = fastest_or_none(num, paces, least)
+    found = fastest_shares_or_zero(num, paces, least)
     others = [shares for shares in divisions(num, len(paces), 0) if all(n == 0 or n >= least for n in shares)]
     assert found in others
-    assert slowest_s(found, paces) == min(slowest_s(shares, paces) for shares in others)
+    assert slowest_rank_s(found, paces) == min(slowest_rank_s(shares, paces) for shares in others)
 
 
 def test_equal_speeds_get_equal_shares():
-    assert fastest_shares(16, [Pace(sequence_s=1.0)] * 3) == equal_shares(16, 3)
+    assert fastest_shares(16, [RankTimeModel(sequence_s=1.0)] * 3) == equal_shares(16, 3)
 
 
 def test_shares_go_with_speed_where_a_pass_costs_nothing():
     """n_r = B · v_r / Σ v, where that is whole."""
-    assert fastest_shares(60, [Pace(sequence_s=1 / rate) for rate in (3.0, 2.0, 1.0)]) == [30, 20, 10]
+    assert fastest_shares(60, [RankTimeModel(sequence_s=1 / rate) for rate in (3.0, 2.0, 1.0)]) == [30, 20, 10]
 
 
 @pytest.mark.parametrize(("pass_s", "expected"), [(0.0, [17, 7]), (1.0, [16, 8]), (5.0, [15, 9])])
 def test_a_share_just_above_a_micro_batch_is_avoided_where_a_pass_costs_something(pass_s, expected):
     """17 in micro-batches of 16 are two passes, of 9 and 8: 27 with 5 for each, where 16 take 21."""
-    paces = [Pace(sequence_s=1.0, pass_s=pass_s, micro_batch=16), Pace(sequence_s=2.25, micro_batch=16)]
+    paces = [
+        RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=pass_s, micro_batch=16),
+        RankTimeModel(sequence_s=2.25, micro_batch=16),
+    ]
     assert fastest_shares(24, paces) == expected
 
 
 def test_a_rank_that_takes_longer_for_one_sequence_than_the_others_for_all_gets_none():
-    paces = [Pace(sequence_s=1.0), Pace(sequence_s=1.0, pass_s=30.0)]
+    paces = [RankTimeModel(sequence_s=1.0), RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=30.0)]
     assert fastest_shares(24, paces) == [24, 0]
-    assert fastest_shares(24, paces, least=1) == [23, 1]
+    assert fastest_shares(24, paces, min_units=1) == [23, 1]

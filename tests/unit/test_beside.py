@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from evener.cli.main import app
 from evener.core.errors import UsageError
-from evener.core.plan import Plan, write_plan
 from evener.core.prediction import Cluster, HostRates, Job, Prediction
-from evener.core.roster import Seat
+from evener.core.roster import RankSlot
+from evener.core.run_plan import Plan, write_plan
+from evener.core.run_spec import RunSpec, TrainSpec
 from evener.core.rundir import RunDir
 from evener.core.shape import preset_shape
-from evener.core.spec import RunSpec, TrainSpec
-from evener.report import beside
+from evener.report import compare_runs
 
 from ..sample_runs import BATCH, BLOCK_SIZE, write_run
 
@@ -39,7 +39,7 @@ def place(tmp_path, monkeypatch):
 
 
 def both():
-    return beside.beside(["runs/one", "runs/two"])
+    return compare_runs.compare_runs(["runs/one", "runs/two"])
 
 
 def report(*args):
@@ -55,20 +55,20 @@ def test_only_what_differs_is_told(place):
 
 
 def test_a_run_beside_itself_differs_in_nothing(place):
-    same = beside.beside(["runs/one", "runs/one"])
+    same = compare_runs.compare_runs(["runs/one", "runs/one"])
     assert list(same.runs) == ["one", "one (2)"]
     assert same.differences == []
-    assert "Nothing: all have the same settings" in beside.page(same, "twice")
+    assert "Nothing: all have the same settings" in compare_runs.comparison_page(same, "twice")
 
 
 def test_curves_count_tokens_and_the_time_of_steps(place):
     """20 steps of 16 × 64 tokens; 105 ms a step on one rank, 54 on two."""
     one, two = both().curves.values()
     assert (one.tokens[-1], two.tokens[-1]) == (20 * BATCH * BLOCK_SIZE,) * 2
-    assert one.spent_s[-1] == pytest.approx(20 * 0.105)
-    assert two.spent_s[-1] == pytest.approx(20 * 0.054)
+    assert one.train_time_s[-1] == pytest.approx(20 * 0.105)
+    assert two.train_time_s[-1] == pytest.approx(20 * 0.054)
     assert two.evaluations == [(10, 1.5), (20, 1.25)]
-    layers = beside.losses(both())
+    layers = compare_runs.loss_chart(both())
     assert list(layers.charts) == ["by tokens", "by step", "by training time"]
     by_tokens = layers.charts["by tokens"].lines[1]
     assert by_tokens.x[0] == BATCH * BLOCK_SIZE
@@ -78,14 +78,16 @@ def test_a_smoothed_line_begins_where_its_losses_do():
     """However long it is: runs that began alike are drawn so."""
     for num in (200, 2000):
         losses = [(i, 1.5 + 2.7 * 0.97**i) for i in range(num)]
-        curve = beside.Curve(steps=[], tokens=[], spent_s=[], losses=losses, evaluations=[])
-        assert curve.smoothed()[0][1] == pytest.approx(4.2, rel=0.05)
-    constant = beside.Curve(steps=[], tokens=[], spent_s=[], losses=[(i, 2.5) for i in range(9)], evaluations=[])
-    assert [loss for _, loss in constant.smoothed()] == pytest.approx([2.5] * 9)
+        curve = compare_runs.LearningCurve(steps=[], tokens=[], train_time_s=[], losses=losses, evaluations=[])
+        assert curve.smoothed_losses()[0][1] == pytest.approx(4.2, rel=0.05)
+    constant = compare_runs.LearningCurve(
+        steps=[], tokens=[], train_time_s=[], losses=[(i, 2.5) for i in range(9)], evaluations=[]
+    )
+    assert [loss for _, loss in constant.smoothed_losses()] == pytest.approx([2.5] * 9)
 
 
 def test_the_figures_of_the_table(place):
-    facts = {name.strip(): values for name, values in beside.outcomes(both())}
+    facts = {name.strip(): values for name, values in compare_runs.outcome_rows(both())}
     assert facts["× the first"] == ["1.00", f"{0.105 / 0.054:.2f}"]
     assert facts["validation loss"] == ["1.2500", "1.2500"]
     assert facts["forward, backward"] == ["100 ms", "48 ms"]
@@ -96,11 +98,11 @@ def test_the_figures_of_the_table(place):
 def test_what_a_run_cost_is_its_hours_by_watts_and_price(place):
     """400 W and 36 an hour, for 20 steps of 0.105 s: 2.1 s."""
     host = HostRates(tokens_per_s={"fp32": 1e4}, watts=400.0, price_per_h=36.0)
-    cluster = Cluster(seats=[Seat(host="h", device="cpu")], hosts={"h": host})
+    cluster = Cluster(seats=[RankSlot(host="h", device="cpu")], hosts={"h": host})
     job = Job(spec=RunSpec(), shape=preset_shape("tiny", vocab_size=65))
     prediction = Prediction(job=job, cluster=cluster, verdict="", recommended="", chosen="", options=[])
     write_plan(RunDir("runs/one"), Plan(kind="train", spec=RunSpec(), prediction=prediction))
-    facts = dict(beside.outcomes(both()))
+    facts = dict(compare_runs.outcome_rows(both()))
     assert facts["electricity"] == [f"{400 * 2.1 / 3.6e6:.3g} kWh", "not known"]
     assert facts["price"] == [f"{36 * 2.1 / 3600:.2f}", "not known"]
 

@@ -9,70 +9,115 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.cli import fleet_run
+from evener.cli import fleet_training
 from evener.core.errors import HostError
-from evener.core.fleet import Fleet, Host, Link
+from evener.core.fleet_file import Fleet, HostConfig, HostLink
 from evener.core.prediction import Job
+from evener.core.run_spec import MachineSpec, parse_args
 from evener.core.shape import preset_shape
-from evener.core.spec import MachineSpec, parse_args
-from evener.hosts.checks import check
-from evener.hosts.facts import Address, Candidate, Facts, GlooChoice, Interface, Limit, Process
-from evener.hosts.pairs import Network, Pair, Try
-from evener.hosts.seen import Seen
-from evener.hosts.ways import NAMED, Way, choose, in_order, only_host, ways_of
-from evener.launch import fleet as launcher
+from evener.hosts.checks import run_checks
+from evener.hosts.connectivity import ConnectAttempt, ConnectivityReport, PairConnectivity
+from evener.hosts.context import CheckContext
+from evener.hosts.facts import (
+    GlooDefaultAddress,
+    HostFacts,
+    HostProcess,
+    InterfaceAddress,
+    NetworkInterface,
+    ResolvedAddress,
+    ResourceLimit,
+)
+from evener.hosts.interfaces import (
+    NAMED_IN_FLEET_FILE,
+    SocketInterface,
+    candidate_interfaces,
+    choose_interface,
+    order_candidates,
+    single_host_interface,
+)
+from evener.launch import launcher
 
 GIGABIT_BPS = 118e6
 NAMES = ("attic", "laptop")
 
 
-def interface(name: str = "eth0", address: str | None = "192.168.1.36", **more: Any) -> Interface:
-    addresses = [Address(address=address, prefix=64 if ":" in address else 24)] if address else []
-    return Interface(**{"name": name, "addresses": addresses, "up": True, "kind": "wired", "mtu": 1500,
+def interface(name: str = "eth0", address: str | None = "192.168.1.36", **more: Any) -> NetworkInterface:
+    addresses = [InterfaceAddress(address=address, prefix=64 if ":" in address else 24)] if address else []
+    return NetworkInterface(**{"name": name, "addresses": addresses, "up": True, "kind": "wired", "mtu": 1500,
                         "is_physical": True, "speed_Mbit": 1000, "duplex": "full"} | more)  # fmt: skip
 
 
-def loopback() -> Interface:
-    return Interface(name="lo", addresses=[Address(address="127.0.0.1", prefix=8)], up=True, kind="loopback", mtu=65536)
+def loopback() -> NetworkInterface:
+    return NetworkInterface(
+        name="lo", addresses=[InterfaceAddress(address="127.0.0.1", prefix=8)], up=True, kind="loopback", mtu=65536
+    )
 
 
-def facts(name: str, number: int, **more: Any) -> Facts:
+def facts(name: str, number: int, **more: Any) -> HostFacts:
     address = f"192.168.1.{number}"
     healthy = {
-        "hostname": name, "system": "Linux 6.8", "architecture": "x86_64", "machine_id": f"boot-{name}", "user": "ann",
-        "workdir": "/home/ann/.evener", "python": "/home/ann/.evener/venv/bin/python", "python_version": "3.12.3",
-        "torch_version": "2.13.0+cpu", "evener_version": "0.1.0", "evener_hash": "same", "cores": 8,
-        "bf16_units": ["avx512_bf16"], "memory_bytes": 16 * 10**9, "memory_free_bytes": 12 * 10**9, "swap_Bps": 0.0,
-        "disk_free_bytes": 10**11, "disk_writable": True, "shm_bytes": 8 * 10**9, "port": 29500,
-        "limits": {"nofile": Limit(soft=1024, hard=4096), "memlock": Limit(soft=8 << 20, hard=8 << 20)},
-        "interfaces": [loopback(), interface(address=address)], "clock_offset_s": 0.01, "clock_error_s": 0.001,
-        "gloo": GlooChoice(hostname=name, candidates=[Candidate(address=address, binds=True)], address=address),
-    }  # fmt: skip
-    return Facts(**healthy | more)
+        "hostname": name,
+        "system": "Linux 6.8",
+        "architecture": "x86_64",
+        "machine_id": f"boot-{name}",
+        "user": "ann",
+        "workdir": "/home/ann/.evener",
+        "python": "/home/ann/.evener/venv/bin/python",
+        "python_version": "3.12.3",
+        "torch_version": "2.13.0+cpu",
+        "evener_version": "0.1.0",
+        "evener_hash": "same",
+        "cores": 8,
+        "bf16_units": ["avx512_bf16"],
+        "memory_bytes": 16 * 10**9,
+        "memory_free_bytes": 12 * 10**9,
+        "swap_Bps": 0.0,
+        "disk_free_bytes": 10**11,
+        "disk_writable": True,
+        "shm_bytes": 8 * 10**9,
+        "port": 29500,
+        "limits": {"nofile": ResourceLimit(soft=1024, hard=4096), "memlock": ResourceLimit(soft=8 << 20, hard=8 << 20)},
+        "interfaces": [loopback(), interface(address=address)],
+        "clock_offset_s": 0.01,
+        "clock_error_s": 0.001,
+        "gloo": GlooDefaultAddress(
+            hostname=name, candidates=[ResolvedAddress(address=address, binds=True)], address=address
+        ),
+    }
+    return HostFacts(**healthy | more)
 
 
-def way(number: int, **more: Any) -> Way:
-    return Way(**{"interface": "eth0", "address": f"192.168.1.{number}", "kind": "wired", "why": "", "mtu": 1500,
-                  "network": "192.168.1.0/24"} | more)  # fmt: skip
+def way(number: int, **more: Any) -> SocketInterface:
+    return SocketInterface(
+        **{
+            "interface": "eth0",
+            "address": f"192.168.1.{number}",
+            "kind": "wired",
+            "why": "",
+            "mtu": 1500,
+            "network": "192.168.1.0/24",
+        }
+        | more
+    )
 
 
-def pair(source: str, target: str, **more: Any) -> Pair:
+def pair(source: str, target: str, **more: Any) -> PairConnectivity:
     tries = [
-        Try(what="ephemeral", port=40001, result="ok"),
-        Try(what="ephemeral", port=40002, result="ok"),
-        Try(what="rendezvous", port=29500, result="ok"),
-        Try(what="ssh", port=22, result="ok"),
+        ConnectAttempt(what="ephemeral", port=40001, result="ok"),
+        ConnectAttempt(what="ephemeral", port=40002, result="ok"),
+        ConnectAttempt(what="rendezvous", port=29500, result="ok"),
+        ConnectAttempt(what="ssh", port=22, result="ok"),
     ]
-    return Pair(**{"source": source, "target": target, "tries": tries, "rtt_s": 2e-4, "rtt_p05_s": 1e-4,
+    return PairConnectivity(**{"source": source, "target": target, "tries": tries, "rtt_s": 2e-4, "rtt_p05_s": 1e-4,
                    "rtt_p95_s": 3e-4, "large": "ok", "path_mtu": 1500, "goodput_Bps": GIGABIT_BPS, "retransmits": 0,
                    "segments": 13000} | more)  # fmt: skip
 
 
-def tries(rendezvous: str = "ok", ephemeral: str = "ok", ssh: str = "ok") -> list[Try]:
+def tries(rendezvous: str = "ok", ephemeral: str = "ok", ssh: str = "ok") -> list[ConnectAttempt]:
     return [
-        Try(what="ephemeral", port=40001, result=ephemeral),
-        Try(what="rendezvous", port=29500, result=rendezvous),
-        Try(what="ssh", port=22, result=ssh),
+        ConnectAttempt(what="ephemeral", port=40001, result=ephemeral),
+        ConnectAttempt(what="rendezvous", port=29500, result=rendezvous),
+        ConnectAttempt(what="ssh", port=22, result=ssh),
     ]
 
 
@@ -80,7 +125,9 @@ class World:
     """A healthy fleet of two that a test breaks: attic (.36) is the first host, laptop (.28) the smaller address."""
 
     def __init__(self) -> None:
-        self.hosts = {name: Host(address=address) for name, address in zip(NAMES, ("192.168.1.36", "lap"), strict=True)}
+        self.hosts = {
+            name: HostConfig(address=address) for name, address in zip(NAMES, ("192.168.1.36", "lap"), strict=True)
+        }
         self.facts = {"attic": facts("attic", 36), "laptop": facts("laptop", 28)}
         self.ways = {"attic": way(36), "laptop": way(28)}
         self.pairs = {("attic", "laptop"): pair("attic", "laptop"), ("laptop", "attic"): pair("laptop", "attic")}
@@ -88,7 +135,7 @@ class World:
         self.resolved: dict[str, dict[str, list[str] | None]] = {name: dict(known) for name in NAMES}
         self.reached: dict[str, dict[str, int | None]] = {name: {way.address: 1} for name, way in self.ways.items()}
         self.errors: dict[str, HostError] = {}
-        self.links: dict[str, dict[str, Link]] = {}
+        self.links: dict[str, dict[str, HostLink]] = {}
         self.machine = MachineSpec()
         self.file: str | None = None
 
@@ -105,8 +152,8 @@ class World:
         self.pairs[source, target] = msgspec.structs.replace(self.pairs[source, target], **more)
 
     def gloo(self, name: str, address: str) -> None:
-        candidates = [Candidate(address=address, binds=True)]
-        self.change(name, gloo=GlooChoice(hostname=name, candidates=candidates, address=address))
+        candidates = [ResolvedAddress(address=address, binds=True)]
+        self.change(name, gloo=GlooDefaultAddress(hostname=name, candidates=candidates, address=address))
 
     def off(self, name: str, check: str, why: str = "no") -> None:
         self.errors[name] = HostError(f"{name}: {why}", check=check, host=name, hint="do this")
@@ -115,10 +162,22 @@ class World:
 
     def findings(self) -> list[Any]:
         fleet = Fleet(hosts=self.hosts, file=self.file, links=self.links)
-        candidates = {name: ways_of(one, self.hosts[name]) for name, one in self.facts.items()}
-        network = Network(ways=self.ways, pairs=list(self.pairs.values()), resolved=self.resolved, reached=self.reached)
-        return check(Seen(fleet=fleet, machine=self.machine, facts=self.facts, candidates=candidates, network=network,
-                          errors=self.errors, port=29500, own_hash="same"))  # fmt: skip
+        candidates = {name: candidate_interfaces(one, self.hosts[name]) for name, one in self.facts.items()}
+        network = ConnectivityReport(
+            interfaces=self.ways, pairs=list(self.pairs.values()), resolved=self.resolved, reached=self.reached
+        )
+        return run_checks(
+            CheckContext(
+                fleet=fleet,
+                machine=self.machine,
+                facts=self.facts,
+                candidates=candidates,
+                network=network,
+                errors=self.errors,
+                port=29500,
+                local_code_hash="same",
+            )
+        )
 
 
 def test_a_healthy_fleet_gives_no_finding():
@@ -143,7 +202,7 @@ def overlay_beside_lan(world: World) -> None:
         ],
     )
     world.host("laptop", interface="tailscale0")
-    world.ways["laptop"] = way(0, interface="tailscale0", address="100.64.0.2", kind="tunnel", why=NAMED)
+    world.ways["laptop"] = way(0, interface="tailscale0", address="100.64.0.2", kind="tunnel", why=NAMED_IN_FLEET_FILE)
     world.reached["laptop"] = {"100.64.0.2": 1, "192.168.1.28": 1}
     world.gloo("laptop", "100.64.0.2")
 
@@ -154,7 +213,7 @@ def named_but_unreached(world: World) -> None:
         interfaces=[loopback(), interface("eth0", "192.168.1.28"), interface("docker0", "172.17.0.1", kind="docker")],
     )
     world.host("laptop", interface="docker0")
-    world.ways["laptop"] = way(0, interface="docker0", address="172.17.0.1", kind="docker", why=NAMED)
+    world.ways["laptop"] = way(0, interface="docker0", address="172.17.0.1", kind="docker", why=NAMED_IN_FLEET_FILE)
     world.reached["laptop"] = {"172.17.0.1": 0, "192.168.1.28": 1}
     world.pair("attic", "laptop", tries=tries("timeout", "timeout", "timeout"))
     world.gloo("laptop", "172.17.0.1")
@@ -193,71 +252,169 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     # id, severity, host, peer, what is broken
     ("net.loopback-hostname", "warning", "laptop", None, lambda w: w.gloo("laptop", "127.0.1.1")),
     ("net.loopback-hostname", "warning", "laptop", None, lambda w: w.gloo("laptop", "fe80::1")),
-    ("net.loopback-hostname", "warning", "laptop", None,
-     lambda w: (w.change("laptop", hostname="localhost"), w.gloo("laptop", "127.0.0.1"))),
-    ("host.same-name", "warning", "laptop", "attic",
-     lambda w: (w.gloo("laptop", "127.0.0.1"), w.change("laptop", hostname="attic"))),
-    ("net.duplicate-address", "error", "laptop", "attic",
-     lambda w: w.change("attic", interfaces=[loopback(), interface(address="192.168.1.36"),
-                                             interface("eth1", "192.168.1.28")])),
+    (
+        "net.loopback-hostname",
+        "warning",
+        "laptop",
+        None,
+        lambda w: (w.change("laptop", hostname="localhost"), w.gloo("laptop", "127.0.0.1")),
+    ),
+    (
+        "host.same-name",
+        "warning",
+        "laptop",
+        "attic",
+        lambda w: (w.gloo("laptop", "127.0.0.1"), w.change("laptop", hostname="attic")),
+    ),
+    (
+        "net.duplicate-address",
+        "error",
+        "laptop",
+        "attic",
+        lambda w: w.change(
+            "attic", interfaces=[loopback(), interface(address="192.168.1.36"), interface("eth1", "192.168.1.28")]
+        ),
+    ),
     ("net.duplicate-address", "error", "laptop", "attic", another_answers_ssh),
     ("net.wrong-interface", "warning", "laptop", None, ports_beside),
     ("net.wrong-interface", "error", "laptop", None, named_but_unreached),
-    ("net.wrong-interface", "error", "laptop", None,
-     lambda w: (w.host("laptop", interface="eth9"), w.ways.pop("laptop"), w.pairs.clear())),
-    ("net.wrong-interface", "error", "attic", "laptop",
-     lambda w: [w.pair(*key, tries=tries("timeout", "timeout", "timeout")) for key in list(w.pairs)]),
+    (
+        "net.wrong-interface",
+        "error",
+        "laptop",
+        None,
+        lambda w: (w.host("laptop", interface="eth9"), w.ways.pop("laptop"), w.pairs.clear()),
+    ),
+    (
+        "net.wrong-interface",
+        "error",
+        "attic",
+        "laptop",
+        lambda w: [w.pair(*key, tries=tries("timeout", "timeout", "timeout")) for key in list(w.pairs)],
+    ),
     ("net.overlay", "warning", "laptop", None, overlay_beside_lan),
     ("net.overlay", "warning", "laptop", "attic", route_through_tunnel),
     ("net.family-mismatch", "error", "laptop", None, six_and_four),
     ("net.family-mismatch", "warning", "laptop", "attic", lambda w: w.resolved["laptop"].update(attic=["fd00::36"])),
     ("net.unresolvable", "warning", "laptop", "attic", lambda w: w.resolved["laptop"].update(attic=None)),
-    ("net.unresolvable", "info", "laptop", "attic",
-     lambda w: (w.resolved["laptop"].update(attic=None), w.resolved["attic"].update(laptop=None))),
-    ("net.rendezvous-loopback", "warning", "laptop", "attic",
-     lambda w: w.resolved["laptop"].update(attic=["127.0.1.1"])),
-    ("net.rendezvous-loopback", "warning", "attic", None,
-     lambda w: w.change("attic", environment={"MASTER_ADDR": "localhost"})),
+    (
+        "net.unresolvable",
+        "info",
+        "laptop",
+        "attic",
+        lambda w: (w.resolved["laptop"].update(attic=None), w.resolved["attic"].update(laptop=None)),
+    ),
+    (
+        "net.rendezvous-loopback",
+        "warning",
+        "laptop",
+        "attic",
+        lambda w: w.resolved["laptop"].update(attic=["127.0.1.1"]),
+    ),
+    (
+        "net.rendezvous-loopback",
+        "warning",
+        "attic",
+        None,
+        lambda w: w.change("attic", environment={"MASTER_ADDR": "localhost"}),
+    ),
     # laptop has the smaller address: Gloo lets attic call, so laptop's ephemeral ports must be open
     ("net.firewall", "error", "laptop", "attic", lambda w: w.pair("attic", "laptop", tries=tries(ephemeral="timeout"))),
-    ("net.firewall", "warning", "attic", "laptop",
-     lambda w: w.pair("laptop", "attic", tries=tries(ephemeral="refused"))),
+    (
+        "net.firewall",
+        "warning",
+        "attic",
+        "laptop",
+        lambda w: w.pair("laptop", "attic", tries=tries(ephemeral="refused")),
+    ),
     ("net.firewall", "error", "attic", "laptop", lambda w: w.pair("laptop", "attic", tries=tries("timeout"))),
     ("net.firewall", "warning", "laptop", "attic", lambda w: w.pair("attic", "laptop", tries=tries("timeout"))),
     ("net.mtu", "error", "attic", "laptop", lambda w: w.pair("attic", "laptop", large="stalled", path_mtu=1400)),
     ("net.mtu", "warning", "attic", "laptop", lambda w: w.pair("attic", "laptop", path_mtu=1400)),
     ("net.mtu", "warning", "attic", "laptop", lambda w: w.way("attic", mtu=9000)),
-    ("net.slow-link", "warning", "laptop", None,
-     lambda w: w.change("laptop", interfaces=[loopback(), interface("eth0", "192.168.1.28", speed_Mbit=100)])),
-    ("net.slow-link", "warning", "laptop", None,
-     lambda w: w.change("laptop", interfaces=[loopback(), interface("eth0", "192.168.1.28", duplex="half")])),
+    (
+        "net.slow-link",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", interfaces=[loopback(), interface("eth0", "192.168.1.28", speed_Mbit=100)]),
+    ),
+    (
+        "net.slow-link",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", interfaces=[loopback(), interface("eth0", "192.168.1.28", duplex="half")]),
+    ),
     ("net.slow-link", "warning", "attic", "laptop", lambda w: [w.pair(*key, goodput_Bps=11.7e6) for key in w.pairs]),
-    ("net.slow-link", "warning", "attic", "laptop",
-     lambda w: (w.links.update(attic={"laptop": Link(goodput_Bps=117e6, rtt_s=1e-4)}),
-                [w.pair(*key, goodput_Bps=45e6) for key in w.pairs],
-                [w.change(n, interfaces=[loopback(), interface("eth0", w.ways[n].address, speed_Mbit=None)])
-                 for n in NAMES])),
+    (
+        "net.slow-link",
+        "warning",
+        "attic",
+        "laptop",
+        lambda w: (
+            w.links.update(attic={"laptop": HostLink(goodput_Bps=117e6, rtt_s=1e-4)}),
+            [w.pair(*key, goodput_Bps=45e6) for key in w.pairs],
+            [
+                w.change(n, interfaces=[loopback(), interface("eth0", w.ways[n].address, speed_Mbit=None)])
+                for n in NAMES
+            ],
+        ),
+    ),
     ("net.wireless", "warning", "laptop", None, lambda w: w.way("laptop", kind="wireless")),
     ("net.stack-loss", "warning", "attic", "laptop", lambda w: w.pair("attic", "laptop", retransmits=2000)),
     ("net.asymmetric", "warning", "laptop", "attic", lambda w: w.pair("laptop", "attic", goodput_Bps=60e6)),
-    ("port.in-use", "warning", "attic", None,
-     lambda w: w.change("attic", port_holder=Process(pid=12, owner="bob", age_s=4020, command="torchrun"))),
-    ("proc.stale", "warning", "laptop", None, lambda w: w.change("laptop", stale=[Process(pid=12), Process(pid=13)])),
-    ("tty.attached", "warning", "laptop", None, lambda w: w.change("laptop", attached=[Process(pid=12)])),
+    (
+        "port.in-use",
+        "warning",
+        "attic",
+        None,
+        lambda w: w.change("attic", port_holder=HostProcess(pid=12, owner="bob", age_s=4020, command="torchrun")),
+    ),
+    (
+        "proc.stale",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", stale=[HostProcess(pid=12), HostProcess(pid=13)]),
+    ),
+    ("tty.attached", "warning", "laptop", None, lambda w: w.change("laptop", attached=[HostProcess(pid=12)])),
     ("version.torch", "error", "laptop", None, lambda w: w.change("laptop", torch_version="2.12.1")),
     ("version.torch", "error", "laptop", None, lambda w: w.change("laptop", torch_version=None, evener_hash=None)),
-    ("version.torch", "error", None, None,
-     lambda w: [w.change(n, torch_version=None, evener_hash=None) for n in NAMES]),
+    (
+        "version.torch",
+        "error",
+        None,
+        None,
+        lambda w: [w.change(n, torch_version=None, evener_hash=None) for n in NAMES],
+    ),
     ("version.python", "warning", "laptop", None, lambda w: w.change("laptop", python_version="3.13.1")),
     ("version.python", "error", "laptop", None, lambda w: w.change("laptop", python_version="3.8.10")),
-    ("version.python", "error", "laptop", None,
-     lambda w: w.change("laptop", python_version=None, torch_version=None, evener_hash=None)),
-    ("version.torch", "error", "laptop", None,
-     lambda w: w.change("laptop", torch_error="ImportError: libgomp.so.1: cannot open shared object file")),
+    (
+        "version.python",
+        "error",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", python_version=None, torch_version=None, evener_hash=None),
+    ),
+    (
+        "version.torch",
+        "error",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", torch_error="ImportError: libgomp.so.1: cannot open shared object file"),
+    ),
     ("env.shadowed", "warning", "laptop", None, lambda w: w.change("laptop", shadowed={"queue": "/home/ann/queue.py"})),
     ("env.shadowed", "error", "laptop", None, lambda w: w.change("laptop", shadowed={"torch": "/home/ann/torch.py"})),
-    ("env.shadowed", "error", "laptop", None,
-     lambda w: w.change("laptop", shadowed={"queue": "/home/ann/queue.py"}, torch_error="AttributeError: SimpleQueue")),
+    (
+        "env.shadowed",
+        "error",
+        "laptop",
+        None,
+        lambda w: w.change(
+            "laptop", shadowed={"queue": "/home/ann/queue.py"}, torch_error="AttributeError: SimpleQueue"
+        ),
+    ),
     ("env.shadowed", "error", "laptop", None, lambda w: w.change("laptop", python_error="SyntaxError: sitecustomize")),
     ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash="other")),
     ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash=None, evener_version=None)),
@@ -268,8 +425,13 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("ssh.shell", "error", "laptop", None, lambda w: w.off("laptop", "ssh.shell")),
     ("ssh.key", "error", "laptop", None, lambda w: w.off("laptop", "ssh.key")),
     ("clock.skew", "warning", "laptop", None, lambda w: w.change("laptop", clock_offset_s=-3.0)),
-    ("limit.nofile", "warning", "laptop", None,
-     lambda w: w.change("laptop", limits={"nofile": Limit(soft=64, hard=64)})),
+    (
+        "limit.nofile",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", limits={"nofile": ResourceLimit(soft=64, hard=64)}),
+    ),
     ("limit.memlock", "warning", "laptop", None, lambda w: w.change("laptop", has_infiniband=True)),
     ("mem.space", "warning", "laptop", None, lambda w: w.change("laptop", memory_free_bytes=700 * 10**6)),
     ("mem.space", "error", "laptop", None, lambda w: w.change("laptop", memory_free_bytes=100 * 10**6)),
@@ -280,8 +442,13 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", threads=16)),
     ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", ranks=9)),
     ("cpu.throttled", "warning", "laptop", None, lambda w: w.change("laptop", cpu_throttle_events=3)),
-    ("cpu.throttled", "warning", "laptop", None,
-     lambda w: w.change("laptop", cpu_max_MHz=4000.0, cpu_limit_MHz=4000.0, cpu_busy_MHz=800.0)),
+    (
+        "cpu.throttled",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", cpu_max_MHz=4000.0, cpu_limit_MHz=4000.0, cpu_busy_MHz=800.0),
+    ),
     ("power.sleep", "warning", "laptop", None, lambda w: w.change("laptop", on_battery=True)),
     ("power.sleep", "warning", "laptop", None, lambda w: w.change("laptop", lid_suspends=True)),
     ("dtype.slow", "info", "laptop", None, lambda w: w.change("laptop", bf16_units=[])),
@@ -289,14 +456,29 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("gpu.missing", "error", "attic", None, lambda w: gpus(w, torch_version="2.13.0+cpu")),
     ("gpu.driver", "warning", "attic", None, lambda w: w.change("attic", gpu_cards=1, gpu_error="no nvidia-smi")),
     ("gpu.p2p", "info", "attic", None, lambda w: gpus(w, gpus=["H200"] * 2, gpu_iommu=True)),
-    ("env.ineffective", "warning", "laptop", None,
-     lambda w: w.change("laptop", environment={"GLOO_PORT_RANGE": "5000:5010"})),
+    (
+        "env.ineffective",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", environment={"GLOO_PORT_RANGE": "5000:5010"}),
+    ),
     ("env.ineffective", "info", "laptop", None, lambda w: w.change("laptop", environment={"NCCL_DEBUG": "INFO"})),
-    ("env.interface-syntax", "warning", "laptop", None,
-     lambda w: w.change("laptop", environment={"GLOO_SOCKET_IFNAME": "^lo"})),
-    ("env.interface-syntax", "error", "laptop", None,
-     lambda w: (w.host("laptop", interface="^lo"), w.ways.pop("laptop"), w.pairs.clear())),
-]  # fmt: skip
+    (
+        "env.interface-syntax",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", environment={"GLOO_SOCKET_IFNAME": "^lo"}),
+    ),
+    (
+        "env.interface-syntax",
+        "error",
+        "laptop",
+        None,
+        lambda w: (w.host("laptop", interface="^lo"), w.ways.pop("laptop"), w.pairs.clear()),
+    ),
+]
 
 
 @pytest.mark.parametrize(("check_id", "severity", "host", "peer", "spoil"), ROWS,
@@ -399,12 +581,12 @@ def test_a_training_has_its_own_machines_looked_at(monkeypatch):
     def survey(*_: Any, machine: MachineSpec, **__: Any) -> Any:
         raise Looked(machine)
 
-    monkeypatch.setattr(launcher, "survey", survey)
+    monkeypatch.setattr(launcher, "run_preflight", survey)
     spec = parse_args(["--device=cpu", "--ranks=2", "--out=runs/x"])
     job = Job(spec=spec, shape=preset_shape("tiny", 256))
     resolved: Any = SimpleNamespace(spec=spec, job=job, resume=None)
     with pytest.raises(Looked) as looked:
-        fleet_run.planned(Fleet(hosts=World().hosts), {}, {}, resolved)
+        fleet_training.plan_fleet_training(Fleet(hosts=World().hosts), {}, {}, resolved)
     assert looked.value.args == (spec.machine,)
 
 
@@ -447,7 +629,11 @@ def test_a_closed_port_is_told_with_the_command_of_the_firewall_that_is_there(ki
 def test_many_peers_behind_one_firewall_are_one_finding():
     world = World()
     for number, name in enumerate("abc", 40):
-        world.hosts[name], world.facts[name], world.ways[name] = Host(address=name), facts(name, number), way(number)
+        world.hosts[name], world.facts[name], world.ways[name] = (
+            HostConfig(address=name),
+            facts(name, number),
+            way(number),
+        )
     world.pairs = {(s, t): pair(s, t) for s in world.hosts for t in world.hosts if s != t}
     world.resolved = {}
     for name in world.hosts:
@@ -490,7 +676,7 @@ def test_every_host_of_another_evener_than_ours_is_one_finding():
 
 def test_stale_processes_are_ended_by_exactly_their_ids():
     world = World()
-    world.change("laptop", stale=[Process(pid=12), Process(pid=13), Process(pid=14, run="demo")])
+    world.change("laptop", stale=[HostProcess(pid=12), HostProcess(pid=13), HostProcess(pid=14, run="demo")])
     assert [one.fix for one in world.findings()] == ["on laptop: kill 12 13", "evener stop --stale"]
 
 
@@ -507,18 +693,26 @@ DECOYS = [
 ]
 
 
-def chosen(reached: dict[str, int], *, host: Host | None = None, interfaces: list[Interface] | None = None) -> Way:
+def chosen(
+    reached: dict[str, int], *, host: HostConfig | None = None, interfaces: list[NetworkInterface] | None = None
+) -> SocketInterface:
     known = {"laptop": facts("laptop", 28, interfaces=interfaces or DECOYS), "attic": facts("attic", 36)}
     ways = {
-        name: ways_of(one, host if host and name == "laptop" else Host(address=name)) for name, one in known.items()
+        name: candidate_interfaces(one, host if host and name == "laptop" else HostConfig(address=name))
+        for name, one in known.items()
     }
-    return choose(in_order(ways, known)["laptop"], dict(reached), 1, known["laptop"])
+    return choose_interface(order_candidates(ways, known)["laptop"], dict(reached), 1, known["laptop"])
 
 
 def test_the_wired_card_is_taken_before_wireless_tunnel_and_bridge():
     known = {"laptop": facts("laptop", 28, interfaces=DECOYS), "attic": facts("attic", 36)}
-    ways = {name: ways_of(one, Host(address=name)) for name, one in known.items()}
-    assert [one.interface for one in in_order(ways, known)["laptop"]] == ["eth0", "wlan0", "tailscale0", "docker0"]
+    ways = {name: candidate_interfaces(one, HostConfig(address=name)) for name, one in known.items()}
+    assert [one.interface for one in order_candidates(ways, known)["laptop"]] == [
+        "eth0",
+        "wlan0",
+        "tailscale0",
+        "docker0",
+    ]
     every = {one.address: 1 for one in ways["laptop"]}
     assert chosen(every).interface == "eth0"
     assert chosen(every).why == "wired; the other host reaches it; rather than wlan0, tailscale0, docker0"
@@ -531,16 +725,16 @@ def test_what_the_others_really_reach_comes_first():
 
 
 def test_the_interface_of_the_fleet_file_is_taken_as_it_is():
-    named = chosen({"192.168.1.28": 1, "100.64.0.2": 1}, host=Host(address="x", interface="tailscale0"))
-    assert (named.interface, named.why) == ("tailscale0", NAMED)
-    assert ways_of(facts("laptop", 28, interfaces=DECOYS), Host(address="x", interface="eth9")) == []
+    named = chosen({"192.168.1.28": 1, "100.64.0.2": 1}, host=HostConfig(address="x", interface="tailscale0"))
+    assert (named.interface, named.why) == ("tailscale0", NAMED_IN_FLEET_FILE)
+    assert candidate_interfaces(facts("laptop", 28, interfaces=DECOYS), HostConfig(address="x", interface="eth9")) == []
 
 
 def test_gloo_binds_the_first_address_of_an_interface_so_we_test_that_one():
     two = interface("eth0", "10.9.9.9")
-    two = msgspec.structs.replace(two, addresses=[*two.addresses, Address(address="192.168.1.28", prefix=24)])
+    two = msgspec.structs.replace(two, addresses=[*two.addresses, InterfaceAddress(address="192.168.1.28", prefix=24)])
     assert chosen({}, interfaces=[loopback(), two]).address == "10.9.9.9"
 
 
 def test_one_host_stays_on_its_loopback():
-    assert only_host(facts("here", 5), Host(address="local")).address == "127.0.0.1"
+    assert single_host_interface(facts("here", 5), HostConfig(address="local")).address == "127.0.0.1"

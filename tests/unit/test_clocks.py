@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from evener.core.spans import Exchange, Lap, StepSpans
-from evener.report.clocks import DRIFT, Clocks
+from evener.core.step_spans import BucketSpan, PhaseSpan, StepSpans
+from evener.report.clock_offsets import MAX_DRIFT, RankClocks
 
 
 def one_step(step, clock, begun_s, exchanges, news=()):
-    return StepSpans(step=step, epoch=0, clock=clock, begun_s=begun_s, laps=[Lap("compute_s", 0.0, 1.0)],
-                     exchanges=[Exchange(bucket, begin, end, 8, 8) for bucket, begin, end in exchanges],
+    return StepSpans(step=step, epoch=0, clock=clock, begun_s=begun_s, laps=[PhaseSpan("compute_s", 0.0, 1.0)],
+                     exchanges=[BucketSpan(bucket, begin, end, 8, 8) for bucket, begin, end in exchanges],
                      news=list(news))  # fmt: skip
 
 
@@ -20,15 +20,15 @@ def test_two_exchanges_bound_it_from_both_sides():
     """By hand: b's clock is 100 s behind. a comes last to bucket 0, 1 ms of transfer; b to bucket 1, 3 ms."""
     a = one_step(0, 5000.0, 200.0, [(0, 0.500, 0.501), (1, 0.600, 0.653)])
     b = one_step(0, 5100.0, 100.0, [(0, 0.400, 0.501), (1, 0.650, 0.653)])
-    clocks = Clocks({0: [a], 1: [b]}, {0: "a", 1: "b"})
-    offset = clocks.offset(clocks.of(0, a), clocks.of(1, b), 200.0, 200.0)
+    clocks = RankClocks({0: [a], 1: [b]}, {0: "a", 1: "b"})
+    offset = clocks.offset(clocks.clock_of(0, a), clocks.clock_of(1, b), 200.0, 200.0)
     # a entered bucket 0 at 200.500, b left it at 100.501: 99.999 at least; a left bucket 1 at 200.653, b had entered it
     # at 100.650: 100.003 at most. Until 0.5 and 0.6 s before, when it was asked for, clocks may have drifted.
-    assert DRIFT == 1e-4
+    assert MAX_DRIFT == 1e-4
     assert offset.add_s == pytest.approx((99.999 - 0.5e-4 + 100.003 + 0.6e-4) / 2, abs=1e-9)
     assert offset.error_s == pytest.approx((0.004 + 1.1e-4) / 2, abs=1e-9)
-    back = clocks.offset(clocks.of(1, b), clocks.of(0, a), 100.0, 100.0)
-    assert back.add_s == pytest.approx(-offset.add_s, abs=DRIFT)
+    back = clocks.offset(clocks.clock_of(1, b), clocks.clock_of(0, a), 100.0, 100.0)
+    assert back.add_s == pytest.approx(-offset.add_s, abs=MAX_DRIFT)
 
 
 def collectives(truth, drift, late, seed, num_steps=40, every=1):
@@ -69,10 +69,10 @@ def rank_1(draw):
 ])  # fmt: skip
 def test_the_truth_lies_within_the_error(truth, drift, late, most_s, seed):
     spans = collectives(truth, drift, late, seed)
-    clocks = Clocks(spans, {0: "a", 1: "b"})
+    clocks = RankClocks(spans, {0: "a", 1: "b"})
     for first, last in ((0, 0), (5, 20), (39, 39)):
         begin, end = spans[0][first].begun_s, spans[0][last].begun_s + 0.4
-        offset = clocks.offset(clocks.of(0, spans[0][0]), clocks.of(1, spans[1][0]), begin, end)
+        offset = clocks.offset(clocks.clock_of(0, spans[0][0]), clocks.clock_of(1, spans[1][0]), begin, end)
         assert offset.error_s is not None
         assert offset.error_s < most_s
         for at in (begin, (begin + end) / 2, end):  # at every moment between
@@ -82,16 +82,16 @@ def test_the_truth_lies_within_the_error(truth, drift, late, most_s, seed):
 
 def test_what_nothing_joins_is_told_by_the_time_of_day():
     a, b = one_step(0, 5000.0, 200.0, []), one_step(0, 5100.5, 99.0, [])
-    clocks = Clocks({0: [a], 1: [b]}, {0: "a", 1: "b"})
-    offset = clocks.offset(clocks.of(0, a), clocks.of(1, b), 200.0, 201.0)
+    clocks = RankClocks({0: [a], 1: [b]}, {0: "a", 1: "b"})
+    offset = clocks.offset(clocks.clock_of(0, a), clocks.clock_of(1, b), 200.0, 201.0)
     assert (offset.add_s, offset.error_s) == (100.5, None)
 
 
 def test_ranks_of_one_host_have_one_clock_until_it_is_started_anew():
     first = [one_step(0, 5000.0, 200.0, []), one_step(1, 5000.002, 201.0, []), one_step(2, 5900.0, 20.0, [])]
     second = [one_step(0, 5000.0001, 200.0, [])]
-    clocks = Clocks({0: first, 1: second, 2: second}, {0: "a", 1: "a", 2: "b"})
-    assert clocks.of(0, first[0]) == clocks.of(0, first[1]) == clocks.of(1, second[0])
-    assert len({clocks.of(0, first[0]), clocks.of(0, first[2]), clocks.of(2, second[0])}) == 3
-    offset = clocks.offset(clocks.of(0, first[0]), clocks.of(1, second[0]), 200.0, 201.0)
+    clocks = RankClocks({0: first, 1: second, 2: second}, {0: "a", 1: "a", 2: "b"})
+    assert clocks.clock_of(0, first[0]) == clocks.clock_of(0, first[1]) == clocks.clock_of(1, second[0])
+    assert len({clocks.clock_of(0, first[0]), clocks.clock_of(0, first[2]), clocks.clock_of(2, second[0])}) == 3
+    offset = clocks.offset(clocks.clock_of(0, first[0]), clocks.clock_of(1, second[0]), 200.0, 201.0)
     assert (offset.add_s, offset.error_s) == (0.0, 0.0)

@@ -12,26 +12,26 @@ from collections.abc import Callable, Generator, Sequence
 
 import pytest
 
-from evener.core.link import Wire
+from evener.core.link import LinkModel
 from evener.core.prediction import Cluster, HostRates
-from evener.plan import collectives
-from evener.plan.collectives import (
+from evener.plan import collective_cost
+from evener.plan.collective_cost import (
     GLOO_SEGMENT_BYTES,
     Ring,
-    backend_s,
     best_ring,
+    build_ring,
     bus_factor,
-    lap_of,
-    lap_s,
+    collective_s,
     pipelined_s,
-    ring,
+    ring_links,
+    ring_phase_s,
     sent_bytes,
 )
 
 from ..cost import in_loops
 
 ELEMENT_BYTES = 8
-WIRE = Wire(latency_s=3e-4, bandwidth_Bps=117e6)
+WIRE = LinkModel(latency_s=3e-4, bandwidth_Bps=117e6)
 Program = Generator[tuple, object, None]
 
 
@@ -54,14 +54,14 @@ class Simulator:
     ...         yield ("send", 1, [1, 2])
     ...     else:
     ...         sim.data[1] = yield ("recv", 0)
-    >>> sim = Simulator(lambda a, b: Wire(latency_s=1.0, bandwidth_Bps=8.0), [[], []])
+    >>> sim = Simulator(lambda a, b: LinkModel(latency_s=1.0, bandwidth_Bps=8.0), [[], []])
     >>> sim.run(ping), sim.data[1], sim.sent_bytes
     (3.0, [1, 2], [16, 0])
     """
 
     def __init__(
         self,
-        wire: Callable[[int, int], Wire],
+        wire: Callable[[int, int], LinkModel],
         data: list[list[int]],
         sum_Bps: float = math.inf,
         meets: bool = False,
@@ -238,7 +238,7 @@ def even(num_ranks, wire=WIRE, sum_Bps=math.inf, hosts=None):
     """A ring of equal links."""
     wires = (wire,) * num_ranks
     names = tuple(hosts or (f"h{i}" for i in range(num_ranks)))
-    return Ring(hosts=names, wires=wires, back=wires, sum_Bps=(sum_Bps,) * num_ranks)
+    return Ring(hosts=names, links=wires, reverse_links=wires, sum_Bps=(sum_Bps,) * num_ranks)
 
 
 RANKS = [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
@@ -258,7 +258,7 @@ def test_a_ring_of_equal_links_takes_two_laps_and_sums(num_ranks):
     size = num_elements * ELEMENT_BYTES
     assert took_s == pytest.approx(ring_s(size, num_ranks), rel=1e-9)
     if num_ranks > 1:
-        assert took_s == pytest.approx(2 * lap_s(lap_of(even(num_ranks).wires), size / num_ranks), rel=1e-9)
+        assert took_s == pytest.approx(2 * ring_phase_s(ring_links(even(num_ranks).links), size / num_ranks), rel=1e-9)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -279,7 +279,7 @@ def test_bytes_on_the_simulated_wire_are_those_of_the_formulas(num_ranks):
 def test_the_best_number_of_segments(num_ranks):
     num_elements, hops = 5040, num_ranks - 1
     size = num_elements * ELEMENT_BYTES
-    wire = Wire(latency_s=1e-5, bandwidth_Bps=1e8)
+    wire = LinkModel(latency_s=1e-5, bandwidth_Bps=1e8)
     took_s = {}
     for segments in (1, 2, 3, 4, 6, 8, 10, 12, 15, 20, 24, 30, 40, 60):
         sim, _ = equal(num_ranks, num_elements, wire)
@@ -298,15 +298,17 @@ def test_the_best_number_of_segments(num_ranks):
 def uneven(rng, num_ranks):
     """Random links; wires of every pair, and the ring over them."""
     wire = {
-        (a, b): Wire(latency_s=rng.choice([1e-5, 1e-4, 1e-3]) * rng.random(), bandwidth_Bps=10 ** rng.uniform(6, 9))
+        (a, b): LinkModel(
+            latency_s=rng.choice([1e-5, 1e-4, 1e-3]) * rng.random(), bandwidth_Bps=10 ** rng.uniform(6, 9)
+        )
         for a in range(num_ranks)
         for b in range(num_ranks)
         if a != b
     }
     around = Ring(
         hosts=tuple(f"h{i}" for i in range(num_ranks)),
-        wires=tuple(wire[i, (i + 1) % num_ranks] for i in range(num_ranks)),
-        back=tuple(wire[i, (i - 1) % num_ranks] for i in range(num_ranks)),
+        links=tuple(wire[i, (i + 1) % num_ranks] for i in range(num_ranks)),
+        reverse_links=tuple(wire[i, (i - 1) % num_ranks] for i in range(num_ranks)),
         sum_Bps=(math.inf,) * num_ranks,
     )
     return wire, around
@@ -323,10 +325,10 @@ def test_unequal_links_are_bounded_by_the_slowest():
         assert all(data == total for data in sim.data)
         part = len(total) * ELEMENT_BYTES / num_ranks
         steps = 2 * (num_ranks - 1)
-        least_s = steps * part / min(w.bandwidth_Bps for w in around.wires)
-        formula_s = 2 * lap_s(around.to_next, part)
+        least_s = steps * part / min(w.bandwidth_Bps for w in around.links)
+        formula_s = 2 * ring_phase_s(around.to_next, part)
         assert least_s <= took_s <= formula_s * (1 + 1e-9)
-        assert formula_s <= steps * max(w.latency_s + part / w.bandwidth_Bps for w in around.wires) * (1 + 1e-9)
+        assert formula_s <= steps * max(w.latency_s + part / w.bandwidth_Bps for w in around.links) * (1 + 1e-9)
         shares.append(took_s / formula_s)
     assert sorted(shares)[len(shares) // 2] > 0.85
 
@@ -334,13 +336,13 @@ def test_unequal_links_are_bounded_by_the_slowest():
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("sum_Bps", [math.inf, 1e9, 3e8, 1e7])
 def test_gloo_adds_one_segment_while_the_next_arrives(num_ranks, sum_Bps):
-    """What `backend_s` says against Gloo's own order of segments."""
+    """What `collective_s` says against Gloo's own order of segments."""
     num_elements = num_ranks * 2520
     sim, total = equal(num_ranks, num_elements, sum_Bps=sum_Bps)
     took_s = sim.run(gloo_program)
     assert all(data == total for data in sim.data)
     assert max(sim.sent_bytes) == sent_bytes("all_reduce", num_elements * ELEMENT_BYTES, num_ranks)
-    said_s = backend_s("all_reduce", num_elements * ELEMENT_BYTES, even(num_ranks, sum_Bps=sum_Bps), "gloo")
+    said_s = collective_s("all_reduce", num_elements * ELEMENT_BYTES, even(num_ranks, sum_Bps=sum_Bps), "gloo")
     assert took_s <= said_s * (1 + 1e-9)
     assert said_s - took_s <= 2 * (num_ranks - 1) * WIRE.latency_s * (1 + 1e-9)  # the simulator's α hides, too
 
@@ -348,36 +350,36 @@ def test_gloo_adds_one_segment_while_the_next_arrives(num_ranks, sum_Bps):
 @pytest.mark.parametrize("latency_s", [1e-6, 1e-4, 1e-3, 1e-2])
 @pytest.mark.parametrize("sum_Bps", [math.inf, 4e6])
 def test_two_segments_under_way_bound_a_link_of_much_latency(monkeypatch, latency_s, sum_Bps):
-    monkeypatch.setattr(collectives, "GLOO_SEGMENT_BYTES", 1 << 10)
+    monkeypatch.setattr(collective_cost, "GLOO_SEGMENT_BYTES", 1 << 10)
     monkeypatch.setitem(globals(), "GLOO_SEGMENT_BYTES", 1 << 10)
-    wire = Wire(latency_s=latency_s, bandwidth_Bps=1e7)
+    wire = LinkModel(latency_s=latency_s, bandwidth_Bps=1e7)
     num_ranks, num_elements = 4, 4 * 128 * 20  # 20 segments a part
     sim, total = equal(num_ranks, num_elements, wire, sum_Bps)
     took_s = sim.run(gloo_program)
     assert all(data == total for data in sim.data)
-    said_s = backend_s("all_reduce", num_elements * ELEMENT_BYTES, even(num_ranks, wire, sum_Bps), "gloo")
+    said_s = collective_s("all_reduce", num_elements * ELEMENT_BYTES, even(num_ranks, wire, sum_Bps), "gloo")
     assert said_s == pytest.approx(took_s, rel=0.03, abs=2 * (num_ranks - 1) * latency_s)
     assert said_s >= took_s * (1 - 0.01)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS[1:])
 def test_gloo_and_nccl_over_equal_links(num_ranks):
-    around, fast = even(num_ranks), Wire(latency_s=WIRE.latency_s, bandwidth_Bps=1e30)
+    around, fast = even(num_ranks), LinkModel(latency_s=WIRE.latency_s, bandwidth_Bps=1e30)
     for size in (1e3, 1e5, 1e7):
         whole_s = ring_s(size, num_ranks)
-        assert backend_s("all_reduce", size, around, "gloo") == pytest.approx(whole_s)
-        assert backend_s("reduce_scatter", size, around, "gloo") == pytest.approx(whole_s)
-        assert backend_s("reduce_scatter", size, around, "nccl") == pytest.approx(whole_s / 2)
-        assert backend_s("all_gather", size, around, "nccl") == pytest.approx(whole_s / 2)
-        assert backend_s("all_reduce", size, around, "nccl") <= whole_s * (1 + 1e-9)
+        assert collective_s("all_reduce", size, around, "gloo") == pytest.approx(whole_s)
+        assert collective_s("reduce_scatter", size, around, "gloo") == pytest.approx(whole_s)
+        assert collective_s("reduce_scatter", size, around, "nccl") == pytest.approx(whole_s / 2)
+        assert collective_s("all_gather", size, around, "nccl") == pytest.approx(whole_s / 2)
+        assert collective_s("all_reduce", size, around, "nccl") <= whole_s * (1 + 1e-9)
         tree_s = math.ceil(math.log2(num_ranks)) * (WIRE.latency_s + size / WIRE.bandwidth_Bps)  # Thakur et al. 2005
-        assert backend_s("broadcast", size, around, "gloo") == pytest.approx(tree_s)
+        assert collective_s("broadcast", size, around, "gloo") == pytest.approx(tree_s)
         sim, _ = equal(num_ranks, num_ranks * 10)
-        direct_s = backend_s("all_to_all", num_ranks * 10 * ELEMENT_BYTES, around, "nccl")
+        direct_s = collective_s("all_to_all", num_ranks * 10 * ELEMENT_BYTES, around, "nccl")
         assert sim.run(alltoall_program) == pytest.approx(direct_s, rel=1e-9)
     if num_ranks > 8:  # small messages: fewer hops; large ones: the ring
-        assert backend_s("all_reduce", 8, even(num_ranks, fast), "nccl") < ring_s(8, num_ranks, fast) / 2
-        assert backend_s("all_reduce", 1e12, around, "nccl") == pytest.approx(ring_s(1e12, num_ranks))
+        assert collective_s("all_reduce", 8, even(num_ranks, fast), "nccl") < ring_s(8, num_ranks, fast) / 2
+        assert collective_s("all_reduce", 1e12, around, "nccl") == pytest.approx(ring_s(1e12, num_ranks))
 
 
 # LOG.md: share of the wire (busbw / β) at 64 MiB between hosts at 1 Gbit/s with 2 and 3 ranks
@@ -395,57 +397,57 @@ MEASURED = {
 
 @pytest.mark.parametrize(("collective", "num_ranks"), MEASURED)
 def test_gloo_as_it_was_measured(collective, num_ranks):
-    wire, size = Wire(latency_s=2e-4, bandwidth_Bps=119.5e6), 1 << 26
-    took_s = backend_s(collective, size, even(num_ranks, wire, 5e9), "gloo")
+    wire, size = LinkModel(latency_s=2e-4, bandwidth_Bps=119.5e6), 1 << 26
+    took_s = collective_s(collective, size, even(num_ranks, wire, 5e9), "gloo")
     share = bus_factor(collective, num_ranks) * size / took_s / wire.bandwidth_Bps
     assert share == pytest.approx(MEASURED[collective, num_ranks], rel=0.03)
 
 
 def test_gloo_all_to_all_has_the_wire_until_the_sockets_are_full():
-    wire = Wire(latency_s=2e-4, bandwidth_Bps=119.5e6)
+    wire = LinkModel(latency_s=2e-4, bandwidth_Bps=119.5e6)
     for size, share, near in ((1 << 18, 1.0, 0.2), (1 << 20, 0.62, 0.05)):  # LOG.md
-        took_s = backend_s("all_to_all", size, even(2, wire), "gloo")
+        took_s = collective_s("all_to_all", size, even(2, wire), "gloo")
         assert size / 2 / took_s / wire.bandwidth_Bps == pytest.approx(share, rel=near)
 
 
 def ring_of(sizes, wire, sum_Bps=None):
     """Of so many ranks on each host, between which `wire` tells the links."""
-    rates = HostRates(tokens_per_s={}, sum_Bps=sum_Bps, local=Wire(latency_s=1e-6, bandwidth_Bps=1e10))
+    rates = HostRates(tokens_per_s={}, sum_Bps=sum_Bps, local=LinkModel(latency_s=1e-6, bandwidth_Bps=1e10))
     wires = {a: {b: wire(a, b) for b in sizes if b != a} for a in sizes}
     hosts = [name for name, num in sizes.items() for _ in range(num)]
-    return ring(Cluster(seats=[], hosts=dict.fromkeys(sizes, rates), wires=wires), hosts)
+    return build_ring(Cluster(seats=[], hosts=dict.fromkeys(sizes, rates), wires=wires), hosts)
 
 
 def test_a_ring_crosses_a_host_connection_once_each_way():
     speed = {("a", "b"): 1.0, ("b", "c"): 2.0, ("c", "a"): 3.0, ("b", "a"): 4.0, ("c", "b"): 5.0, ("a", "c"): 6.0}
 
     def wire(a, b):
-        return Wire(latency_s=0.0, bandwidth_Bps=speed[a, b])
+        return LinkModel(latency_s=0.0, bandwidth_Bps=speed[a, b])
 
     around = ring_of({"a": 2, "b": 1, "c": 3}, wire)
     assert around.hosts == ("a", "a", "b", "c", "c", "c")
-    assert [w.bandwidth_Bps for w in around.wires] == [1e10, 1.0, 2.0, 1e10, 1e10, 3.0]
-    assert [w.bandwidth_Bps for w in around.back] == [6.0, 1e10, 4.0, 5.0, 1e10, 1e10]
+    assert [w.bandwidth_Bps for w in around.links] == [1e10, 1.0, 2.0, 1e10, 1e10, 3.0]
+    assert [w.bandwidth_Bps for w in around.reverse_links] == [6.0, 1e10, 4.0, 5.0, 1e10, 1e10]
     assert (around.host_sizes, around.sum_Bps) == ([2, 1, 3], (math.inf,) * 6)
     assert around.outer.bandwidth_Bps == 1.0
     assert around.inner.bandwidth_Bps == 1e10
     turned = ring_of({"a": 2, "c": 3, "b": 1}, wire)
     assert turned.hosts == ("a", "a", "c", "c", "c", "b")
-    assert [w.bandwidth_Bps for w in turned.wires] == [1e10, 6.0, 1e10, 1e10, 5.0, 4.0]
+    assert [w.bandwidth_Bps for w in turned.links] == [1e10, 6.0, 1e10, 1e10, 5.0, 4.0]
     # Gloo's all-reduce sends to the rank before, NCCL's to the next
-    assert backend_s("all_reduce", 600, around, "gloo") == pytest.approx(10 * 100 / 4, rel=1e-3)
-    assert backend_s("all_gather", 600, around, "gloo") == pytest.approx(5 * 100 / 1, rel=1e-3)
-    assert backend_s("all_reduce", 6e9, around, "nccl") == pytest.approx(10 * 1e9 / 1, rel=1e-3)
+    assert collective_s("all_reduce", 600, around, "gloo") == pytest.approx(10 * 100 / 4, rel=1e-3)
+    assert collective_s("all_gather", 600, around, "gloo") == pytest.approx(5 * 100 / 1, rel=1e-3)
+    assert collective_s("all_reduce", 6e9, around, "nccl") == pytest.approx(10 * 1e9 / 1, rel=1e-3)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_time_grows_with_size_and_a_world_of_one_waits_for_nobody(collective, backend):
-    wire = Wire(latency_s=1e-4, bandwidth_Bps=1e8)
-    assert backend_s(collective, 1e6, ring_of({"a": 1}, lambda a, b: wire), backend) == 0.0
+    wire = LinkModel(latency_s=1e-4, bandwidth_Bps=1e8)
+    assert collective_s(collective, 1e6, ring_of({"a": 1}, lambda a, b: wire), backend) == 0.0
     for sizes in ({"a": 1, "b": 1}, {"a": 2, "b": 2}, {"a": 4}, {"a": 1, "b": 3, "c": 2}, dict.fromkeys("abcdefg", 3)):
         around = ring_of(sizes, lambda a, b: wire, sum_Bps=5e9)
-        times = [backend_s(collective, size, around, backend) for size in (0, 1, 1e3, 1e5, 1e6, 1e7, 1e9)]
+        times = [collective_s(collective, size, around, backend) for size in (0, 1, 1e3, 1e5, 1e6, 1e7, 1e9)]
         assert times == sorted(times)
         assert times[0] > 0
         if len(sizes) > 1 and collective != "broadcast":  # what must leave the host with most ranks
@@ -455,18 +457,20 @@ def test_time_grows_with_size_and_a_world_of_one_waits_for_nobody(collective, ba
 
 
 def test_ranks_of_a_host_share_its_connection():
-    wire = Wire(latency_s=0.0, bandwidth_Bps=1e8)
+    wire = LinkModel(latency_s=0.0, bandwidth_Bps=1e8)
     two_by_four = ring_of({"a": 4, "b": 4}, lambda a, b: wire)
     # to-all: 4 ranks × 4 parts of 1/8 leave a host; a tree by rank: in its last round 4 buffers cross at once
-    assert backend_s("all_to_all", 8e6, two_by_four, "nccl") == pytest.approx(4 * 4 * 1e6 / 1e8, rel=1e-3)
-    assert backend_s("broadcast", 8e6, two_by_four, "gloo") == pytest.approx(4 * 8e6 / 1e8 + 2 * 8e6 / 1e10, rel=1e-3)
+    assert collective_s("all_to_all", 8e6, two_by_four, "nccl") == pytest.approx(4 * 4 * 1e6 / 1e8, rel=1e-3)
+    assert collective_s("broadcast", 8e6, two_by_four, "gloo") == pytest.approx(
+        4 * 8e6 / 1e8 + 2 * 8e6 / 1e10, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"a": 8}, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 1)])
 def test_nccl_goes_through_a_host_before_it_leaves_it(sizes):
-    around = ring_of(sizes, lambda a, b: Wire(latency_s=2e-5, bandwidth_Bps=4e10))
+    around = ring_of(sizes, lambda a, b: LinkModel(latency_s=2e-5, bandwidth_Bps=4e10))
     num_nodes, per_node = len(sizes), max(sizes.values())
-    small_s = backend_s("all_reduce", 1, around, "nccl")
+    small_s = collective_s("all_reduce", 1, around, "nccl")
     hops_s = 2 * (per_node - 1) * 1e-6 + 2 * (num_nodes - 1).bit_length() * 2e-5
     assert small_s == pytest.approx(hops_s, rel=1e-3)
 
@@ -482,7 +486,11 @@ def brute_force(names, wires):
 def matrix(rng, num, values=None):
     names = [f"h{i}" for i in range(num)]
     return names, {
-        a: {b: Wire(latency_s=0, bandwidth_Bps=rng.choice(values) if values else rng.random()) for b in names if a != b}
+        a: {
+            b: LinkModel(latency_s=0, bandwidth_Bps=rng.choice(values) if values else rng.random())
+            for b in names
+            if a != b
+        }
         for a in names
     }
 
@@ -510,7 +518,7 @@ def test_sixteen_hosts_are_put_in_order_at_once():
         names, wires = matrix(rng, 16)
         hidden = ["h0", *rng.sample(names[1:], 15)]
         for a, b in zip(hidden, [*hidden[1:], hidden[0]], strict=True):
-            wires[a][b] = Wire(latency_s=0, bandwidth_Bps=2.0 + rng.random())
+            wires[a][b] = LinkModel(latency_s=0, bandwidth_Bps=2.0 + rng.random())
         assert best_ring(names, wires) == hidden
         for one in ((names, wires), matrix(rng, 16), matrix(rng, 16, [1, 1, 1, 10])):
             assert in_loops(functools.partial(best_ring, *one)) < 25  # 0.05 s

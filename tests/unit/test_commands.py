@@ -8,24 +8,31 @@ import msgspec
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Host
-from evener.core.plan import Plan, read_plan, write_plan
-from evener.core.roster import Roster, Seat, first_roster
+from evener.core.fleet_file import HostConfig
+from evener.core.roster import RankSlot, Roster, initial_roster
+from evener.core.run_plan import Plan, read_plan, write_plan
+from evener.core.run_spec import RunSpec, parse_args
 from evener.core.rundir import RunDir
-from evener.core.spec import RunSpec, parse_args
-from evener.launch.commands import Place, Project, joined_plan, membership_of, script_plan, train_plan
+from evener.launch.commands import (
+    PreparedHost,
+    ScriptProject,
+    choose_membership,
+    plan_with_added_host,
+    script_plan,
+    train_plan,
+)
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
-          old: bool = False, **host: Any) -> Place:  # fmt: skip
-    return Place(
+          old: bool = False, **host: Any) -> PreparedHost:  # fmt: skip
+    return PreparedHost(
         name=name,
-        host=Host(address=name, **host),
+        host=HostConfig(address=name, **host),
         address=f"10.0.0.{ord(name) - 96}",
         interface="eth0",
         python=f"/{name}/python",
         workdir=f"/{name}",
-        run=f"/{name}/runs/x",
+        run_dir=f"/{name}/runs/x",
         cores=cores,
         gpus=gpus or [],
         gpus_have_bf16=not old,
@@ -33,14 +40,14 @@ def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: boo
     )
 
 
-def train(places: list[Place], *flags: str) -> Plan:
+def train(places: list[PreparedHost], *flags: str) -> Plan:
     data = {one.name: f"{one.workdir}/trees/d" for one in places}
     spec = parse_args(["--membership=fixed", *flags])
     return train_plan("1d", places, 29500, spec, roster_of(places, spec), data, {}, resume=False, key="k")
 
 
-def roster_of(places: list[Place], spec: RunSpec) -> Roster:
-    return first_roster(spec, [seat for one in places for seat in one.seats(spec.machine)], 256)
+def roster_of(places: list[PreparedHost], spec: RunSpec) -> Roster:
+    return initial_roster(spec, [seat for one in places for seat in one.rank_slots(spec.machine)], 256)
 
 
 def flag(plan: Plan, host: str, name: str) -> str | None:
@@ -56,7 +63,7 @@ def test_ranks_follow_the_hosts() -> None:
         ("c", 2, 3, 3),
     ]
     assert plan.world_size == 6
-    assert [plan.host_of(rank).name for rank in range(6)] == ["a", "a", "b", "c", "c", "c"]
+    assert [plan.host_of_rank(rank).name for rank in range(6)] == ["a", "a", "b", "c", "c", "c"]
     assert [flag(plan, host, "rdzv-conf") for host in "abc"] == ["rank=0", "rank=1", "rank=2"]
     assert {flag(plan, host, "rdzv-endpoint") for host in "abc"} == {"10.0.0.1:29500"}
     assert [flag(plan, host, "data") for host in "abc"] == ["/a/trees/d", "/b/trees/d", "/c/trees/d"]
@@ -100,7 +107,9 @@ def test_the_backend_suits_all_and_the_arithmetic_each(
     assert (plan.roster.backend, plan.world_size) == (backend, len(devices))
     assert [member.device for member in plan.roster.members] == devices
     assert [member.dtype for member in plan.roster.members] == dtypes
-    assert [member.host for member in plan.roster.members] == [plan.host_of(rank).name for rank in range(len(devices))]
+    assert [member.host for member in plan.roster.members] == [
+        plan.host_of_rank(rank).name for rank in range(len(devices))
+    ]
     told = {flag(plan, host.name, name) for host in plan.hosts for name in ("backend", "dtype")}
     assert told <= {None, *(word.partition("=")[2] for word in flags)}  # the Roster says it, and nobody else
     kinds = [devices[host.first_rank].partition(":")[0] for host in plan.hosts]
@@ -124,9 +133,9 @@ def test_a_host_without_the_gpu_that_it_is_said_to_have() -> None:
         train([place("a"), place("b", devices="cuda")])
 
 
-def here(ranks: int, **more: Any) -> Place:
+def here(ranks: int, **more: Any) -> PreparedHost:
     one = place("a", ranks=ranks, **more)
-    return msgspec.structs.replace(one, is_here=True, run="/home/me/runs/x", cwd="/home/me", python="/python")
+    return msgspec.structs.replace(one, is_local_run=True, run_dir="/home/me/runs/x", cwd="/home/me", python="/python")
 
 
 def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
@@ -137,7 +146,7 @@ def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
         "1d", places, 0, flags, roster_of(places, flags), {"a": flags.data.data}, {}, resume=False, key="k"
     )
     (host,) = plan.hosts
-    assert plan.is_here
+    assert plan.is_local_run
     assert (host.run, host.cwd, host.is_rank) == (None, "/home/me", False)
     assert host.argv[:4] == ["/python", "-P", "-m", "evener.worker.torchrun"]
     assert flag(plan, "a", "rdzv-endpoint") == "10.0.0.1:0"
@@ -179,7 +188,12 @@ ENVIRONMENT = {
 
 def test_little_of_the_environment_is_copied() -> None:
     plan = script_plan(
-        "1d", [place("a")], 29500, ["train.py", "it's", "$x"], ENVIRONMENT, Project("/here/mine", "c0de", "mine-1234")
+        "1d",
+        [place("a")],
+        29500,
+        ["train.py", "it's", "$x"],
+        ENVIRONMENT,
+        ScriptProject("/here/mine", "c0de", "mine-1234"),
     )
     assert plan.hosts[0].env == {
         "NCCL_DEBUG": "INFO",
@@ -195,7 +209,7 @@ def test_little_of_the_environment_is_copied() -> None:
     }
     assert plan.hosts[0].argv[-4:] == ["--", "train.py", "it's", "$x"]
     assert (plan.hosts[0].code, plan.hosts[0].cwd) == ("/a/trees/c0de", "/a/projects/mine-1234")
-    assert plan.hosts[0].shell_line().endswith("""train.py 'it'"'"'s' '$x'""")
+    assert plan.hosts[0].shell_command().endswith("""train.py 'it'"'"'s' '$x'""")
 
 
 def test_a_plan_is_read_back(tmp_path: Any) -> None:
@@ -220,14 +234,14 @@ def test_a_plan_is_read_back(tmp_path: Any) -> None:
     ],
 )
 def test_ranks_on_processors_live_on(asked: str, hosts: str, device: str, are_linux: bool, membership: str) -> None:
-    seats = [Seat(host=name, device=device) for name in hosts]
+    seats = [RankSlot(host=name, device=device) for name in hosts]
     spec = parse_args(["--batch", "4", "--sync", "int8+sparse", "--membership", asked])
-    roster = first_roster(spec, seats, 256)
+    roster = initial_roster(spec, seats, 256)
     if " " in membership:
         with pytest.raises(UsageError, match=f"--membership live: .*{membership}"):
-            membership_of(spec, roster, are_linux=are_linux)
+            choose_membership(spec, roster, are_linux=are_linux)
     else:
-        assert membership_of(spec, roster, are_linux=are_linux) == membership
+        assert choose_membership(spec, roster, are_linux=are_linux) == membership
 
 
 def test_several_hosts_have_agents_and_one_has_none() -> None:
@@ -236,11 +250,11 @@ def test_several_hosts_have_agents_and_one_has_none() -> None:
     for of_run, outlives in ((places, True), (places[:1], False)):
         data = dict.fromkeys("ab", "d")
         plan = train_plan("1d", of_run, 29500, spec, roster_of(of_run, spec), data, {}, resume=False, key="k")
-        assert (plan.outlives_hosts, [host.agent is not None for host in plan.hosts]) == (
+        assert (plan.has_dynamic_membership, [host.agent is not None for host in plan.hosts]) == (
             outlives,
             [outlives] * len(of_run),
         )
-        assert all(host.agent.lives for host in plan.hosts if host.agent is not None)
+        assert all(host.agent.is_elastic for host in plan.hosts if host.agent is not None)
 
 
 def test_a_host_that_joins_comes_behind_the_others_and_all_agents_know_of_it() -> None:
@@ -249,15 +263,15 @@ def test_a_host_that_joins_comes_behind_the_others_and_all_agents_know_of_it() -
     plan = train_plan(
         "1d", places, 29500, spec, roster_of(places, spec), dict.fromkeys("ab", "d"), {}, resume=False, key="k"
     )
-    joined = joined_plan(plan, place("c", ranks=2), "/c/trees/d", 7)
+    joined = plan_with_added_host(plan, place("c", ranks=2), "/c/trees/d", 7)
     assert joined.roster is not None
     assert [(one.rank, one.host) for one in joined.roster.members] == [(0, "a"), (1, "a"), (2, "b"), (3, "c"), (4, "c")]
     assert (joined.roster.shares, joined.roster.batch) == ([3, 3, 2, 2, 2], 12)
     assert [(one.name, one.node_rank, one.first_rank, one.num_ranks) for one in joined.hosts][2:] == [("c", 2, 3, 2)]
     agents = [one.agent for one in joined.hosts]
     assert all(agent is not None and (agent.first, [*agent.hosts]) == (["a", "b"], ["a", "b", "c"]) for agent in agents)
-    assert [(agent.host, agent.edition) for agent in agents if agent is not None] == [("a", 7), ("b", 7), ("c", 7)]
+    assert [(agent.host, agent.version) for agent in agents if agent is not None] == [("a", 7), ("b", 7), ("c", 7)]
     assert joined.hosts[2].env["EVENER_ROSTER"] == "/c/runs/x/roster.json"
     assert "--data=/c/trees/d" in joined.hosts[2].agent.program  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="c would train on its GPU"):
-        joined_plan(plan, place("c", gpus=["A100"]), "/c/trees/d", 8)
+        plan_with_added_host(plan, place("c", gpus=["A100"]), "/c/trees/d", 8)

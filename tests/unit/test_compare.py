@@ -7,18 +7,18 @@ import re
 
 import pytest
 
-from evener.bench.setups import alone, by_strategy, together
+from evener.bench.setups import multi_host_setups, single_host_setups, strategy_setups
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.prediction import Job
-from evener.core.rundir import Result, RunDir
+from evener.core.run_spec import RunSpec, parse_args
+from evener.core.rundir import RunDir, RunResult
 from evener.core.shape import preset_shape
-from evener.core.spec import RunSpec, parse_args
-from evener.report import compare
-from evener.report.compare import Compared
-from evener.report.page import write_page
-from evener.report.picture import speeds_png, tradeoff_png
-from evener.report.summary import summarize
+from evener.report import compare_setups
+from evener.report.compare_setups import SetupComparison
+from evener.report.html_report import write_report
+from evener.report.png_charts import throughput_png, tradeoff_png
+from evener.report.run_summary import summarize_run
 
 CHAR = Job(spec=RunSpec(), shape=preset_shape("char", vocab_size=65))
 D8 = Job(spec=RunSpec(), shape=preset_shape("d8", vocab_size=32768))
@@ -27,7 +27,7 @@ D8 = Job(spec=RunSpec(), shape=preset_shape("d8", vocab_size=32768))
 def test_a_host_alone_in_one_process_one_a_core_and_on_its_gpus():
     def shown(cores, gpus, batch=16):
         spec = parse_args(["--batch", str(batch)])
-        return [(one.label, one.ranks, one.spec.machine.device) for one in alone(spec, "a", cores, gpus)]
+        return [(one.label, one.ranks, one.spec.machine.device) for one in single_host_setups(spec, "a", cores, gpus)]
 
     assert shown(1, 0) == [("a, 1 process", 1, "cpu")]
     assert shown(4, 1) == [("a, 1 process", 1, "cpu"), ("a, 4 processes", 4, "cpu"), ("a, GPU", None, "cuda")]
@@ -37,7 +37,7 @@ def test_a_host_alone_in_one_process_one_a_core_and_on_its_gpus():
 
 def test_hosts_together_grow_one_by_one():
     def shown(hosts, with_gpus=()):
-        return [(one.hosts, one.spec.machine.device) for one in together(RunSpec(), hosts, with_gpus)]
+        return [(one.hosts, one.spec.machine.device) for one in multi_host_setups(RunSpec(), hosts, with_gpus)]
 
     assert shown(["a"]) == []
     assert shown(["b", "a", "c"]) == [(["b", "a"], "auto"), (["b", "a", "c"], "auto")]
@@ -45,22 +45,22 @@ def test_hosts_together_grow_one_by_one():
 
 
 def test_every_strategy_on_all_hosts_beside_the_fastest_alone():
-    first, *others = by_strategy(CHAR, "b", ["a", "b"], None)
+    first, *others = strategy_setups(CHAR, "b", ["a", "b"], None)
     assert (first.hosts, first.label, first.spec.train.sync) == (["b"], "b alone", "ddp")
     assert all(one.hosts == ["a", "b"] and one.spec.train.sync == one.label for one in others)
     assert {"ddp", "packed", "int8", "diloco:30"} <= {one.label for one in others}
     assert not any("sparse" in one.label for one in others)  # char has no table that is only looked up
-    assert "int8+sparse" in {one.label for one in by_strategy(D8, "b", ["a", "b"], None)}
-    asked = by_strategy(CHAR, "b", ["a", "b"], ["int8", "ddp", "int8"])
+    assert "int8+sparse" in {one.label for one in strategy_setups(D8, "b", ["a", "b"], None)}
+    asked = strategy_setups(CHAR, "b", ["a", "b"], ["int8", "ddp", "int8"])
     assert [one.label for one in asked] == ["b alone", "int8", "ddp"]
     assert len({one.name for one in others}) == len(others)
     for unknown_or_useless in ("int9", "powersgd:9999", "ddp+sparse"):
         with pytest.raises(UsageError, match=re.escape(unknown_or_useless)):
-            by_strategy(CHAR, "b", ["a", "b"], ["ddp", unknown_or_useless])
+            strategy_setups(CHAR, "b", ["a", "b"], ["ddp", unknown_or_useless])
 
 
 def result(val_loss):
-    return Result(steps=20, loss=2.0, val_loss=val_loss, replicas_agree=True, peak_memory_bytes=[1])
+    return RunResult(steps=20, loss=2.0, val_loss=val_loss, replicas_agree=True, peak_memory_bytes=[1])
 
 
 @pytest.fixture
@@ -70,34 +70,39 @@ def runs(tmp_path, write_run):
     for label, (num, compute_s, val_loss) in ends.items():
         costs = [{"compute_s": compute_s, "data_s": 0.0, "optimizer_s": 0.0}] * num
         write_run(tmp_path / label.split()[0], costs, result=result(val_loss))
-    return {label: summarize(RunDir(tmp_path / label.split()[0])) for label in ends}
+    return {label: summarize_run(RunDir(tmp_path / label.split()[0])) for label in ends}
 
 
 def test_the_table_says_how_many_times_as_fast_and_what_it_costs(runs):
-    table = {label: cells for label, *cells in compare.rows("strategies", runs, runs["b alone"])}
-    assert [len(cells) for cells in table.values()] == [len(compare.COLUMNS["strategies"])] * 3
-    speed, penalty = compare.COLUMNS["strategies"].index("×"), compare.COLUMNS["strategies"].index("penalty")
+    table = {label: cells for label, *cells in compare_setups.setup_rows("strategies", runs, runs["b alone"])}
+    assert [len(cells) for cells in table.values()] == [len(compare_setups.COLUMNS["strategies"])] * 3
+    speed, penalty = (
+        compare_setups.COLUMNS["strategies"].index("×"),
+        compare_setups.COLUMNS["strategies"].index("penalty"),
+    )
     assert [cells[speed] for cells in table.values()] == ["1.00", "2.00", "2.50"]
     assert [cells[penalty] for cells in table.values()] == ["–", "same", "+5.0%"]
-    told = " ".join(compare.explain("strategies", runs, "b alone"))
+    told = " ".join(compare_setups.explain_setups("strategies", runs, "b alone"))
     assert "The fastest strategy: int4, 2.50 times b alone, validation loss +5.0%." in told
     assert "The fastest whose loss is at most 1% above: packed, 2.00 times b alone, the same validation loss." in told
 
 
 def test_nothing_is_said_of_a_base_that_failed(runs):
-    assert compare.explain("fleet", runs, None) == []
-    assert [row[0] for row in compare.rows("fleet", runs, None)] == list(runs)
+    assert compare_setups.explain_setups("fleet", runs, None) == []
+    assert [row[0] for row in compare_setups.setup_rows("fleet", runs, None)] == list(runs)
 
 
 @pytest.mark.parametrize("kind", ["fleet", "strategies"])
 def test_the_page_and_the_picture(tmp_path, runs, kind):
     names = {label: label.split()[0] for label in runs}
-    compare.write(tmp_path, Compared(kind=kind, base="b alone", runs=names, failed={"<fsdp>": "b & a"}))
-    text = write_page(RunDir(tmp_path)).read_text()
+    compare_setups.write_setups(
+        tmp_path, SetupComparison(kind=kind, base="b alone", runs=names, failed={"<fsdp>": "b & a"})
+    )
+    text = write_report(RunDir(tmp_path)).read_text()
     assert all((tmp_path / name / "report.html").exists() for name in names.values())
     assert "&lt;fsdp&gt;: b &amp; a" in text
     assert all(f'href="{name}/report.html"' in text for name in names.values())
-    draw = speeds_png if kind == "fleet" else tradeoff_png
+    draw = throughput_png if kind == "fleet" else tradeoff_png
     for of_runs in (runs, {}):
         draw(of_runs, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
@@ -107,10 +112,10 @@ def test_the_page_and_the_picture(tmp_path, runs, kind):
 def test_a_damaged_comparison_is_refused_by_name(tmp_path, content):
     write_atomic(tmp_path / "compare.json", content)
     with pytest.raises(CheckpointError, match=r"compare\.json"):
-        write_page(RunDir(tmp_path))
+        write_report(RunDir(tmp_path))
 
 
 def test_an_empty_comparison_is_a_page(tmp_path):
-    compare.write(tmp_path, Compared(kind="fleet", base=None, runs={}))
-    assert "bench" in write_page(RunDir(tmp_path)).read_text()
+    compare_setups.write_setups(tmp_path, SetupComparison(kind="fleet", base=None, runs={}))
+    assert "bench" in write_report(RunDir(tmp_path)).read_text()
     assert json.loads((tmp_path / "compare.json").read_text())["base"] is None

@@ -21,13 +21,14 @@ from typer.testing import CliRunner
 
 from evener.cli.data import app
 from evener.core import corpus as core_corpus
-from evener.core.corpus import Corpus, check_block, distinct_tokens, hash_content, load_corpus, verify_content
+from evener.core.corpus import Corpus, check_block_size, hash_content, load_corpus, mean_distinct_tokens, verify_content
 from evener.core.errors import DataError, EvenerError, UsageError
+from evener.corpus import prepare_corpus
 from evener.corpus import tokenizer as tokenizer_module
-from evener.corpus import write
-from evener.corpus.check import check_token_ids
-from evener.corpus.python import library_documents
-from evener.corpus.text import Document, Splits, find_files, read_text, split_by_fraction, whole
+from evener.corpus.documents import CorpusSplits, Document, find_documents, read_text, split_by_fraction, whole_document
+from evener.corpus.prepare_corpus import prepare
+from evener.corpus.stdlib_source import stdlib_documents
+from evener.corpus.token_check import check_token_ids
 from evener.corpus.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -37,7 +38,6 @@ from evener.corpus.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from evener.corpus.write import prepare
 
 from ..tiers import num_examples
 
@@ -48,12 +48,12 @@ def documents(*texts: str) -> list[Document]:
     return [Document(f"{number}.txt", len(text.encode()), text.encode()) for number, text in enumerate(texts)]
 
 
-def splits(text: str = TEXT, val_fraction: float = 0.1) -> Splits:
+def splits(text: str = TEXT, val_fraction: float = 0.1) -> CorpusSplits:
     return split_by_fraction(documents(text), val_fraction)
 
 
 def tokens(corpus: Corpus, split: str) -> list[int]:
-    return np.fromfile(corpus.file(split), f"<u{np.dtype(corpus.dtype).itemsize}").tolist()
+    return np.fromfile(corpus.split_path(split), f"<u{np.dtype(corpus.dtype).itemsize}").tolist()
 
 
 def entries(folder: Path) -> list[str]:
@@ -132,17 +132,17 @@ def test_tokens_that_differ_are_as_many_as_chance_makes_them(tmp_path: Path, dty
     drawn = np.random.default_rng(0).integers(0, num, 1 << 17).astype(dtype)
     folder = nanogpt_folder(tmp_path / "it")
     found = msgspec.structs.replace(load_corpus(folder), dtype=dtype, train_tokens=len(drawn))
-    drawn.tofile(found.file("train"))
-    told = distinct_tokens(found, block)
+    drawn.tofile(found.split_path("train"))
+    told = mean_distinct_tokens(found, block)
     assert len(told) == 9  # 1 to 256 of 2048 blocks
     expected = [num * (1 - (1 - 1 / num) ** (block << level)) for level in range(9)]
     assert told == pytest.approx(expected, rel=0.02)
-    assert distinct_tokens(found, 2 * len(drawn)) == []
+    assert mean_distinct_tokens(found, 2 * len(drawn)) == []
 
 
 def test_documents_end_with_end_of_text(tmp_path: Path) -> None:
-    parts = tuple(whole(document) for document in documents("one two\n", "three <|endoftext|>\n"))
-    corpus = prepare(tmp_path / "c", Splits(parts, parts[:1]), tokenizer="bpe", vocab_size=300).corpus
+    parts = tuple(whole_document(document) for document in documents("one two\n", "three <|endoftext|>\n"))
+    corpus = prepare(tmp_path / "c", CorpusSplits(parts, parts[:1]), tokenizer="bpe", vocab_size=300).corpus
     tokenizer = load_tokenizer(tmp_path / "c")
     assert tokens(corpus, "train").count(tokenizer.end_of_text or 0) == 2
     assert tokenizer.decode(tokens(corpus, "train")) == "one two\n<|endoftext|>three <|endoftext|>\n<|endoftext|>"
@@ -222,9 +222,9 @@ def test_a_run_without_spaces_is_still_encoded_whole(bpe: BpeTokenizer) -> None:
 
 def test_the_tokenizer_can_go_where_the_corpus_does_not(tmp_path: Path, bpe: BpeTokenizer) -> None:
     for tokenizer in (ByteTokenizer(), CharTokenizer("ab\n"), bpe):
-        (tmp_path / "tokenizer.json").write_bytes(tokenizer.describe())
+        (tmp_path / "tokenizer.json").write_bytes(tokenizer.serialize())
         loaded: Tokenizer = load_tokenizer(tmp_path)
-        assert loaded.describe() == tokenizer.describe()
+        assert loaded.serialize() == tokenizer.serialize()
         assert loaded.encode("ab\n").tolist() == tokenizer.encode("ab\n").tolist()
 
 
@@ -260,7 +260,7 @@ def test_the_same_files_elsewhere_give_the_same_corpus(tmp_path: Path) -> None:
             path.write_text(f"Chapter {number}. " * 10)
         (folder / ".hidden").write_bytes(b"\xff")
         (folder / "empty.txt").touch()
-        found = find_files([folder, folder / "chapter 3" / "text.txt"], skip=lambda path: False)
+        found = find_documents([folder, folder / "chapter 3" / "text.txt"], skip=lambda path: False)
         assert len(found) == 20
         made.append(prepare(tmp_path / f"{len(made)}", split_by_fraction(found, 0.1), tokenizer="char").corpus)
     assert made[0].content_hash == made[1].content_hash
@@ -416,13 +416,13 @@ def test_bad_paths_and_options_are_named(tmp_path: Path) -> None:
 def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("x" * 100)
-    (document,) = find_files([path], skip=lambda folder: False)
+    (document,) = find_documents([path], skip=lambda folder: False)
     path.write_text("x")
     with pytest.raises(DataError, match=r"log\.txt became shorter while it was read"):
-        list(read_text(whole(document)))
+        list(read_text(whole_document(document)))
     path.unlink()
     with pytest.raises(DataError, match=r"log\.txt: No such file or directory"):
-        list(read_text(whole(document)))
+        list(read_text(whole_document(document)))
 
 
 # Reading a folder
@@ -529,9 +529,9 @@ def test_a_foreign_pickle_is_refused_and_runs_nothing(
 @pytest.mark.parametrize(("split", "position", "token_id"), [("train", 4, 3), ("val", 0, 65535)])
 def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, split: str, position: int, token_id: int) -> None:
     corpus = load_corpus(nanogpt_folder(tmp_path / "n", chars="abc"))
-    ids = np.fromfile(corpus.file(split), np.uint16)
+    ids = np.fromfile(corpus.split_path(split), np.uint16)
     ids[position] = token_id
-    ids.tofile(corpus.file(split))
+    ids.tofile(corpus.split_path(split))
     expected = rf"{split}\.bin holds token id {token_id} at position {position}, beyond the char vocabulary of 3"
     with pytest.raises(DataError, match=expected):
         check_token_ids(corpus)
@@ -539,14 +539,14 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, split: str, positi
 
 def test_a_split_shorter_than_a_block_is_named(tmp_path: Path) -> None:
     corpus = load_corpus(nanogpt_folder(tmp_path / "n"))
-    check_block(corpus, 2)
+    check_block_size(corpus, 2)
     with pytest.raises(DataError, match=r"val\.bin holds 3 tokens: too short for one block of 3 and the token after"):
-        check_block(corpus, 3)
+        check_block_size(corpus, 3)
 
 
 def test_changed_content_is_found_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = prepare(tmp_path / "c", splits(), tokenizer="byte").corpus
-    with corpus.file("train").open("r+b") as file:
+    with corpus.split_path("train").open("r+b") as file:
         file.write(b"X")
     assert load_corpus(tmp_path / "c") == corpus
     with pytest.raises(DataError, match=r"c: train\.bin or val\.bin has changed"):
@@ -603,13 +603,13 @@ def test_the_commands_make_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_library_of_this_python_is_a_corpus() -> None:
-    found, _ = library_documents()
+    found, _ = stdlib_documents()
     assert sum(document.size_bytes for document in found) > 5_000_000
     names = {document.name for document in found}
     assert {"ast.py", "json/decoder.py"} <= names
     assert not any("site-packages" in name or "_sysconfigdata" in name for name in names)
 
 
-@pytest.mark.parametrize("module", [core_corpus, tokenizer_module, write])
+@pytest.mark.parametrize("module", [core_corpus, tokenizer_module, prepare_corpus])
 def test_examples_in_docstrings(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

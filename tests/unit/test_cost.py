@@ -5,26 +5,26 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.core.link import Wire
-from evener.core.prediction import EXACT, Cluster
+from evener.core.link import LinkModel
+from evener.core.prediction import EXACT_SOURCE, Cluster
 from evener.core.roster import SYNC_EXAMPLES, Member, Roster, parse_sync
 from evener.core.shape import PRESETS, preset_shape
-from evener.core.step import PARTS
-from evener.plan.balance import Pace, fastest_shares
-from evener.plan.cluster import uniform
-from evener.plan.collectives import sent_bytes
-from evener.plan.cost import BACKWARD
+from evener.core.step_cost import PHASES
+from evener.plan.cluster import uniform_cluster
+from evener.plan.collective_cost import sent_bytes
+from evener.plan.cost_model import BACKWARD_FRACTION
+from evener.plan.load_balancing import RankTimeModel, fastest_shares
 from evener.plan.penalty import loss_penalty
-from evener.plan.sync import STRATEGIES, buckets, exchange, gradients
+from evener.plan.sync_traffic import STRATEGY_TRAFFIC, bucket_sizes, gradient_tensors, sync_workload
 from tests.unit.planner import changed, cluster_of, job_of, priced
 
 SHAPE = preset_shape("char", 512)
 JOB = job_of(SHAPE, batch=24, micro_batch=12)
-WIRE = Wire(latency_s=0.0, bandwidth_Bps=100e6)
+WIRE = LinkModel(latency_s=0.0, bandwidth_Bps=100e6)
 SYNCS = ("ddp", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1", "diloco:30", "diloco:100:int4:streamed")
 
 
-def cluster(*rates: float, wire: Wire = WIRE, **more: object) -> Cluster:
+def cluster(*rates: float, wire: LinkModel = WIRE, **more: object) -> Cluster:
     return cluster_of(*rates, wire=wire, **more)
 
 
@@ -41,25 +41,28 @@ def test_one_rank_computes_and_updates_and_nothing_else():
 def test_the_parts_of_every_rank_sum_to_the_step(sync, rates):
     option = priced(JOB, cluster(*rates, update_s=0.1, sync_Bps=1e9, cpus=1.0, copy_Bps=1e10), sync)
     for rank in option.ranks:
-        assert sum(getattr(rank.cost, part) for part in PARTS) == pytest.approx(option.step_s)
-        assert all(getattr(rank.cost, part) >= 0 for part in PARTS)
+        assert sum(getattr(rank.cost, part) for part in PHASES) == pytest.approx(option.step_s)
+        assert all(getattr(rank.cost, part) >= 0 for part in PHASES)
     assert option.tokens_per_s == pytest.approx(24 * 256 / option.step_s)
     assert min(rank.cost.wait_s for rank in option.ranks) == 0
 
 
 def test_over_an_endless_wire_ddp_is_the_slowest_rank_alone():
-    fast = Wire(latency_s=0.0, bandwidth_Bps=1e18)
+    fast = LinkModel(latency_s=0.0, bandwidth_Bps=1e18)
     option = priced(JOB, cluster(1000.0, 250.0, wire=fast), "ddp")
     assert option.step_s == pytest.approx(12 * 256 / 250.0)
     assert [rank.cost.wait_s for rank in option.ranks] == pytest.approx([12 * 256 * (1 / 250 - 1 / 1000), 0.0])
-    assert option.last.host == "b"
+    assert option.straggler.host == "b"
 
 
 def test_over_a_slow_wire_ddp_is_all_its_bytes_from_the_first_bucket_on():
     """start_0 = ready_0, and from then on the wire never rests."""
     option = priced(JOB, cluster(1e6, 1e6), "ddp")
     compute_s = 12 * 256 / 1e6
-    first_s = compute_s * (1 - BACKWARD) + compute_s * BACKWARD * buckets(gradients(SHAPE))[0][1]
+    first_s = (
+        compute_s * (1 - BACKWARD_FRACTION)
+        + compute_s * BACKWARD_FRACTION * bucket_sizes(gradient_tensors(SHAPE))[0][1]
+    )
     assert option.step_s == pytest.approx(first_s + 4 * SHAPE.num_params() / 100e6, rel=1e-6)
     assert option.ranks[0].sync_s == pytest.approx(4 * SHAPE.num_params() / 100e6)
 
@@ -70,8 +73,8 @@ def test_what_backward_can_hide_is_hidden():
     option = priced(JOB, cluster(rate, rate), "ddp")
     compute_s = 12 * 256 / rate
     end_s = 0.0
-    for size, ready in buckets(gradients(SHAPE)):
-        end_s = max(end_s, compute_s * (1 - BACKWARD + BACKWARD * ready)) + size / 100e6
+    for size, ready in bucket_sizes(gradient_tensors(SHAPE)):
+        end_s = max(end_s, compute_s * (1 - BACKWARD_FRACTION + BACKWARD_FRACTION * ready)) + size / 100e6
     assert option.step_s == pytest.approx(end_s)
     assert 0 < option.ranks[0].cost.exposed_sync_s < option.ranks[0].sync_s
 
@@ -122,7 +125,7 @@ def test_fsdp_gathers_for_every_micro_batch():
 def test_sparse_embeddings_send_rows_and_not_tables():
     shape = preset_shape("d8", 32768, 256)
     rosters = [priced(job_of(shape, batch=2), cluster(1.0, 1.0), sync).roster for sync in ("ddp", "ddp+sparse")]
-    dense, sparse = (sum(t.size_bytes for t in exchange(job_of(shape), roster).transfers) for roster in rosters)
+    dense, sparse = (sum(t.size_bytes for t in sync_workload(job_of(shape), roster).transfers) for roster in rosters)
     tables = 5 * 32768 * 512 * 4
     assert dense - sparse == pytest.approx(tables - 5 * 2 * 256 * (512 * 4 + 4))
 
@@ -151,19 +154,19 @@ def test_copying_gradients_into_buckets_takes_what_was_measured(shape, copied_s,
 @pytest.mark.parametrize("preset", ["tiny", "char", "gpt2", "gpt2-xl", "d4", "d20"])
 def test_gradients_come_once_each_and_in_order(preset):
     shape = PRESETS[preset]
-    found = gradients(shape)
+    found = gradient_tensors(shape)
     assert sum(tensor.num_params for tensor in found) == shape.num_params()
     ready = [tensor.ready for tensor in found]
     assert ready == sorted(ready)
     assert ready[-1] == pytest.approx(1.0)
-    assert sum(size for size, _ in buckets(found)) == 4 * shape.num_params()
+    assert sum(size for size, _ in bucket_sizes(found)) == 4 * shape.num_params()
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_shape_has_tables_where_a_gradient_is_of_one(name):
     shape = preset_shape(name, 512)
-    assert shape.has_tables == any(gradient.is_lookup for gradient in gradients(shape))
-    assert max(min(gradient.rows, gradient.columns) for gradient in gradients(shape)) == shape.width
+    assert shape.has_sparse_embeddings == any(gradient.is_lookup for gradient in gradient_tensors(shape))
+    assert max(min(gradient.rows, gradient.columns) for gradient in gradient_tensors(shape)) == shape.width
 
 
 def test_a_table_goes_whole_where_its_rows_would_be_more():
@@ -173,7 +176,7 @@ def test_a_table_goes_whole_where_its_rows_would_be_more():
     def sent(name: str, num_ranks: int) -> float:
         own = {"host": "a", "device": "cpu", "dtype": "fp32", "share": 8192 // shape.block_size, "micro_batch": 1}
         members = [Member(rank=rank, **own) for rank in range(num_ranks)]
-        work = exchange(job_of(shape), Roster(members=members, sync=parse_sync(name), backend="gloo"))
+        work = sync_workload(job_of(shape), Roster(members=members, sync=parse_sync(name), backend="gloo"))
         return sum(sent_bytes(one.collective, one.size_bytes, num_ranks) for one in work.transfers)
 
     table, rows = 4 * 512 * 32768, 8192 * (4 * 512 + 4)
@@ -183,12 +186,12 @@ def test_a_table_goes_whole_where_its_rows_would_be_more():
 
 
 def test_every_strategy_has_a_price_and_its_penalty_a_source():
-    assert {parse_sync(example).kind for example in SYNC_EXAMPLES} == set(STRATEGIES)
+    assert {parse_sync(example).kind for example in SYNC_EXAMPLES} == set(STRATEGY_TRAFFIC)
     for sync in map(parse_sync, SYNC_EXAMPLES):
         penalty, source = loss_penalty(sync, 10**8, [8, 8])
         assert source
-        is_exact = STRATEGIES[sync.kind].is_exact
-        assert (source == EXACT) == is_exact
+        is_exact = STRATEGY_TRAFFIC[sync.kind].is_exact
+        assert (source == EXACT_SOURCE) == is_exact
         assert penalty is None or penalty >= 0.0
         assert not is_exact or penalty == 0.0
     diloco = parse_sync("diloco:30")
@@ -205,7 +208,7 @@ def test_every_strategy_has_a_price_and_its_penalty_a_source():
 def test_gpt2_760m_in_bf16_over_each_fabric(link_Gbps, seconds):
     """A note on training at home: 1.52 GB at 85 % of the line rate, two ranks."""
     job = job_of(PRESETS["gpt2-760m"], batch=16)
-    wire = Wire(latency_s=0.0, bandwidth_Bps=0.85 * link_Gbps * 1e9 / 8)
+    wire = LinkModel(latency_s=0.0, bandwidth_Bps=0.85 * link_Gbps * 1e9 / 8)
     option = priced(job, cluster(500.0, 500.0, wire=wire), "bf16")
     assert option.ranks[0].sync_s == pytest.approx(seconds, rel=0.01)
 
@@ -214,14 +217,14 @@ def test_the_home_lab_that_blamed_its_network():
     """126M parameters on an i9 and a laptop: 4.3 s of 71.5 s are the network's, the rest is the laptop's."""
     shape = preset_shape("d8", 32768, 512)
     job = job_of(shape, batch=8)
-    both = uniform({"i9": 60.0, "laptop": 30.0}, Wire(latency_s=1e-4, bandwidth_Bps=117e6))
+    both = uniform_cluster({"i9": 60.0, "laptop": 30.0}, LinkModel(latency_s=1e-4, bandwidth_Bps=117e6))
     equal = priced(job, both, "ddp")
     assert equal.ranks[0].sync_s == pytest.approx(4.3, rel=0.01)
-    assert equal.last.host == "laptop"
+    assert equal.straggler.host == "laptop"
     assert equal.step_s == pytest.approx(71.5, rel=0.05)  # theirs hid nothing of the 4.3 s: 72.6 s
     assert equal.step_s - equal.ranks[0].cost.exposed_sync_s + equal.ranks[0].sync_s == pytest.approx(71.5, rel=0.02)
     assert equal.ranks[0].cost.wait_s == pytest.approx(34.1, rel=0.01)  # the i9 idles half of every step
-    shares = fastest_shares(8, [Pace(sequence_s=512 / rate) for rate in (60, 30)])
+    shares = fastest_shares(8, [RankTimeModel(sequence_s=512 / rate) for rate in (60, 30)])
     proportional = priced(changed(job, shares=":".join(map(str, shares))), both)
     assert proportional.roster.shares == shares
     assert proportional.tokens_per_s > 1.3 * equal.tokens_per_s

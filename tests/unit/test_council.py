@@ -10,13 +10,21 @@ from collections.abc import Callable
 
 import pytest
 
-from evener.agent.council import MAX_FAILURES, ROUND_S, SAY_S, Council, Kept, Phase, Statement
-from evener.agent.gossip import ANSWER_S, RETRY_S
-from evener.core.watch import Look
-from evener.core.world import World
-from evener.launch.commands import LIVE_SILENT_S
+from evener.agent.consensus import (
+    HEARTBEAT_INTERVAL_S,
+    MAX_CONSECUTIVE_FAILURES,
+    TICK_INTERVAL_S,
+    Consensus,
+    ConsensusState,
+    HostPhase,
+    HostStatus,
+)
+from evener.agent.peer_links import ACK_TIMEOUT_S, RECONNECT_S
+from evener.core.hang_detector import ProcessSample
+from evener.core.membership_epoch import MembershipEpoch
+from evener.launch.commands import ELASTIC_HOST_TIMEOUT_S
 
-TICK_S = ROUND_S
+TICK_S = TICK_INTERVAL_S
 SILENT_S = 3.0
 NAMES = "abcdef"
 
@@ -24,19 +32,24 @@ NAMES = "abcdef"
 class Host:
     """One host: its council, what it keeps on its disk, and ranks that are no more than a phase."""
 
-    def __init__(self, name: str, world: World, lives: bool) -> None:
-        self.name, self.kept, self.lives = name, Kept(world), lives
-        self.council: Council | None = None
+    def __init__(self, name: str, world: MembershipEpoch, lives: bool) -> None:
+        self.name, self.kept, self.lives = name, ConsensusState(world), lives
+        self.council: Consensus | None = None
         self.has_ranks = False  # where they live on: in a world, or ready for one
 
-    def boot(self, now: float) -> Council:
+    def boot(self, now: float) -> Consensus:
         is_back = self.kept.life > 0
-        self.kept = Kept(self.kept.world, self.kept.vote, self.kept.life + 1)
+        self.kept = ConsensusState(self.kept.world, self.kept.vote, self.kept.life + 1)
         self.has_ranks = False
-        self.council = Council(self.name, self.kept, silent_s=SILENT_S, join_by=now + (SILENT_S if is_back else 10),
-                               lives=self.lives)  # fmt: skip
+        self.council = Consensus(
+            self.name,
+            self.kept,
+            host_timeout_s=SILENT_S,
+            join_deadline=now + (SILENT_S if is_back else 10),
+            is_elastic=self.lives,
+        )
         if is_back and self.council.is_member:
-            self.council.phase = Phase.REGROUP
+            self.council.phase = HostPhase.REGROUPING
         return self.council
 
 
@@ -46,17 +59,17 @@ class Net:
     def __init__(self, seed: int, num_hosts: int, lost: float = 0.1, *, lives: bool = False) -> None:
         self.lives = lives
         self.random, self.lost, self.now = random.Random(seed), lost, 0.0
-        first = World(number=0, hosts=list(NAMES[:num_hosts]))
+        first = MembershipEpoch(number=0, hosts=list(NAMES[:num_hosts]))
         self.hosts = {name: Host(name, first, lives) for name in first.hosts}
         self.decided = {0: first}
         self.cut: set[tuple[str, str]] = set()  # nothing goes from the first to the second
         self.stopped: set[str] = set()  # they neither hear nor look, and know nothing of it
-        self.under_way: list[tuple[float, str, Statement]] = []
+        self.under_way: list[tuple[float, str, HostStatus]] = []
         for host in self.hosts.values():
             host.boot(0.0)
 
     @property
-    def alive(self) -> dict[str, Council]:
+    def alive(self) -> dict[str, Consensus]:
         return {name: host.council for name, host in self.hosts.items() if host.council is not None}
 
     def tick(self) -> None:
@@ -65,82 +78,91 @@ class Net:
         self.under_way = [one for one in self.under_way if one not in due]
         for _, to, statement in due:
             if to in self.alive:
-                self.alive[to].hear(statement, self.now)
+                self.alive[to].receive(statement, self.now)
         for name in self.random.sample(sorted(self.alive), len(self.alive)):
             if name in self.stopped:
                 continue
             council = self.alive[name]
             was_member = council.is_member
-            if council.look(self.now) and (council.world.is_fresh or (was_member and not council.is_member)):
+            if council.tick(self.now) and (council.epoch.is_cold_start or (was_member and not council.is_member)):
                 self.hosts[name].has_ranks = False
-            self.hosts[name].kept = council.kept
-            world = self.decided.setdefault(council.world.number, council.world)
-            assert world == council.world, (world, council.world)
+            self.hosts[name].kept = council.state
+            world = self.decided.setdefault(council.epoch.number, council.epoch)
+            assert world == council.epoch, (world, council.epoch)
             (self.live_on if self.lives else self.go_on)(council)
-            if not council.is_to_say(self.now):
+            if not council.is_broadcast_due(self.now):
                 continue
-            statement = council.say(self.now)
+            statement = council.make_status(self.now)
             for to in self.hosts:
                 if to != name and (name, to) not in self.cut and self.random.random() >= self.lost:
                     self.under_way.append((self.now + self.random.uniform(0, 0.3), to, statement))
         running = [number for number, world in self.decided.items() if self.runs(world)]
         assert len(running) <= 1, running
 
-    def runs(self, world: World) -> bool:
+    def runs(self, world: MembershipEpoch) -> bool:
         """Do all its ranks train?"""
         there = [self.alive.get(name) for name in world.hosts]
-        return all(one is not None and one.world.number == world.number and one.phase == Phase.RUNNING for one in there)
+        return all(
+            one is not None and one.epoch.number == world.number and one.phase == HostPhase.RUNNING for one in there
+        )
 
-    def go_on(self, council: Council) -> None:
+    def go_on(self, council: Consensus) -> None:
         """As ranks do: they begin, fail with each other, and leave for a host that waits."""
         if not council.is_member:
             return
-        peers = [self.alive.get(name) for name in council.world.hosts]
-        phases = [peer.phase for peer in peers if peer is not None and peer.world.number == council.world.number]
-        if council.phase == Phase.WAITING and not council.is_cut_off(self.now):
-            council.phase = Phase.RUNNING
-        elif council.phase == Phase.RUNNING:
+        peers = [self.alive.get(name) for name in council.epoch.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == council.epoch.number]
+        if council.phase == HostPhase.WAITING and not council.has_lost_quorum(self.now):
+            council.phase = HostPhase.RUNNING
+        elif council.phase == HostPhase.RUNNING:
             council.step += 1
-            gone = any(peer is None or peer.world.number > council.world.number for peer in peers)
-            if ((gone or Phase.FAILED in phases) and self.random.random() < 0.3) or council.is_cut_off(self.now):
-                council.phase = Phase.FAILED
-            elif Phase.REGROUP in phases or (council.host == council.world.hosts[0] and council.waiting(self.now)):
-                council.phase = Phase.REGROUP
+            gone = any(peer is None or peer.epoch.number > council.epoch.number for peer in peers)
+            if ((gone or HostPhase.FAILED in phases) and self.random.random() < 0.3) or council.has_lost_quorum(
+                self.now
+            ):
+                council.phase = HostPhase.FAILED
+            elif HostPhase.REGROUPING in phases or (
+                council.host == council.epoch.hosts[0] and council.waiting_hosts(self.now)
+            ):
+                council.phase = HostPhase.REGROUPING
 
-    def live_on(self, council: Council) -> None:
+    def live_on(self, council: Consensus) -> None:
         """As ranks do that live on: they are made ready, lose others, and ask for whoever is ready."""
-        host, peers = self.hosts[council.host], [self.alive.get(name) for name in council.world.hosts]
-        phases = [peer.phase for peer in peers if peer is not None and peer.world.number == council.world.number]
-        if council.phase in (Phase.WAITING, Phase.READY) and not council.is_member:
+        host, peers = self.hosts[council.host], [self.alive.get(name) for name in council.epoch.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == council.epoch.number]
+        if council.phase in (HostPhase.WAITING, HostPhase.READY) and not council.is_member:
             host.has_ranks = host.has_ranks or self.random.random() < 0.1
-            council.phase = Phase.READY if host.has_ranks else Phase.WAITING
-        elif council.phase == Phase.WAITING and not council.is_cut_off(self.now):
-            host.has_ranks = host.has_ranks or council.world.is_fresh
-            council.phase = Phase.RUNNING if host.has_ranks else Phase.FAILED
-        elif council.phase in (Phase.RUNNING, Phase.LOST, Phase.REGROUP):
-            gone = any(peer is None or peer.world.number > council.world.number for peer in peers)
-            if council.is_cut_off(self.now):
-                host.has_ranks = council.has_learned = False
-                council.phase = Phase.REGROUP
-            elif council.phase == Phase.RUNNING and (gone or {Phase.FAILED, Phase.LOST} & {*phases}):
-                council.phase = Phase.LOST if council.has_learned else Phase.FAILED
-            elif council.phase == Phase.RUNNING and all(phase == Phase.RUNNING for phase in phases):
-                council.has_learned = len(phases) == len(peers) or council.has_learned
+            council.phase = HostPhase.READY if host.has_ranks else HostPhase.WAITING
+        elif council.phase == HostPhase.WAITING and not council.has_lost_quorum(self.now):
+            host.has_ranks = host.has_ranks or council.epoch.is_cold_start
+            council.phase = HostPhase.RUNNING if host.has_ranks else HostPhase.FAILED
+        elif council.phase in (HostPhase.RUNNING, HostPhase.PEER_LOST, HostPhase.REGROUPING):
+            gone = any(peer is None or peer.epoch.number > council.epoch.number for peer in peers)
+            if council.has_lost_quorum(self.now):
+                host.has_ranks = council.has_training_state = False
+                council.phase = HostPhase.REGROUPING
+            elif council.phase == HostPhase.RUNNING and (gone or {HostPhase.FAILED, HostPhase.PEER_LOST} & {*phases}):
+                council.phase = HostPhase.PEER_LOST if council.has_training_state else HostPhase.FAILED
+            elif council.phase == HostPhase.RUNNING and all(phase == HostPhase.RUNNING for phase in phases):
+                council.has_training_state = len(phases) == len(peers) or council.has_training_state
                 council.step += 1
-                if council.host == council.world.hosts[0] and council.waiting(self.now):
-                    council.phase = Phase.REGROUP
-            elif council.phase == Phase.RUNNING and Phase.REGROUP in phases:
-                council.phase = Phase.REGROUP
+                if council.host == council.epoch.hosts[0] and council.waiting_hosts(self.now):
+                    council.phase = HostPhase.REGROUPING
+            elif council.phase == HostPhase.RUNNING and HostPhase.REGROUPING in phases:
+                council.phase = HostPhase.REGROUPING
 
     def until(self, is_so: Callable[[], bool], within_s: float) -> float:
         """Seconds until it is."""
         began = self.now
         while not is_so():
-            assert self.now - began < within_s, (self.decided, {name: one.say(0) for name, one in self.alive.items()})
+            assert self.now - began < within_s, (
+                self.decided,
+                {name: one.make_status(0) for name, one in self.alive.items()},
+            )
             self.tick()
         return self.now - began
 
-    def last(self) -> World:
+    def last(self) -> MembershipEpoch:
         return self.decided[max(self.decided)]
 
 
@@ -169,9 +191,9 @@ def test_one_world_of_each_number_whatever_happens(seed: int, lives: bool) -> No
             case 8 if net.random.random() < 0.5:
                 net.stopped.add(one)
             case 8 if one in net.alive:
-                net.alive[one].phase = Phase.FAILED if net.alive[one].is_member else Phase.WAITING
+                net.alive[one].phase = HostPhase.FAILED if net.alive[one].is_member else HostPhase.WAITING
                 net.alive[one].step += 1
-                net.alive[one].has_learned = net.hosts[one].has_ranks = False
+                net.alive[one].has_training_state = net.hosts[one].has_ranks = False
             case _:
                 pass
         for _ in range(chance.choice([1, 3, 10, 40])):
@@ -185,7 +207,7 @@ def test_one_world_of_each_number_whatever_happens(seed: int, lives: bool) -> No
 
 @pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 5, 6])
 def test_two_quorums_have_a_host_in_common(num_hosts: int) -> None:
-    world = World(number=0, hosts=list(NAMES[:num_hosts]))
+    world = MembershipEpoch(number=0, hosts=list(NAMES[:num_hosts]))
     sides = [set(side) for num in range(num_hosts + 1) for side in itertools.combinations(world.hosts, num)]
     quorums = [side for side in sides if world.is_quorum(side)]
     assert all(one & other for one in quorums for other in quorums)
@@ -209,7 +231,7 @@ def test_whoever_goes_the_others_go_on(gone: str) -> None:
     left = [name for name in "abc" if name != gone]
     took_s = net.until(lambda: net.last().hosts == left and net.runs(net.last()), 30)
     assert took_s < SILENT_S + 3
-    assert net.last() == World(number=1, hosts=left, why=f"{gone} is out of reach", step=net.last().step)
+    assert net.last() == MembershipEpoch(number=1, hosts=left, why=f"{gone} is out of reach", step=net.last().step)
     net.hosts[gone].boot(net.now)
     net.until(lambda: all_run(net), 10)
     assert net.last().hosts == [*left, gone]
@@ -228,7 +250,7 @@ def test_only_one_side_of_a_cut_goes_on(num_hosts: int, cut_off: str, goes_on: s
     waiting = net.alive[next(name for name in net.hosts if name not in goes_on)]
     for _ in range(100):
         net.tick()
-    assert (waiting.world.number, waiting.is_cut_off(net.now)) == (0, True)
+    assert (waiting.epoch.number, waiting.has_lost_quorum(net.now)) == (0, True)
     assert net.last().number == 1
     net.cut = set()
     net.until(lambda: all_run(net), 30)
@@ -257,7 +279,7 @@ def test_one_direction_is_a_cut() -> None:
 
 def test_a_rank_that_is_killed_begins_the_next_world_at_once() -> None:
     net = well(3)
-    net.alive["b"].phase = Phase.FAILED
+    net.alive["b"].phase = HostPhase.FAILED
     assert net.until(lambda: net.last().number == 1 and net.runs(net.last()), 5) < SILENT_S
     assert (net.last().hosts, net.last().failures) == (["a", "b", "c"], 1)
     assert net.last().why in ("a failed", "b failed", "c failed")  # whose word came first: the others fail with it
@@ -267,51 +289,59 @@ def test_a_rank_that_is_killed_begins_the_next_world_at_once() -> None:
 def test_where_ranks_live_on_the_others_keep_what_they_have_learned(killed: str) -> None:
     """Whoever lost its ranks keeps its vote, and is let in when it has others."""
     net = well(3, lives=True)
-    net.alive[killed].phase, net.hosts[killed].has_ranks, net.alive[killed].has_learned = Phase.FAILED, False, False
+    net.alive[killed].phase, net.hosts[killed].has_ranks, net.alive[killed].has_training_state = (
+        HostPhase.FAILED,
+        False,
+        False,
+    )
     left = [name for name in "abc" if name != killed]
     assert net.until(lambda: net.last().hosts == left and net.runs(net.last()), 5) < SILENT_S
-    assert (net.last().others, net.last().is_fresh, net.last().why) == ([killed], False, f"{killed} failed")
+    assert (net.last().standby_hosts, net.last().is_cold_start, net.last().why) == ([killed], False, f"{killed} failed")
     net.until(lambda: all_run(net), 20)
-    assert (net.last().hosts, net.last().is_fresh, net.last().number) == ([*left, killed], False, 2)
+    assert (net.last().hosts, net.last().is_cold_start, net.last().number) == ([*left, killed], False, 2)
     assert net.last().why == f"{killed} is let in"
 
 
 def test_a_host_that_starts_its_ranks_anew_has_a_say_when_another_goes() -> None:
     net = well(3, lives=True)
     net.random.random = lambda: 1.0  # type: ignore[method-assign]  # nobody's ranks are made ready
-    net.alive["b"].phase, net.hosts["b"].has_ranks, net.alive["b"].has_learned = Phase.FAILED, False, False
+    net.alive["b"].phase, net.hosts["b"].has_ranks, net.alive["b"].has_training_state = HostPhase.FAILED, False, False
     net.until(lambda: net.last().hosts == ["a", "c"] and net.runs(net.last()), 5)
     net.hosts["a"].council = None
     net.until(lambda: net.last().hosts == ["c"] and net.runs(net.last()), 10)
-    assert (net.last().others, net.last().is_fresh) == (["b"], False)
+    assert (net.last().standby_hosts, net.last().is_cold_start) == (["b"], False)
 
 
 def test_where_nobodys_ranks_are_left_all_begin_anew() -> None:
     net = well(2, lives=True)
     for name in "ab":
-        net.alive[name].phase, net.hosts[name].has_ranks, net.alive[name].has_learned = Phase.FAILED, False, False
+        net.alive[name].phase, net.hosts[name].has_ranks, net.alive[name].has_training_state = (
+            HostPhase.FAILED,
+            False,
+            False,
+        )
     net.until(lambda: all_run(net), 10)
-    assert (net.last().number, net.last().is_fresh) == (1, True)
+    assert (net.last().number, net.last().is_cold_start) == (1, True)
 
 
 def test_what_fails_again_and_again_without_a_step_is_over() -> None:
     net = well(2)
     net.go_on = lambda council: None  # type: ignore[method-assign]
-    for number in range(1, MAX_FAILURES + 2):
-        net.alive["b"].phase = Phase.FAILED
-        net.until(lambda: {one.world.number for one in net.alive.values()} == {number}, 10)  # noqa: B023
+    for number in range(1, MAX_CONSECUTIVE_FAILURES + 2):
+        net.alive["b"].phase = HostPhase.FAILED
+        net.until(lambda: {one.epoch.number for one in net.alive.values()} == {number}, 10)  # noqa: B023
     assert net.last().is_over
-    net.alive["b"].phase = Phase.FAILED
+    net.alive["b"].phase = HostPhase.FAILED
     for _ in range(50):
         net.tick()
-    assert net.last().number == MAX_FAILURES + 1
+    assert net.last().number == MAX_CONSECUTIVE_FAILURES + 1
 
 
 def test_whoever_is_done_ends_it() -> None:
     net = well(2)
     net.go_on = lambda council: None  # type: ignore[method-assign]
-    net.alive["a"].phase = Phase.DONE
-    net.alive["b"].phase = Phase.FAILED
+    net.alive["a"].phase = HostPhase.DONE
+    net.alive["b"].phase = HostPhase.FAILED
     for _ in range(50):
         net.tick()
     assert net.last().number == 0
@@ -320,54 +350,54 @@ def test_whoever_is_done_ends_it() -> None:
 def test_a_host_that_leaves_has_a_vote_and_no_seat() -> None:
     net = well(2)
     for council in net.alive.values():
-        council.phase = Phase.REGROUP
-    net.alive["a"].phase = Phase.LEAVING
+        council.phase = HostPhase.REGROUPING
+    net.alive["a"].phase = HostPhase.LEAVING
     net.until(lambda: net.runs(net.last()) and net.last().hosts == ["b"], 5)
 
 
 def test_an_old_word_is_none() -> None:
-    world = World(number=0, hosts=["a", "b"])
-    a, b = (Council(name, Kept(world, life=1), silent_s=SILENT_S) for name in "ab")
-    first, second = b.say(0.0), b.say(0.0)
-    a.hear(second, 1.0)
-    a.hear(first, 9.0)
-    assert a.say(2.0).hears == ["b"]
-    assert a.say(9.0).hears == []
-    a.hear(Council("b", Kept(world, life=2), silent_s=SILENT_S).say(0.0), 9.0)
-    assert a.say(9.0).hears == ["b"]
+    world = MembershipEpoch(number=0, hosts=["a", "b"])
+    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    first, second = b.make_status(0.0), b.make_status(0.0)
+    a.receive(second, 1.0)
+    a.receive(first, 9.0)
+    assert a.make_status(2.0).live_peers == ["b"]
+    assert a.make_status(9.0).live_peers == []
+    a.receive(Consensus("b", ConsensusState(world, life=2), host_timeout_s=SILENT_S).make_status(0.0), 9.0)
+    assert a.make_status(9.0).live_peers == ["b"]
 
 
 def test_that_a_host_is_still_there_is_no_news() -> None:
-    world = World(number=0, hosts=["a", "b"])
-    a, b = (Council(name, Kept(world, life=1), silent_s=SILENT_S) for name in "ab")
-    assert a.hear(b.say(0.0), 0.0)
-    b.looks, b.looked_at = {1: Look(pid=7, state="R", cpu_s=1.0)}, 0.2
-    said = b.say(0.2)
-    assert not a.hear(said, 0.2)
-    assert a.of("b") == said  # and it was heard
-    b.phase = Phase.RUNNING
-    assert a.hear(b.say(0.4), 0.4)
-    assert not a.hear(said, 0.6)
+    world = MembershipEpoch(number=0, hosts=["a", "b"])
+    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    assert a.receive(b.make_status(0.0), 0.0)
+    b.process_samples, b.sampled_at = {1: ProcessSample(pid=7, state="R", cpu_s=1.0)}, 0.2
+    said = b.make_status(0.2)
+    assert not a.receive(said, 0.2)
+    assert a.peer_status("b") == said  # and it was heard
+    b.phase = HostPhase.RUNNING
+    assert a.receive(b.make_status(0.4), 0.4)
+    assert not a.receive(said, 0.6)
 
 
 def test_a_dead_connection_is_replaced_before_anybody_is_missed() -> None:
     """The last word went just before it died: the next, its answer waited for, another try, and a round to spare."""
-    assert SAY_S + ANSWER_S + RETRY_S + ROUND_S < LIVE_SILENT_S
+    assert HEARTBEAT_INTERVAL_S + ACK_TIMEOUT_S + RECONNECT_S + TICK_INTERVAL_S < ELASTIC_HOST_TIMEOUT_S
 
 
 def test_all_speak_more_often_while_a_world_is_decided() -> None:
     """Also who is in none: its word is waited for."""
-    world = World(number=0, hosts=["a", "b"])
-    a, b, c = (Council(name, Kept(world, life=1), silent_s=SILENT_S) for name in "abc")
-    a.phase = b.phase = Phase.RUNNING
+    world = MembershipEpoch(number=0, hosts=["a", "b"])
+    a, b, c = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "abc")
+    a.phase = b.phase = HostPhase.RUNNING
     for one in (b, c):
-        one.hear(a.say(0.0), 0.0)
-        one.say(0.0)
-        assert not one.is_to_say(ROUND_S)
-        assert one.is_to_say(SAY_S)
-    a.phase = Phase.REGROUP
+        one.receive(a.make_status(0.0), 0.0)
+        one.make_status(0.0)
+        assert not one.is_broadcast_due(TICK_INTERVAL_S)
+        assert one.is_broadcast_due(HEARTBEAT_INTERVAL_S)
+    a.phase = HostPhase.REGROUPING
     for one in (b, c):
-        one.hear(a.say(1.0), 1.0)
+        one.receive(a.make_status(1.0), 1.0)
     for one in (b, c):
-        one.say(1.0)
-        assert one.is_to_say(1.01 + ROUND_S)
+        one.make_status(1.0)
+        assert one.is_broadcast_due(1.01 + TICK_INTERVAL_S)

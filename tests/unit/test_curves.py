@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.core.rundir import RunDir
-from evener.core.step import Noise, StepCost, StepRecord
-from evener.watch import view
-from evener.watch.curves import Curves
-from evener.watch.reader import KEPT, Reader
-from evener.watch.series import POINTS, Series
+from evener.core.step_cost import GradientNoise, StepCost, StepRecord
+from evener.watch import run_view
+from evener.watch.downsampled_series import MAX_BUCKETS, DownsampledSeries
+from evener.watch.run_curves import RunCurves
+from evener.watch.run_reader import CACHE_FILE, RunReader
 
 from ..tiers import num_examples
 
@@ -32,13 +32,13 @@ def record(step: int, **other) -> StepRecord:
 
 
 def test_a_peak_of_one_step_is_seen_after_a_million():
-    series, rng = Series(), np.random.default_rng(1)
+    series, rng = DownsampledSeries(), np.random.default_rng(1)
     values = rng.normal(2.0, 0.1, 1_000_000)
     values[123_456], values[777_777] = 40.0, -40.0
     for first in range(0, len(values), 100_000):
         series.add(np.arange(first, first + 100_000), values[first : first + 100_000])
     points = series.points()
-    assert len(points) <= POINTS
+    assert len(points) <= MAX_BUCKETS
     assert max(points.highs) == 40.0
     assert min(points.lows) == -40.0
     at = points.highs.index(40.0)
@@ -50,11 +50,11 @@ def test_a_peak_of_one_step_is_seen_after_a_million():
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=90), st.integers(1, 30))
 def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
     """However they come, and with what was not measured left out."""
-    series = Series(size=8)
+    series = DownsampledSeries(max_buckets=8)
     for first in range(0, len(values), piece):
         part = np.array(values[first : first + piece])
         series.add(np.arange(first, first + len(part)), part)
-    points, width = series.points(), series.width
+    points, width = series.points(), series.bucket_steps
     expected = [np.array([value for value in values[at : at + width] if value == value])
                 for at in range(0, len(values), width)]  # fmt: skip
     expected = [bucket for bucket in expected if len(bucket)]
@@ -65,16 +65,16 @@ def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
 
 
 def test_what_has_no_finite_sum_is_not_drawn():
-    series = Series(size=2)
+    series = DownsampledSeries(max_buckets=2)
     series.add(np.arange(8), np.array([1.7e308, 1.7e308, -1.7e308, np.inf, 1.0, 3.0, -np.inf, np.nan]))
     assert series.points().means == [2.0]
     assert series.mean == 2.0
 
 
 def test_steps_that_are_taken_again_count_once():
-    series = Series(size=8)
+    series = DownsampledSeries(max_buckets=8)
     series.add(np.arange(8), np.full(8, 9.0))
-    series.forget_from(3)
+    series.truncate_from(3)
     series.add(np.arange(3, 6), np.full(3, 1.0))
     assert series.points().means == [9.0, 9.0, 9.0, 1.0, 1.0, 1.0]
     assert series.points().steps == [0, 1, 2, 3, 4, 5]
@@ -82,29 +82,29 @@ def test_steps_that_are_taken_again_count_once():
 
 def test_ranks_tell_what_all_know_alike_once():
     """Rank 1 goes on where rank 0 is gone, and each step counts once."""
-    curves = Curves()
+    curves = RunCurves()
     curves.add(0, [record(step, loss=1.0) for step in range(10)])
     curves.add(1, [record(step, loss=2.0) for step in range(15)])
-    assert curves.done == 15
-    assert curves.shared["loss"].points().means == [1.0] * 10 + [2.0] * 5
+    assert curves.steps_done == 15
+    assert curves.shared_series["loss"].points().means == [1.0] * 10 + [2.0] * 5
     assert [len(curves.newest[rank]) for rank in (0, 1)] == [10, 15]
 
 
 def test_all_go_back_to_a_checkpoint():
-    curves = Curves()
+    curves = RunCurves()
     again = [record(step, loss=1.0) for step in range(10)] + [record(step, loss=5.0) for step in range(4, 8)]
     curves.add(0, again)
-    assert curves.done == 8
-    assert curves.shared["loss"].points().means == [1.0] * 4 + [5.0] * 4
+    assert curves.steps_done == 8
+    assert curves.shared_series["loss"].points().means == [1.0] * 4 + [5.0] * 4
     assert [one.step for one in curves.newest[0]] == list(range(8))
 
 
 def test_the_noise_scale_is_the_one_that_was_put_in():
     """Of |G|² = 0.5 and trΣ = 500 the scale is 1000 tokens, whatever the noise of each."""
-    rng, curves = random.Random(5), Curves()
-    curves.add(0, [record(step, noise=Noise(norm_sq=rng.gauss(0.5, 0.2), trace=rng.gauss(500.0, 200.0)))
+    rng, curves = random.Random(5), RunCurves()
+    curves.add(0, [record(step, noise=GradientNoise(norm_sq=rng.gauss(0.5, 0.2), trace=rng.gauss(500.0, 200.0)))
                    for step in range(400)])  # fmt: skip
-    points = curves.noise()
+    points = curves.noise_scale()
     assert points.means[-1] == pytest.approx(1000.0, rel=0.15)
 
 
@@ -120,71 +120,71 @@ def append(path: Path, text: bytes) -> None:
         file.write(text)
 
 
-def read_all(reader: Reader) -> Reader:
-    while reader.look(0.1):
+def read_all(reader: RunReader) -> RunReader:
+    while reader.read_new(0.1):
         pass
     return reader
 
 
 def test_a_run_is_read_as_it_grows(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}, {}], verdict="running", evaluations={10: 2.0})
-    reader = read_all(Reader(RunDir(run.path)))
-    assert reader.curves.done == 20
+    reader = read_all(RunReader(RunDir(run.path)))
+    assert reader.curves.steps_done == 20
     version = reader.version
-    assert not reader.look(0.1)
+    assert not reader.read_new(0.1)
     assert reader.version == version, "nothing is new"
     half = lines(20, 22)
     append(run.steps_path(0), half[:-30])
     read_all(reader)
-    assert reader.curves.done == 21, "a half line waits"
+    assert reader.curves.steps_done == 21, "a half line waits"
     append(run.steps_path(0), half[-30:])
     run.add_event("evaluation", step=20, val_loss=1.5)
     read_all(reader)
-    assert reader.curves.done == 22
-    assert view.validation(reader).means == [2.0, 1.5]
+    assert reader.curves.steps_done == 22
+    assert run_view.validation_points(reader).means == [2.0, 1.5]
     assert reader.version > version
 
 
 def test_a_start_that_goes_on_replaces_what_it_takes_again(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}], verdict="running", losses=lambda step: 1.0)
-    reader = read_all(Reader(RunDir(run.path)))
-    run.keep_records_before(0, 12)
+    reader = read_all(RunReader(RunDir(run.path)))
+    run.truncate_records(0, 12)
     append(run.steps_path(0), lines(12, 15, loss=7.0))
     read_all(reader)
-    assert reader.curves.shared["loss"].points().means == [1.0] * 12 + [7.0] * 3
+    assert reader.curves.shared_series["loss"].points().means == [1.0] * 12 + [7.0] * 3
 
 
 def test_damaged_lines_are_passed_over(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}])
     append(run.steps_path(0), b'{"step": 20, "epo\n\xff\xfe\n' + b"[" * 3_000_000 + b"\n" + lines(20, 21))
     append(run.events_path, b"{damaged\n")
-    assert read_all(Reader(RunDir(run.path))).curves.done == 21
+    assert read_all(RunReader(RunDir(run.path))).curves.steps_done == 21
 
 
 @pytest.fixture
 def kept(tmp_path, write_run, monkeypatch):
     """A run whose summary lies beside it."""
-    monkeypatch.setattr("evener.watch.reader.WORTH_KEEPING", 1)
+    monkeypatch.setattr("evener.watch.run_reader.MIN_CACHED_BYTES", 1)
     run = write_run(tmp_path / "run", [{}, {}], steps=700, verdict="running")
-    first = read_all(Reader(RunDir(run.path)))
-    first.keep()
-    assert (run.path / KEPT).exists()
+    first = read_all(RunReader(RunDir(run.path)))
+    first.save_cache()
+    assert (run.path / CACHE_FILE).exists()
     return run, first
 
 
-def same(a: Reader, b: Reader) -> bool:
-    return msgspec.msgpack.encode(a.curves.keep()) == msgspec.msgpack.encode(b.curves.keep())
+def same(a: RunReader, b: RunReader) -> bool:
+    return msgspec.msgpack.encode(a.curves.to_stored()) == msgspec.msgpack.encode(b.curves.to_stored())
 
 
 def test_what_was_read_is_not_read_again(kept, monkeypatch):
     run, first = kept
     read = []
-    add = Curves.add
-    monkeypatch.setattr(Curves, "add", lambda self, rank, records: (read.extend(records), add(self, rank, records)))
+    add = RunCurves.add
+    monkeypatch.setattr(RunCurves, "add", lambda self, rank, records: (read.extend(records), add(self, rank, records)))
     append(run.steps_path(1), lines(700, 703))
-    again = read_all(Reader(RunDir(run.path)))
+    again = read_all(RunReader(RunDir(run.path)))
     assert [one.step for one in read] == [700, 701, 702]
-    assert again.curves.done == 703
+    assert again.curves.steps_done == 703
     read_all(first)
     assert same(first, again)
 
@@ -192,7 +192,7 @@ def test_what_was_read_is_not_read_again(kept, monkeypatch):
 @pytest.mark.parametrize("damage", ["bytes", "version", "replaced", "cut", "other"])
 def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
     run, first = kept
-    path = run.path / KEPT
+    path = run.path / CACHE_FILE
     packed = path.read_bytes()
     if damage == "bytes":
         path.write_bytes(packed[: len(packed) // 2])
@@ -203,7 +203,7 @@ def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
         tree["curves"]["shared"]["loss"]["counts"] = [1, 2, 3]
         path.write_bytes(msgspec.msgpack.encode(tree))
     if damage == "replaced":
-        run.keep_records_before(0, 700)
+        run.truncate_records(0, 700)
     if damage == "cut":
         text = run.steps_path(0).read_bytes()
         with run.steps_path(0).open("r+b") as file:
@@ -211,7 +211,7 @@ def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
             file.seek(0, 2)
             file.write(text[-40:])
         path.write_bytes(packed[:10])
-    assert same(read_all(Reader(RunDir(run.path))), first)
+    assert same(read_all(RunReader(RunDir(run.path))), first)
 
 
 @settings(deadline=None, max_examples=num_examples(20, 40))
@@ -219,15 +219,15 @@ def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
 def test_no_summary_ends_the_page(tmp_path_factory, data):
     """Whatever stands there."""
     folder = tmp_path_factory.mktemp("run")
-    (folder / KEPT).write_bytes(data.draw(st.binary(max_size=200)))
-    assert Reader(RunDir(folder)).curves.done == 0
+    (folder / CACHE_FILE).write_bytes(data.draw(st.binary(max_size=200)))
+    assert RunReader(RunDir(folder)).curves.steps_done == 0
 
 
 def test_what_is_remembered_does_not_grow():
     """Ten times as many steps, as many bytes."""
-    sizes, curves = [], Curves()
+    sizes, curves = [], RunCurves()
     for first in range(0, 50_000, 5000):
         for rank in range(2):
             curves.add(rank, [record(step) for step in range(first, first + 5000)])
-        sizes.append(len(msgspec.msgpack.encode(curves.keep())))
+        sizes.append(len(msgspec.msgpack.encode(curves.to_stored())))
     assert max(sizes) < 1.1 * sizes[0]

@@ -27,17 +27,16 @@ import typer
 
 from evener.cli import main as cli
 from evener.core.errors import EvenerError, HostError
-from evener.core.files import digest_of, write_atomic
-from evener.core.fleet import Host
-from evener.core.plan import HostPlan, Plan, find_plan, write_plan
+from evener.core.file_io import file_digest, write_atomic
+from evener.core.fleet_file import HostConfig
+from evener.core.run_plan import HostPlan, Plan, read_plan_if_present, write_plan
 from evener.core.rundir import Checkpoint, RunDir
-from evener.core.spans import Aside, Exchange, Joint, Lap, Pass, StepSpans
-from evener.corpus.verbs import make_verbs
-from evener.corpus.write import prepare
-from evener.hosts.remote import runs as remote_runs
+from evener.core.step_spans import BetweenStepsSpan, BucketSpan, LayerGroupSpan, PhaseSpan, ProfilerClockSync, StepSpans
+from evener.corpus.prepare_corpus import prepare
+from evener.corpus.verbs import make_verb_corpus
+from evener.hosts.remote import run_control as remote_runs
 from evener.hosts.session import RemoteError
-from evener.launch import carry, here, mirror, tool
-from evener.launch import fleet as launcher
+from evener.launch import checkpoint_transfer, launcher, local_run, mirror, torch_subprocess
 from tests.sample_runs import write_run
 
 NUM, SEED = 300, 20261123
@@ -116,13 +115,13 @@ class Started(Exception):
 class HereSession:
     """A host that is this process: what runs there reads its files here. Others cannot be reached."""
 
-    def __init__(self, name: str, host: Host, *_: object) -> None:
+    def __init__(self, name: str, host: HostConfig, *_: object) -> None:
         if not host.is_local:
             raise HostError(f"{name}: cannot be reached", check="ssh.unreachable", host=name, hint="is it on?")
         self.name = name
 
     def stream(self, module: str, function: str, *, timeout_s: float = 0, **args: Any) -> Iterator[Any]:
-        assert module == "runs"
+        assert module == "run_control"
         try:
             value = getattr(remote_runs, function)(**args)
             yield from value if isinstance(value, Iterator) else [value]
@@ -141,7 +140,7 @@ class HereSession:
 
 def make_world(folder: Path) -> None:
     """Small and whole examples of all files that TARGETS names."""
-    splits, files = make_verbs(0, 300, 0.1)
+    splits, files = make_verb_corpus(0, 300, 0.1)
     prepare(folder / "data" / "verbs", splits, tokenizer="byte", extra=files)
     (folder / "fleet.toml").write_text(FLEET)
     (folder / "run.toml").write_text(SPEC)
@@ -151,20 +150,30 @@ def make_world(folder: Path) -> None:
     write_atomic(away / "events.jsonl", b'{"event":"checkpoint","step":50,"time":1.5}\n')
     write_atomic(away / "mirror.json", b'{"steps/rank-1.jsonl":["1:2",3]}')
     run = RunDir(folder / "runs" / "away")
-    plan = find_plan(run)
+    plan = read_plan_if_present(run)
     assert plan is not None
-    parts = [HostPlan(name=name, host=Host(address=address), node_rank=rank, first_rank=rank, num_ranks=1, env={},
+    parts = [HostPlan(name=name, host=HostConfig(address=address), node_rank=rank, first_rank=rank, num_ranks=1, env={},
                       address=f"10.0.0.{rank}", interface="lan", run="/nowhere", code=None, cwd="/", argv=["python"])
              for rank, (name, address) in enumerate([("attic", "192.168.1.36"), ("laptop", "local")])]  # fmt: skip
     write_plan(run, msgspec.structs.replace(plan, hosts=parts, spec=run.manifest().spec, roster=run.manifest().roster))
     alone = write_run(folder / "runs" / "here", [{}, {}], sync_s=0.01, evaluations={9: 2.0, 19: 1.5}, steps=12)
     for rank in range(2):
-        spans = [StepSpans(step=step, epoch=0, clock=1.8e9, begun_s=5.0 + step, laps=[Lap("compute_s", 0.0, 0.1)],
-                           exchanges=[Exchange(0, 0.05, 0.1, 8, 8)], passes=[Pass("blocks", False, 0.0, 0.05)],
-                           asides=[Aside("checkpoint", 0.2, 0.3)], news=[(0.3, 0.4)])
-                 for step in (3, 4, 9)]  # fmt: skip
+        spans = [
+            StepSpans(
+                step=step,
+                epoch=0,
+                clock=1.8e9,
+                begun_s=5.0 + step,
+                laps=[PhaseSpan("compute_s", 0.0, 0.1)],
+                exchanges=[BucketSpan(0, 0.05, 0.1, 8, 8)],
+                passes=[LayerGroupSpan("blocks", False, 0.0, 0.05)],
+                asides=[BetweenStepsSpan("checkpoint", 0.2, 0.3)],
+                news=[(0.3, 0.4)],
+            )
+            for step in (3, 4, 9)
+        ]
         write_atomic(alone.spans_path(rank), b"".join(msgspec.json.encode(one) + b"\n" for one in spans))
-    joint = Joint(mark="evener: clock 1", clock=1.8e9, at_s=7.0, error_s=1e-6, steps=[3, 4])
+    joint = ProfilerClockSync(mark="evener: clock 1", clock=1.8e9, at_s=7.0, error_s=1e-6, steps=[3, 4])
     profiled = [{"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "thread"}},
                 *({"ph": "X", "name": name, "cat": "cpu_op", "ts": ts, "dur": 9.5, "pid": 1, "tid": 2}
                   for name, ts in (("evener: clock 1", 5e6), ("aten::mm", 6.01e6), ("aten::mul", 6.02e6)))]  # fmt: skip
@@ -174,11 +183,11 @@ def make_world(folder: Path) -> None:
     shutil.copy(folder / "data" / "verbs" / "tokenizer.json", alone.path)
     saved = alone.checkpoint_path(3)
     write_atomic(saved / "weights.safetensors", b"weights")
-    digests = {"weights.safetensors": digest_of(saved / "weights.safetensors")}
+    digests = {"weights.safetensors": file_digest(saved / "weights.safetensors")}
     checkpoint = Checkpoint(step=3, world_size=2, val_loss=None, tensor_names=["a"], states={}, files=digests,
                             replica_hashes=[["x"], ["x"]])  # fmt: skip
     write_atomic(saved / "state.json", msgspec.json.encode(checkpoint))
-    part = HostPlan(name="here", host=Host(address="local"), node_rank=0, first_rank=0, num_ranks=2, env={},
+    part = HostPlan(name="here", host=HostConfig(address="local"), node_rank=0, first_rank=0, num_ranks=2, env={},
                     address="127.0.0.1", interface="lo", run=None, code=None, cwd="/", argv=["python"])  # fmt: skip
     manifest = alone.manifest()
     write_plan(alone, Plan(id="1234", kind="train", roster=manifest.roster, spec=manifest.spec, hosts=[part]))
@@ -358,11 +367,11 @@ def outcome(args: list[str]) -> tuple[str, str]:
 def nothing_begins() -> Iterator[None]:
     """Hosts are this process, and what would train, load weights or end a process does not."""
     with contextlib.ExitStack() as stack:
-        for place in (launcher, mirror, carry):
+        for place in (launcher, mirror, checkpoint_transfer):
             stack.enter_context(mock.patch.object(place, "open_session", HereSession))
         stack.enter_context(mock.patch("evener.hosts.session.connect", side_effect=Started))
-        stack.enter_context(mock.patch.object(here, "this_machine_connected", side_effect=Started))
-        stack.enter_context(mock.patch.object(tool, "lines_of", side_effect=Started))
+        stack.enter_context(mock.patch.object(local_run, "open_local_session", side_effect=Started))
+        stack.enter_context(mock.patch.object(torch_subprocess, "program_lines", side_effect=Started))
         stack.enter_context(mock.patch.object(os, "kill", side_effect=Started))
         yield
 

@@ -11,31 +11,40 @@ import pytest
 
 from evener.core.corpus import load_corpus
 from evener.core.errors import UsageError
-from evener.core.fleet import Link, load_fleet
+from evener.core.fleet_file import HostLink, load_fleet
+from evener.core.fleet_update import update_fleet_file
 from evener.core.hardware import HARDWARE
 from evener.core.link import parse_link
-from evener.core.measured import update_fleet
 from evener.core.prediction import HostRates, Prediction
 from evener.core.roster import parse_sync
+from evener.core.run_spec import parse_args
 from evener.core.shape import PRESETS, shape_of_size
-from evener.core.spec import parse_args
-from evener.corpus.verbs import make_verbs
-from evener.corpus.write import prepare
-from evener.plan.advice import advice_of
-from evener.plan.bill import Offer, bill, parse_offers, parse_tokens
-from evener.plan.cost import price
-from evener.plan.options import host_sets, what_does_not_fit
-from evener.plan.question import Question, Words, answer, changed, chosen_hosts, of_fleet, of_words, rented
+from evener.corpus.prepare_corpus import prepare
+from evener.corpus.verbs import make_verb_corpus
+from evener.plan.advice import collect_advice
+from evener.plan.cost_model import predict_step
+from evener.plan.options import candidate_host_sets, explain_memory_shortage
+from evener.plan.plan_request import (
+    MachineFlags,
+    PlanRequest,
+    answer_request,
+    change_request,
+    request_for_rental,
+    request_from_flags,
+    request_from_fleet,
+    request_on_hosts,
+)
+from evener.plan.training_cost import RentalOffer, estimate_training_cost, parse_offers, parse_tokens
 
 from .planner import cluster_of, job_of
 
 
-def asked(words: Words, *flags: str, params: str | None = None) -> Question:
-    return of_words(words, parse_args(list(flags)), None, params)
+def asked(words: MachineFlags, *flags: str, params: str | None = None) -> PlanRequest:
+    return request_from_flags(words, parse_args(list(flags)), None, params)
 
 
 def lines(found: Prediction) -> list[str]:
-    return [advice.text for advice in advice_of(found)]
+    return [advice.text for advice in collect_advice(found)]
 
 
 def told(found: Prediction) -> str:
@@ -47,9 +56,9 @@ def told(found: Prediction) -> str:
 
 def test_a_laptop_and_a_desktop_on_wifi():
     """The learner: do my desktop of 8 cores and my laptop of 4 help each other tonight?"""
-    home = Words(gpus="cpu:8,cpu:4", memory="32GB,16GB", link="wifi:200Mbit")
+    home = MachineFlags(gpus="cpu:8,cpu:4", memory="32GB,16GB", link="wifi:200Mbit")
     flags = ["--model=char", "--batch=16", "--steps=2000"]
-    exact = answer(asked(home, *flags, "--loss-budget=0"))
+    exact = answer_request(asked(home, *flags, "--loss-budget=0"))
     assert exact.verdict == "Leave node2 out: with it 579 tokens/s, without 5.3k tokens/s."
     assert lines(exact) == [
         "A step on all hosts takes 7.08 s, of which 6.54 s (92%) is communication that computing does not hide.",
@@ -58,7 +67,7 @@ def test_a_laptop_and_a_desktop_on_wifi():
         "Or with --batch 512, 32 times as many sequences a step: both would train 1.13 times as much as node1 alone: "
         "another training run.",
     ]
-    lossy = answer(asked(home, *flags))
+    lossy = answer_request(asked(home, *flags))
     assert lossy.verdict == (
         "Train on both hosts with diloco:10:int8:streamed: 7.8k tokens/s, 1.49 times the fastest host alone; its loss "
         "was 0.9% higher at equal tokens (bench/loss.py: 10.7M parameters, 2 ranks, 2000 steps of 16 × 256 tokens, 4 "
@@ -70,8 +79,8 @@ def test_a_laptop_and_a_desktop_on_wifi():
 
 def test_four_unequal_gpus_on_a_fast_home_network():
     """The home-lab owner: 20k, 12k, 12k and 3k tokens/s over 2.5GbE."""
-    home = Words(rates="20000,12000,12000,3000", link="2.5GbE")
-    found = answer(asked(home, "--model=gpt2", "--batch=64", "--device=cuda", "--loss-budget=0"))
+    home = MachineFlags(rates="20000,12000,12000,3000", link="2.5GbE")
+    found = answer_request(asked(home, "--model=gpt2", "--batch=64", "--device=cuda", "--loss-budget=0"))
     assert found.verdict == "Don't distribute this: node1 alone trains 20.0k tokens/s, all 4 hosts 16.8k tokens/s."
     assert lines(found)[1:3] == [
         "With ddp several hosts break even at 3.1Gbit between them; their links carry 2.12 Gbit/s of payload. "
@@ -82,16 +91,16 @@ def test_four_unequal_gpus_on_a_fast_home_network():
     # By hand, --batch 256 without node4: 117, 70 and 69 sequences at 1024 tokens take 6.0 s. 4/3 of 498 MB at 266 MB/s
     # are 2.5 s, of which the last backward, 2/3 of 16 sequences, hides 0.6 s: 262,144 tokens in 7.9 s are 33k.
     question = asked(home, "--model=gpt2", "--batch=256", "--device=cuda", "--sync=ddp")
-    at_256 = answer(chosen_hosts(question, "node1,node2,node3"))
+    at_256 = answer_request(request_on_hosts(question, "node1,node2,node3"))
     assert at_256.option(at_256.chosen).tokens_per_s == pytest.approx(33e3, rel=0.05)
 
 
 def test_eight_nodes_of_eight_h100_with_eight_adapters_each():
     """The engineer with rented nodes: does it scale, and does it fit?"""
-    rented_nodes = Words(nodes=8, per_node=8, gpus="h100", link="8x400Gbit")
-    found = answer(asked(rented_nodes, "--model=gpt2-xl", "--batch=1024", "--loss-budget=0"))
+    rented_nodes = MachineFlags(nodes=8, per_node=8, gpus="h100", link="8x400Gbit")
+    found = answer_request(asked(rented_nodes, "--model=gpt2-xl", "--batch=1024", "--loss-budget=0"))
     assert found.verdict == "Train on all 8 hosts with ddp: 2.8M tokens/s, 7.44 times the fastest host alone."
-    large = answer(asked(rented_nodes, "--batch=512", "--loss-budget=0", params="13b"))
+    large = answer_request(asked(rented_nodes, "--batch=512", "--loss-budget=0", params="13b"))
     assert large.verdict.startswith(
         "This cannot be trained here: does not fit: node1 has 80.0 GB, a run may fill 72.0 GB"
     )
@@ -116,11 +125,13 @@ def test_a_file_with_the_same_words_answers_the_same(tmp_path):
     hosts = "".join(f'[hosts.node{i}]\naddress = "node{i}"\ngpu = "h100"\ngpus = 8\n' for i in range(1, 9))
     file = write(tmp_path / "fleet.toml", f'link = "400GbE"\n{hosts}')
     spec = parse_args(["--model=gpt2", "--batch=512"])
-    by_file = answer(of_fleet(load_fleet(file), spec, None, None, "fleet.toml"))
-    by_flags = answer(of_words(Words(nodes=8, per_node=8, gpus="h100", link="400GbE"), spec, None))
+    by_file = answer_request(request_from_fleet(load_fleet(file), spec, None, None, "fleet.toml"))
+    by_flags = answer_request(
+        request_from_flags(MachineFlags(nodes=8, per_node=8, gpus="h100", link="400GbE"), spec, None)
+    )
     assert by_file.verdict == by_flags.verdict
     assert {one.name: one.step_s for one in by_file.options} == {one.name: one.step_s for one in by_flags.options}
-    assert advice_of(by_file) == advice_of(by_flags)
+    assert collect_advice(by_file) == collect_advice(by_flags)
     assert by_file.cluster.assumed == by_flags.cluster.assumed
 
 
@@ -137,7 +148,7 @@ measured = "2026-11-20"
 tokens_per_s = 90000
 dtype = "bf16"
 """)  # fmt: skip
-    question = of_fleet(load_fleet(file), parse_args(["--model=gpt2"]), None, None, "fleet.toml")
+    question = request_from_fleet(load_fleet(file), parse_args(["--model=gpt2"]), None, None, "fleet.toml")
     host = question.cluster.hosts["a"]
     assert (host.tokens_per_s, host.memory_bytes, host.basis) == ({"bf16": 90000}, 20_000_000_000, "measured")
     assert host.watts == HARDWARE["4090"].watts
@@ -158,11 +169,13 @@ gpu = "3060"
 [links.a]
 shed = "200Mbit,6ms"
 """)  # fmt: skip
-    cluster = of_fleet(load_fleet(file), parse_args(["--model=gpt2"]), None, None, "fleet.toml").cluster
-    assert cluster.between("a", "b") == cluster.between("b", "shed") == parse_link("10GbE").wire
+    cluster = request_from_fleet(load_fleet(file), parse_args(["--model=gpt2"]), None, None, "fleet.toml").cluster
+    assert cluster.link_between("a", "b") == cluster.link_between("b", "shed") == parse_link("10GbE").wire
     for source, target in (("a", "shed"), ("shed", "a")):
-        assert cluster.between(source, target).bandwidth_Bps == pytest.approx(parse_link("200Mbit").wire.bandwidth_Bps)
-        assert cluster.between(source, target).latency_s == pytest.approx(3e-3)
+        assert cluster.link_between(source, target).bandwidth_Bps == pytest.approx(
+            parse_link("200Mbit").wire.bandwidth_Bps
+        )
+        assert cluster.link_between(source, target).latency_s == pytest.approx(3e-3)
     assert not any("way back" in line for line in cluster.assumed)
 
 
@@ -179,8 +192,8 @@ address = "c"
 [links.a]
 c = "1GbE"
 """)  # fmt: skip
-    measured = Link(goodput_Bps=2e7, duplex_Bps=1.1e7, rtt_s=4e-3)
-    update_fleet(file, links={"a": {"b": measured, "c": measured}, "b": {"a": measured}})
+    measured = HostLink(goodput_Bps=2e7, duplex_Bps=1.1e7, rtt_s=4e-3)
+    update_fleet_file(file, links={"a": {"b": measured, "c": measured}, "b": {"a": measured}})
     links = load_fleet(file).links
     assert [links[a][b].is_shared for a, b in ("ab", "ba", "ac")] == [True, True, False]
     assert (links["a"]["b"].bandwidth_Bps, links["a"]["c"].bandwidth_Bps) == (2e7, 1.1e7)
@@ -222,23 +235,25 @@ def test_a_byte_order_mark_is_none_of_our_business(tmp_path):
 
 def test_a_model_that_does_not_fit_is_not_recommended():
     """A model of 873 GB was recommended for a GPU, and one of 22 GB for a laptop, without a word."""
-    found = answer(asked(Words(gpus="4090", memory=None), "--batch=8", params="13b"))
+    found = answer_request(asked(MachineFlags(gpus="4090", memory=None), "--batch=8", params="13b"))
     assert found.recommended == ""
     assert "No micro-batch fits" in told(found)
-    unknown = answer(asked(Words(rates="500"), "--model=gpt2-xl", "--batch=8"))
+    unknown = answer_request(asked(MachineFlags(rates="500"), "--model=gpt2-xl", "--batch=8"))
     assert "Does it fit? A rank needs" in told(unknown)
     assert "but the memory of node1 is not known" in told(unknown)
 
 
 def test_what_fits_is_found_and_fits():
-    words = Words(gpus="3060,3060", link="10GbE")
-    found = answer(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"))
+    words = MachineFlags(gpus="3060,3060", link="10GbE")
+    found = answer_request(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"))
     assert found.recommended == ""
-    (advice,) = [one for one in advice_of(found) if one.flags]
+    (advice,) = [one for one in collect_advice(found) if one.flags]
     texts = {name.removeprefix("--").replace("-", "_"): value or "true" for name, value in advice.flags.items()}
-    again = answer(changed(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"), texts, None))
+    again = answer_request(
+        change_request(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"), texts, None)
+    )
     chosen = again.option(again.chosen)
-    assert what_does_not_fit(chosen, again.cluster) == ""
+    assert explain_memory_shortage(chosen, again.cluster) == ""
     assert chosen.tokens_per_s == pytest.approx(advice.tokens_per_s, rel=0.01)
 
 
@@ -247,9 +262,9 @@ def test_what_fits_is_found_and_fits():
 
 def test_a_bill_by_hand():
     """1e9 tokens at 1,000 a second are 277.8 hours; 500 W make 138.9 kWh; at 0.40 that is 55.56."""
-    question = asked(Words(rates="1000", watts=500.0), "--model=gpt2", "--batch=8")
-    found = answer(question)
-    one = bill(found.option(found.recommended), found.cluster, parse_tokens("1B"), 0.40)
+    question = asked(MachineFlags(rates="1000", watts=500.0), "--model=gpt2", "--batch=8")
+    found = answer_request(question)
+    one = estimate_training_cost(found.option(found.recommended), found.cluster, parse_tokens("1B"), 0.40)
     assert one.hours == pytest.approx(1e9 / 1000 / 3600)
     assert one.kwh == pytest.approx(138.9, rel=1e-3)
     assert one.money == pytest.approx(55.56, rel=1e-3)
@@ -257,14 +272,14 @@ def test_a_bill_by_hand():
 
 
 def test_rented_by_hand():
-    question = asked(Words(rates="1000"), "--model=gpt2", "--batch=8")
+    question = asked(MachineFlags(rates="1000"), "--model=gpt2", "--batch=8")
     (offer,) = parse_offers("8xh100@20")
-    assert offer == Offer(num_gpus=8, gpu="h100", price_per_h=20.0)
-    there = answer(rented(question, offer))
-    assert there.cluster.names == ["node1"]
+    assert offer == RentalOffer(num_gpus=8, gpu="h100", price_per_h=20.0)
+    there = answer_request(request_for_rental(question, offer))
+    assert there.cluster.host_names == ["node1"]
     assert len(there.cluster.seats) == 8
     option = there.option(there.recommended)
-    one = bill(option, there.cluster, 1e9, 0.40)
+    one = estimate_training_cost(option, there.cluster, 1e9, 0.40)
     assert one.money == pytest.approx(20 * 1e9 / option.tokens_per_s / 3600)  # its owner pays for its electricity
     assert one.spread > 0.3  # nobody measured it
 
@@ -296,15 +311,15 @@ def test_ranks_that_are_alike_are_one_case():
     copied = {name: msgspec.structs.replace(host) for name, host in same.hosts.items()}
     one_by_one = msgspec.structs.replace(same, hosts=copied)
     for sync in ("ddp", "int8", "fsdp", "diloco:10"):
-        roster = msgspec.structs.replace(job.roster(same.seats), sync=parse_sync(sync))
-        assert price(job, same, roster) == price(job, one_by_one, roster)
+        roster = msgspec.structs.replace(job.initial_roster(same.seats), sync=parse_sync(sync))
+        assert predict_step(job, same, roster) == predict_step(job, one_by_one, roster)
 
 
 def test_hosts_are_looked_at_in_few_sets():
     for num in (4, 16, 64, 1000):
         machines = cluster_of(*[100.0] * num, wire=parse_link("1GbE").wire, names=[f"h{i}" for i in range(num)])
         job = job_of(PRESETS["char"], batch=4096)
-        assert len(host_sets(job, machines)) <= 16
+        assert len(candidate_host_sets(job, machines)) <= 16
 
 
 # --- what a hostile reader found --------------------------------------------------------------------------------------
@@ -313,15 +328,15 @@ def test_hosts_are_looked_at_in_few_sets():
 @pytest.mark.parametrize("sync", ["fsdp", "hsdp", "zero1", "int8", "powersgd:4", "diloco:10"])
 def test_nothing_slower_than_one_host_is_recommended(sync):
     """Where train cannot run what was asked for, or nobody may: one host of eight GPUs by ddp."""
-    words = Words(nodes=2, per_node=8, gpus="4090", link="1GbE")
-    found = answer(asked(words, "--model=gpt2", "--batch=64", f"--sync={sync}"))
+    words = MachineFlags(nodes=2, per_node=8, gpus="4090", link="1GbE")
+    found = answer_request(asked(words, "--model=gpt2", "--batch=64", f"--sync={sync}"))
     best = found.option(found.recommended)
     assert best.speedup_vs_best_host is not None
     assert best.speedup_vs_best_host >= 1
-    for advice in advice_of(found):
+    for advice in collect_advice(found):
         if "--link" in advice.flags:
             texts = {"sync": advice.flags["--sync"]} if "--sync" in advice.flags else {}
-            again = answer(changed(asked(words, "--model=gpt2", "--batch=64", f"--sync={sync}"), texts,
+            again = answer_request(change_request(asked(words, "--model=gpt2", "--batch=64", f"--sync={sync}"), texts,
                                    advice.flags["--link"]))  # fmt: skip
             assert len(again.option(again.recommended).roster.hosts) == 2
 
@@ -329,15 +344,15 @@ def test_nothing_slower_than_one_host_is_recommended(sync):
 def test_the_order_of_hosts_says_nothing_of_hsdp():
     speeds = []
     for gpus in ("h100,4090", "4090,h100"):
-        words = Words(per_node=8, gpus=gpus, link="400GbE")
-        found = answer(asked(words, "--batch=64", "--loss-budget=0", params="1b"))
+        words = MachineFlags(per_node=8, gpus=gpus, link="400GbE")
+        found = answer_request(asked(words, "--batch=64", "--loss-budget=0", params="1b"))
         speeds.append(found.option("hsdp").tokens_per_s)
     assert speeds[0] == pytest.approx(speeds[1])
 
 
 def test_break_even_link_is_slower_than_a_link_that_is_worthwhile():
     """The hosts' link is worthwhile; the slowest named link is not, for its latency."""
-    found = answer(asked(Words(rates="8000", nodes=2, link="100Mbit"), "--model=tiny", "--batch=16"))
+    found = answer_request(asked(MachineFlags(rates="8000", nodes=2, link="100Mbit"), "--model=tiny", "--batch=16"))
     (line,) = [line for line in lines(found) if "ddp breaks even at" in line]
     assert float(line.split("even at ")[1].split("Mbit")[0]) < 100
 
@@ -345,30 +360,37 @@ def test_break_even_link_is_slower_than_a_link_that_is_worthwhile():
 def test_a_fleet_of_a_thousand_hosts_with_one_link_of_its_own(tmp_path):
     hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\ngpu = "4090"\n' for i in range(1200))
     file = write(tmp_path / "fleet.toml", f'link = "10GbE"\n{hosts}[links.n0]\nn1 = "1GbE"\n')
-    question = of_fleet(load_fleet(file), parse_args(["--model=tiny", "--batch=1200"]), None, None, "fleet.toml")
+    question = request_from_fleet(
+        load_fleet(file), parse_args(["--model=tiny", "--batch=1200"]), None, None, "fleet.toml"
+    )
     assert len({id(host) for host in question.cluster.hosts.values()}) == 1
-    assert answer(question).recommended
+    assert answer_request(question).recommended
 
 
 def test_equal_figures_that_were_written_twice_are_equal_hosts(tmp_path):
     rates = "".join(f"[rates.n{i}.cpu.models.char]\ntokens_per_s = 500\n" for i in range(3))
     hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\n' for i in range(3))
     file = write(tmp_path / "fleet.toml", f'link = "1GbE"\n{hosts}{rates}')
-    question = of_fleet(load_fleet(file), parse_args(["--model=char", "--batch=24"]), None, None, "fleet.toml")
+    question = request_from_fleet(
+        load_fleet(file), parse_args(["--model=char", "--batch=24"]), None, None, "fleet.toml"
+    )
     assert len({id(host) for host in question.cluster.hosts.values()}) == 1
 
 
 def test_tables_cost_the_rows_that_the_corpus_looks_up(tmp_path):
     """With nobody's corpus no two tokens of a step are alike, and the answer says so; other flags change neither."""
-    prepare(tmp_path / "verbs", make_verbs(0, 2000, 0.1)[0], tokenizer="byte")
-    corpus, words = load_corpus(tmp_path / "verbs"), Words(rates="500", nodes=2, link="1GbE")
+    prepare(tmp_path / "verbs", make_verb_corpus(0, 2000, 0.1)[0], tokenizer="byte")
+    corpus, words = load_corpus(tmp_path / "verbs"), MachineFlags(rates="500", nodes=2, link="1GbE")
     spec = parse_args(["--model=d4", "--block-size=64", "--batch=16", "--sync=ddp+sparse"])
-    known, unknown = (of_words(words, spec, one, None) for one in (corpus, None))
+    known, unknown = (request_from_flags(words, spec, one, None) for one in (corpus, None))
     assert [any("+sparse" in told for told in one.cluster.assumed) for one in (known, unknown)] == [False, True]
-    assert (unknown.job.rows(8), known.job.rows(8)) == (8 * 64, pytest.approx(known.job.distinct_tokens[3]))
-    assert known.job.rows(8) < len(set(bytes(range(32, 127))))  # of bytes that are text
-    assert changed(known, {"batch": "32"}, None).job.distinct_tokens == known.job.distinct_tokens
-    assert changed(known, {"block_size": "32"}, None).job.distinct_tokens == []
+    assert (unknown.job.embedding_rows(8), known.job.embedding_rows(8)) == (
+        8 * 64,
+        pytest.approx(known.job.distinct_tokens[3]),
+    )
+    assert known.job.embedding_rows(8) < len(set(bytes(range(32, 127))))  # of bytes that are text
+    assert change_request(known, {"batch": "32"}, None).job.distinct_tokens == known.job.distinct_tokens
+    assert change_request(known, {"block_size": "32"}, None).job.distinct_tokens == []
 
 
 def test_a_host_without_a_price_is_not_free():
@@ -379,26 +401,26 @@ def test_a_host_without_a_price_is_not_free():
     job = job_of(PRESETS["gpt2"], batch=64, model="gpt2")
     machines = cluster_of(1e5, 1e5, wire=parse_link("400GbE").wire, devices=("cuda:0",))
     both = msgspec.structs.replace(machines, hosts={"a": one, "b": two})
-    option = price(job, both, job.roster(both.seats))
-    found = bill(option, both, 1e9, 0.30)
+    option = predict_step(job, both, job.initial_roster(both.seats))
+    found = estimate_training_cost(option, both, 1e9, 0.30)
     assert found.money == pytest.approx((2.0 + 0.5 * 0.30) * found.hours)
-    assert bill(option, both, 1e9, None).money is None
+    assert estimate_training_cost(option, both, 1e9, None).money is None
     assert found.kwh is None  # of b nobody knows
 
 
 def test_too_many_ranks_are_counted_before_they_are_made():
     with pytest.raises(UsageError, match="4194304 ranks, more than 65536"):
-        asked(Words(nodes=4096, per_node=1024, gpus="4090", link="400GbE"))
+        asked(MachineFlags(nodes=4096, per_node=1024, gpus="4090", link="400GbE"))
     with pytest.raises(UsageError, match="512 ranks, more than the 16 sequences"):
-        asked(Words(nodes=64, per_node=8, gpus="4090", link="400GbE"))
+        asked(MachineFlags(nodes=64, per_node=8, gpus="4090", link="400GbE"))
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 
 def test_some_cases_of_the_sweep():
-    """`bench/planner.py` looks at thousands of them."""
-    path = Path(__file__).parents[2] / "bench" / "planner.py"
+    """`bench/planner_properties.py` looks at thousands of them."""
+    path = Path(__file__).parents[2] / "bench" / "planner_properties.py"
     spec = util.spec_from_file_location("evener_planner_sweep", path)
     assert spec is not None
     assert spec.loader is not None
@@ -406,6 +428,6 @@ def test_some_cases_of_the_sweep():
     sys.modules[spec.name] = sweep
     spec.loader.exec_module(sweep)
     violations: list[str] = []
-    looked, violated = sweep.sweep(70_000, 30, violations.append)
+    looked, violated = sweep.run_cases(70_000, 30, violations.append)
     assert not violated, violations
     assert len(looked) >= 12

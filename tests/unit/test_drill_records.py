@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evener.lab.drills import DRILLS
-from evener.lab.drills_runs import DRILLS as OF_RUNS
+from evener.lab.drill_catalog import DRILLS
+from evener.lab.drills_runs import RUN_DRILLS as OF_RUNS
 
 from .. import drill_records
 
@@ -19,5 +19,5 @@ def test_every_drill_of_doctor_has_a_record():
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_fault_is_named_and_nothing_else(name):
     drill, found = DRILLS[name], drill_records.findings(drill_records.read(name))
-    assert drill.named_in(found)
-    assert drill.others_in(found) == []
+    assert drill.expected_finding(found)
+    assert drill.unexpected_findings(found) == []

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from evener.core.roster import parse_sync
-from evener.report.explain import explain_run, explain_scaling, limit
-from evener.report.summary import summarize
+from evener.report.explain import explain_bottleneck, explain_run, explain_scaling
+from evener.report.run_summary import summarize_run
 
 MARKS = {  # words by which a paragraph names a cause
     "cores": "because the cores were taken already",
@@ -36,7 +36,9 @@ def named(text: str) -> list[str]:
 def one(tmp_path, write_run, contention):
     """One process with one thread on a machine with two cores: a second process finds a free core."""
     found = contention(1, alone_s=0.1)
-    return lambda **other: summarize(write_run(tmp_path / "1", [{}], **({"cpus": [0.99], "contention": found} | other)))
+    return lambda **other: summarize_run(
+        write_run(tmp_path / "1", [{}], **({"cpus": [0.99], "contention": found} | other))
+    )
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def two(tmp_path, write_run, contention):
 
     def make(costs=({}, {}), **other):
         given = {"cpus": [0.99, 0.99], "contention": contention(2), "sync_s": 0.02} | other
-        return summarize(write_run(tmp_path / "2", [half | cost for cost in costs], **given))
+        return summarize_run(write_run(tmp_path / "2", [half | cost for cost in costs], **given))
 
     return make
 
@@ -145,7 +147,7 @@ def test_straggler(one, two, costs, other, why):
     story = " ".join(explain_run(run))
     assert "The straggler is rank 1: it waits least, 0 µs a step, and rank 0 waits 50 ms for it" in story
     assert why in story
-    assert limit(run).startswith("Limited by rank 1, for which rank 0 waits 49% of each step; ")
+    assert explain_bottleneck(run).startswith("Limited by rank 1, for which rank 0 waits 49% of each step; ")
 
 
 def test_ranks_late_in_turns(one, two):
@@ -162,7 +164,7 @@ def test_input(one, two):
 
 def test_optimizer(tmp_path, write_run, two, contention):
     slow = {"optimizer_s": 0.08}
-    before = summarize(write_run(tmp_path / "1", [slow], cpus=[0.99], contention=contention(1, alone_s=0.1)))
+    before = summarize_run(write_run(tmp_path / "1", [slow], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two([slow, slow])])
     assert named(text) == ["optimizer"]
     assert "40 ms are lost because every process repeats the whole update of 119.1k parameters: 80 ms, and 80" in text
@@ -199,7 +201,7 @@ def test_unexplained_is_said(one, two):
 
 def test_a_part_that_shrank_is_a_gain(tmp_path, write_run, two, contention):
     long = {"data_s": 0.05, "exposed_sync_s": 0.06, "optimizer_s": 0.08}  # a busy machine, or DDP of one rank
-    before = summarize(write_run(tmp_path / "1", [long], cpus=[0.99], contention=contention(1, alone_s=0.1)))
+    before = summarize_run(write_run(tmp_path / "1", [long], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two()])
     for part in ("the update: 2 ms a step, and 80 ms", "communication that backward did not hide", "waiting for input"):
         assert f"are gained in {part}" in text
@@ -249,7 +251,7 @@ def test_every_process_with_a_batch_of_its_own(one, two):
 
 
 def test_a_run_without_steps_is_left_out(tmp_path, write_run, one, two):
-    failed = summarize(write_run(tmp_path / "4", [{}] * 4, steps=0, verdict="failed"))
+    failed = summarize_run(write_run(tmp_path / "4", [{}] * 4, steps=0, verdict="failed"))
     text = explain_scaling([one(), two(), failed])
     assert text.startswith("The run with 4 processes recorded no step (failed): it is left out.")
     assert "2.00 times as many" in text
@@ -288,7 +290,7 @@ def test_one_rank(one):
     assert "105 ms (p50; p95 105 ms): 9.8k tokens/s" in story[1]
     assert "100 ms forward and backward (95%), 4 ms the update of the weights (4%)" in story[2]
     assert "1 process with 1 thread on 2 cores: while it had work, a rank ran on 0.99 cores" in story[3]
-    assert limit(one()) == "Limited by computing: forward and backward are 95% of each step."
+    assert explain_bottleneck(one()) == "Limited by computing: forward and backward are 95% of each step."
 
 
 def test_two_ranks_in_step(two):
@@ -305,11 +307,11 @@ def test_a_run_of_which_little_was_measured(two):
     assert "How long the ranks wait for each other was not measured." in story
     assert "How long the all-reduces take was not measured." in story
     assert "on how many cores they really ran was not measured" in story
-    assert "not all phases of a step were measured" in limit(two([{"wait_s": None}] * 2))
+    assert "not all phases of a step were measured" in explain_bottleneck(two([{"wait_s": None}] * 2))
 
 
 def test_no_steps(tmp_path, write_run):
-    assert explain_run(summarize(write_run(tmp_path / "r", [{}], steps=0))) == [
+    assert explain_run(summarize_run(write_run(tmp_path / "r", [{}], steps=0))) == [
         "No step was recorded, so there is nothing to explain."
     ]
 
@@ -323,11 +325,11 @@ def test_gpus_are_not_explained_by_cores(one, two):
 def test_waiting_threads_on_busy_cores_are_told_how_to_let_go(tmp_path, write_run):
     """Two threads that had half a core between them: what a person can do stands beside what happened."""
     run = write_run(tmp_path / "run", [{}], threads=2, cpus=[0.5])
-    text = " ".join(explain_run(summarize(run)))
+    text = " ".join(explain_run(summarize_run(run)))
     assert "It was not really running on its 2 threads" in text
     assert "OMP_WAIT_POLICY=PASSIVE before the command" in text
     alone = write_run(tmp_path / "one", [{}], threads=1, cpus=[0.5])
-    assert "OMP_WAIT_POLICY" not in " ".join(explain_run(summarize(alone)))
+    assert "OMP_WAIT_POLICY" not in " ".join(explain_run(summarize_run(alone)))
 
 
 def test_replicas_that_drift_are_not_told_to_add_gradients(tmp_path, write_run):
@@ -335,7 +337,7 @@ def test_replicas_that_drift_are_not_told_to_add_gradients(tmp_path, write_run):
     manifest = rundir.manifest()
     roster = msgspec.structs.replace(manifest.roster, sync=parse_sync("diloco:10:int8"))
     rundir.write_manifest(msgspec.structs.replace(manifest, roster=roster))
-    told = " ".join(explain_run(summarize(rundir)))
+    told = " ".join(explain_run(summarize_run(rundir)))
     assert "trains it by itself for 10 steps on its own part of each batch" in told
     assert "the mean over 10 steps, of which one exchanges" in told
     assert "backward" not in told.split("average what they learned")[1].split("All-reduces")[1].split(".")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.core.errors import RunError
-from evener.core.failure import is_consequence
+from evener.core.peer_failure import is_peer_failure
 
 AFTER = [
     "[../gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.77.0.2]:41234",
@@ -22,17 +22,17 @@ OWN = ["peer pressure", "CUDA out of memory", "mat1 and mat2 shapes cannot be mu
 
 @pytest.mark.parametrize("text", AFTER)
 def test_consequences(text: str) -> None:
-    assert is_consequence(RuntimeError(text))
-    assert not is_consequence(RunError(text))  # ours say what they mean
+    assert is_peer_failure(RuntimeError(text))
+    assert not is_peer_failure(RunError(text))  # ours say what they mean
 
 
 @pytest.mark.parametrize("text", OWN)
 def test_failures_of_its_own(text: str) -> None:
-    assert not is_consequence(RuntimeError(text))
+    assert not is_peer_failure(RuntimeError(text))
 
 
 def test_torchs_errors_by_name() -> None:
     class DistNetworkError(RuntimeError):
         """As torch's, which is not imported here."""
 
-    assert is_consequence(DistNetworkError("anything at all"))
+    assert is_peer_failure(DistNetworkError("anything at all"))

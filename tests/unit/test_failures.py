@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from evener.core.files import write_atomic
-from evener.core.fleet import Host
-from evener.core.plan import HostPlan, Plan
+from evener.core.file_io import write_atomic
+from evener.core.fleet_file import HostConfig
+from evener.core.run_plan import HostPlan, Plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
-from evener.launch.failures import first_failure
+from evener.launch.root_cause import first_failure
 
 PEER = "RuntimeError: [gloo/pair.cc:537] Connection closed by peer [10.0.0.2]:1"
 TRACE = "\n".join(f"frame #{i}: somewhere in libtorch" for i in range(40))
@@ -20,7 +20,7 @@ TRACE = "\n".join(f"frame #{i}: somewhere in libtorch" for i in range(40))
 
 def host(name: str, rank: int) -> HostPlan:
     return HostPlan(
-        name=name, host=Host(address=name), node_rank=rank, first_rank=rank, num_ranks=1, address="10.0.0.1",
+        name=name, host=HostConfig(address=name), node_rank=rank, first_rank=rank, num_ranks=1, address="10.0.0.1",
         interface="eth0", run=f"/{name}", code=None, cwd="/", argv=[], env={},
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ def rundir(tmp_path: Path) -> RunDir:
 
 def named(rundir: RunDir, **states: Any) -> str | None:
     found = first_failure(rundir, PLAN, states)
-    return None if found is None else found.how
+    return None if found is None else found.message
 
 
 def test_all_is_well(rundir: RunDir) -> None:
@@ -77,7 +77,7 @@ def test_the_quiet_one_is_named_though_the_loud_one_was_first_to_be_seen(rundir:
     assert named(rundir, **states) == "rank 1 on b was killed by SIGKILL"
     found = first_failure(rundir, PLAN, states)
     assert found is not None
-    assert found.error(rundir, PLAN).output == "step 7"
+    assert found.to_error(rundir, PLAN).output == "step 7"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_what_a_log_holds_of_an_earlier_start_does_not_count(rundir: RunDir) -> 
     states = {"a": state(status=1, failures=killed), "b": state(status=1, failures=died(1, 1, 98.0)), "c": state()}
     found = first_failure(rundir, PLAN, states)
     assert found is not None
-    assert (found.how, found.output) == ("rank 0 on a was killed by SIGKILL", "")
+    assert (found.message, found.output) == ("rank 0 on a was killed by SIGKILL", "")
     log(rundir, "a.0", "step 7")
     assert found.output == "step 7"
 
@@ -149,7 +149,7 @@ def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
     full = state(status=1, full_at=99.5)
     failure = first_failure(rundir, PLAN, {"a": state(), "b": full, "c": state(status=143)})
     assert failure is not None
-    assert failure.how == "disk.space: the launcher on b exited with status 1: the disk of b is full"
+    assert failure.message == "disk.space: the launcher on b exited with status 1: the disk of b is full"
     assert failure.hint == "on b: du -xh /b | sort -h | tail shows the largest folders"
     assert failure.output == ""
     full = state(status=1, failures=died(1, 1, 90.0), full_at=99.5)
@@ -164,7 +164,7 @@ def test_whose_disk_is_full_others_say(rundir: RunDir) -> None:
     say(rundir, 1, "RunError", "rank 0: /a/checkpoints/step-5: No space left on device (os error 28)", 99.0, of=0)
     failure = first_failure(rundir, PLAN, {"a": state(status=1), "b": state(status=1), "c": state()})
     assert failure is not None
-    assert failure.how.startswith("disk.space: the disk of a is full: /a/checkpoints/step-5: No space left")
+    assert failure.message.startswith("disk.space: the disk of a is full: /a/checkpoints/step-5: No space left")
     assert failure.hint.startswith("on a: du -xh /a ")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.files import LineFile
+from evener.core.file_io import LineFile
 
 
 @pytest.mark.parametrize(("left", "kept"), [(b"", b""), (b"1\n2\n", b"1\n2\n"), (b"1\n2", b"1\n"), (b"1", b"")])

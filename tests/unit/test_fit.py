@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.link import Wire
-from evener.core.machine import Machine
-from evener.core.plan import Plan, read_plan, read_prediction, write_plan
-from evener.core.prediction import Cluster, Job, Option
-from evener.core.rundir import Manifest, Rank, RunDir
+from evener.core.host_info import HostInfo
+from evener.core.link import LinkModel
+from evener.core.prediction import Cluster, Job, PlanOption
+from evener.core.run_plan import Plan, read_plan, read_prediction, write_plan
+from evener.core.run_spec import RunSpec
+from evener.core.rundir import Manifest, RankProcess, RunDir
 from evener.core.shape import preset_shape
-from evener.core.spec import RunSpec
-from evener.core.step import StepRecord
-from evener.plan.fit import as_it_was, fit
+from evener.core.step_cost import StepRecord
+from evener.plan.calibration import calibrate_cluster, measured_option
 from evener.plan.search import predict
 from tests.unit.planner import changed, cluster_of, job_of, priced
 
@@ -23,11 +23,11 @@ JOB = job_of(SHAPE, batch=24, micro_batch=4)
 
 
 def cluster(*rates: float, bandwidth_Bps: float = 4e7, **more: object) -> Cluster:
-    wire = Wire(latency_s=1e-4, bandwidth_Bps=bandwidth_Bps)
+    wire = LinkModel(latency_s=1e-4, bandwidth_Bps=bandwidth_Bps)
     return cluster_of(*rates, wire=wire, **({"pass_s": 0.02, "update_s": 0.05, "data_s": 0.001, "cpus": 2.0} | more))
 
 
-def records(option: Option) -> list[list[StepRecord]]:
+def records(option: PlanOption) -> list[list[StepRecord]]:
     """What the ranks would write if all went as predicted; the first steps are slow."""
     return [
         [
@@ -43,11 +43,11 @@ def records(option: Option) -> list[list[StepRecord]]:
     ]  # fmt: skip
 
 
-def manifest(job: Job, option: Option) -> Manifest:
+def manifest(job: Job, option: PlanOption) -> Manifest:
     """Of a run that was the option."""
-    hosts = [Machine(host=name, system="", cpu="", cores=2, memory_bytes=8 << 30, python="3.11")
+    hosts = [HostInfo(host=name, system="", cpu="", cores=2, memory_bytes=8 << 30, python="3.11")
              for name in option.roster.hosts]  # fmt: skip
-    ranks = [Rank(rank=member.rank, host=member.host, device="cpu", threads=2, pid=0)
+    ranks = [RankProcess(rank=member.rank, host=member.host, device="cpu", threads=2, pid=0)
              for member in option.roster.members]  # fmt: skip
     return Manifest(
         verdict="finished", started=0.0, argv=[], versions={}, spec=job.spec, shape=SHAPE, corpus=None, code_hash="",
@@ -61,38 +61,38 @@ def test_a_wrong_prediction_is_put_right():
     """Probed twice too fast, over a link that is half as fast as measured: the refitted cluster predicts the run."""
     truth = priced(JOB, cluster(500.0, 250.0))
     wrong = cluster(1000.0, 500.0, bandwidth_Bps=8e7)
-    found = fit(JOB, manifest(JOB, truth), records(truth), wrong)
+    found = calibrate_cluster(JOB, manifest(JOB, truth), records(truth), wrong)
     again = priced(JOB, found)
     assert again.step_s == pytest.approx(truth.step_s, rel=0.02)
     for one, other in zip(again.ranks, truth.ranks, strict=True):
         assert one.cost.compute_s == pytest.approx(other.cost.compute_s, rel=1e-6)
         assert one.cost.optimizer_s == pytest.approx(other.cost.optimizer_s)
-    assert found.between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.02)
+    assert found.link_between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.02)
 
 
 def test_ranks_with_unequal_shares_of_one_host_have_one_rate():
     """The rank with three times the sequences takes three times as long, and is no slower for it."""
     job = changed(JOB, shares="3:1")
-    wire = Wire(latency_s=1e-4, bandwidth_Bps=1e9)
+    wire = LinkModel(latency_s=1e-4, bandwidth_Bps=1e9)
     truth = cluster_of(500.0, wire=wire, devices=("cpu", "cpu"), local=wire)
     option = priced(job, truth)
-    found = fit(job, manifest(job, option), records(option), None)
+    found = calibrate_cluster(job, manifest(job, option), records(option), None)
     assert found.hosts["a"].tokens_per_s["fp32"] == pytest.approx(500.0)
 
 
 def test_a_right_prediction_stays_as_it_is():
     truth = cluster(500.0, 250.0)
     option = priced(JOB, truth)
-    found = fit(JOB, manifest(JOB, option), records(option), truth)
+    found = calibrate_cluster(JOB, manifest(JOB, option), records(option), truth)
     for one, other in zip(found.hosts.values(), truth.hosts.values(), strict=True):
         assert one.tokens_per_s == pytest.approx(other.tokens_per_s)
         assert one.pass_s == pytest.approx(other.pass_s)
-    assert found.between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.01)
+    assert found.link_between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.01)
 
 
 def test_without_a_prediction_the_records_alone_are_enough():
     truth = priced(JOB, cluster(500.0, 250.0))
-    found = fit(JOB, manifest(JOB, truth), records(truth), None)
+    found = calibrate_cluster(JOB, manifest(JOB, truth), records(truth), None)
     assert priced(JOB, found).step_s == pytest.approx(truth.step_s, rel=0.02)
     assert found.hosts["a"].memory_bytes == 8 << 30
 
@@ -101,14 +101,14 @@ def test_of_a_host_without_a_share_nothing_is_known():
     job = changed(JOB, shares="1:0")
     option = priced(job, cluster(500.0, 250.0))
     with pytest.raises(UsageError, match="b had no share in this run, and nothing else is known of its speed"):
-        fit(job, manifest(job, option), records(option), None)
-    known = fit(job, manifest(job, option), records(option), cluster(400.0, 250.0))
+        calibrate_cluster(job, manifest(job, option), records(option), None)
+    known = calibrate_cluster(job, manifest(job, option), records(option), cluster(400.0, 250.0))
     assert known.hosts["b"].tokens_per_s["fp32"] == 250.0
 
 
 def test_a_run_on_one_rank_has_no_wires():
     one = priced(JOB, cluster(500.0))
-    found = fit(JOB, manifest(JOB, one), records(one), None)
+    found = calibrate_cluster(JOB, manifest(JOB, one), records(one), None)
     assert priced(JOB, found).step_s == pytest.approx(one.step_s, rel=1e-6)
 
 
@@ -125,7 +125,7 @@ def test_a_run_whose_shares_have_changed_is_called_by_those_that_it_had():
     """It began with equal shares; all steps that count had 3:1."""
     took = priced(changed(JOB, shares="3:1"), cluster(500.0, 250.0))
     began = manifest(JOB, priced(JOB, cluster(500.0, 250.0)))
-    own = as_it_was(JOB, began, records(took), cluster(500.0, 250.0))
+    own = measured_option(JOB, began, records(took), cluster(500.0, 250.0))
     assert own is not None
     assert own.name == "ddp, shares 18 : 6"
     assert own.step_s == pytest.approx(took.step_s)

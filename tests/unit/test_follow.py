@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from evener.cli.fleets import Lines
-from evener.cli.follow import bar
-from evener.cli.live import Display, Now
-from evener.core.files import write_atomic
-from evener.core.fleet import Host
-from evener.core.plan import HostPlan, Plan
-from evener.core.progress import Hosts, Pace, Progress
+from evener.cli.follow_output import display_progress
+from evener.cli.live_display import LiveDisplay, ProgressSnapshot
+from evener.cli.start_run import RankLogPrinter
+from evener.core.file_io import write_atomic
+from evener.core.fleet_file import HostConfig
+from evener.core.progress import HostStepTime, RunProgress, StragglerDetector
+from evener.core.run_plan import HostPlan, Plan
+from evener.core.run_spec import parse_args
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
-from evener.core.step import StepCost, StepRecord
+from evener.core.step_cost import StepCost, StepRecord
 
 from ..integration.pseudo import ESCAPE
 
@@ -35,7 +35,7 @@ def told(sync):
     """The last line of 40 steps of 1 s, of which each tenth takes 11 s: 2 s in the mean."""
     spec, written = parse_args(["--steps", "40", "--batch", "16", "--sync", "auto"]), io.StringIO()
     resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
-    with bar(resolved, Console(file=written, width=200)) as observe:
+    with display_progress(resolved, Console(file=written, width=200)) as observe:
         observe({"event": "start", "step": 0, "ranks": 2, "sync": sync})
         for step in range(40):
             observe(record(step, 11.0 if step % 10 == 9 else 1.0))
@@ -59,7 +59,7 @@ def test_what_a_run_changes_is_told_with_its_reason():
         {"event": "rechosen", "step": 100, "sync": "int8", "was": "ddp", "why": "the link is another"},
         {"event": "sync.fidelity", "step": 109, "why": "--sync int8: the sums of gradients are 9.0% off"},
     ]
-    with bar(resolved, Console(file=written, width=200)) as observe:
+    with display_progress(resolved, Console(file=written, width=200)) as observe:
         for event in events:
             observe(event)
     assert written.getvalue().splitlines() == [
@@ -78,11 +78,11 @@ def test_a_host_that_is_added_is_heard_and_nothing_is_told_twice(
     a, friend = (SimpleNamespace(name=name, first_rank=rank, num_ranks=1) for rank, name in enumerate(("a", "friend")))
     for host in (a, friend):
         run.log_path(host.name, host.first_rank).write_text(f"12:00:0{host.first_rank} O I am {host.name}\n")
-    lines = Lines(run, SimpleNamespace(hosts=[a]))
+    lines = RankLogPrinter(run, SimpleNamespace(hosts=[a]))
     lines.print_new()
     for _ in range(2):
-        lines.add(SimpleNamespace(hosts=[a, friend]))
-        lines.print_new(stamps=True)
+        lines.add_hosts(SimpleNamespace(hosts=[a, friend]))
+        lines.print_new(with_timestamps=True)
     assert capsys.readouterr().out.splitlines() == ["0 a │ I am a", "12:00:01 1 friend │ I am friend"]
 
 
@@ -96,17 +96,17 @@ def of_host(works_s, waits_s, sends_s=0.1):
 
 def unlike(*hosts, steps=20):
     """(host, rank, seconds of work, of waiting) …"""
-    found = Hosts()
+    found = StragglerDetector()
     for _ in range(steps):
         for rank, (host, works_s, waits_s) in enumerate(hosts):
             found.add(host, rank, of_host(works_s, waits_s))
-    return found.unlike()
+    return found.detect_imbalance()
 
 
 def test_a_host_that_the_others_wait_for_is_unlike_them():
     paces = unlike(("attic", 1.0, 0.9), ("laptop", 1.9, 0.0), ("tower", 1.1, 0.8))
     assert [pace.host for pace in paces] == ["laptop", "tower", "attic"]
-    assert (paces[0].works_s, paces[0].sends_s, paces[0].waits_s) == (1.9, 0.1, 0.0)
+    assert (paces[0].work_s, paces[0].exposed_sync_s, paces[0].wait_s) == (1.9, 0.1, 0.0)
     assert unlike(("attic", 1.0, 0.04), ("laptop", 1.05, 0.0)) == []  # 4 % of a step
     assert unlike(("attic", 1.0, 0.5), ("laptop", 1.1, 0.4)) == []  # late in turns
     assert unlike(("attic", 1.0, 0.9), ("attic", 1.9, 0.0)) == []  # two ranks of one host
@@ -115,16 +115,16 @@ def test_a_host_that_the_others_wait_for_is_unlike_them():
 
 def test_of_a_host_its_slowest_rank_counts():
     paces = unlike(("attic", 1.0, 0.9), ("attic", 0.5, 1.4), ("laptop", 1.9, 0.0))
-    assert [(pace.host, pace.works_s) for pace in paces] == [("laptop", 1.9), ("attic", 1.0)]
+    assert [(pace.host, pace.work_s) for pace in paces] == [("laptop", 1.9), ("attic", 1.0)]
 
 
 def drawn(columns, paces=(), **how):
     """The display's lines, as a terminal of this width has them."""
-    progress = Progress(200, 1024)
+    progress = RunProgress(200, 1024)
     for step in range(40):
         progress.add(msgspec.structs.replace(record(step, 2.0), ended=2.0 * step))
-    display = Display()
-    display.now, display.unlike = Now.of(progress, 2.4407), list(paces)
+    display = LiveDisplay()
+    display.snapshot, display.imbalanced_hosts = ProgressSnapshot.from_progress(progress, 2.4407), list(paces)
     where = Console(file=io.StringIO(), width=columns, force_terminal=True, color_system=None, **how)
     where.print(display)
     return where.file.getvalue().rstrip("\n").split("\n")
@@ -144,7 +144,7 @@ def test_a_bar_and_its_figures():
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("num", [2, 3, 12])
 def test_a_line_a_host_fits(columns, num):
-    paces = [Pace("laptop", 1.9, 0.1, 0.0), *(Pace(f"node{i}", 1.0, 0.1, 0.9) for i in range(num - 1))]
+    paces = [HostStepTime("laptop", 1.9, 0.1, 0.0), *(HostStepTime(f"node{i}", 1.0, 0.1, 0.9) for i in range(num - 1))]
     _, _, *lines = drawn(columns, paces)
     assert max(map(len, lines)) <= columns
     assert re.fullmatch(r"laptop +━+╍*  works 1.90 s, sends 100 ms, the others wait", lines[0].rstrip())
@@ -156,15 +156,29 @@ def test_a_line_a_host_fits(columns, num):
 
 def test_a_step_is_drawn_to_scale():
     """The longest has 24 marks: 22.8 of work and 1.2 of sending; the other half as much work."""
-    lines = drawn(100, [Pace("a", 1.9, 0.1, 0.0), Pace("b", 0.95, 0.1, 0.95)])[2:]
+    lines = drawn(100, [HostStepTime("a", 1.9, 0.1, 0.0), HostStepTime("b", 0.95, 0.1, 0.95)])[2:]
     assert [(line.count("━"), line.count("╍"), line.count("·")) for line in lines] == [(23, 1, 0), (11, 2, 11)]
 
 
 def test_what_stands_on_the_screen_comes_from_all_ranks_files(tmp_path):
     """Only rank 0's records are told; the others' are read where they come home."""
-    hosts = [HostPlan(name=name, host=Host(address=name), node_rank=rank, first_rank=rank, num_ranks=1, address="",
-                      interface="", run="/r", code=None, cwd="/", argv=[], env={})
-             for rank, name in enumerate(("attic", "laptop"))]  # fmt: skip
+    hosts = [
+        HostPlan(
+            name=name,
+            host=HostConfig(address=name),
+            node_rank=rank,
+            first_rank=rank,
+            num_ranks=1,
+            address="",
+            interface="",
+            run="/r",
+            code=None,
+            cwd="/",
+            argv=[],
+            env={},
+        )
+        for rank, name in enumerate(("attic", "laptop"))
+    ]
     plan, run = Plan(kind="train", spec=None, hosts=hosts), RunDir(tmp_path / "run")
     records = {0: of_host(1.0, 0.9), 1: of_host(1.9, 0.0)}
     for rank, one in records.items():
@@ -173,7 +187,7 @@ def test_what_stands_on_the_screen_comes_from_all_ranks_files(tmp_path):
     spec, written = parse_args(["--steps", "40", "--out", str(run)]), io.StringIO()
     resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
     where = Console(file=written, width=80, force_terminal=True, force_interactive=True, color_system=None)
-    with bar(resolved, where, plan) as observe:
+    with display_progress(resolved, where, plan) as observe:
         observe({"event": "evaluation", "step": 10, "val_loss": 2.5})
         observe(run.records(0)[29])
     text = ESCAPE.sub("", written.getvalue())

@@ -8,7 +8,7 @@ import pytest
 
 import evener
 from evener.core.errors import UsageError
-from evener.report import frames
+from evener.report import dataframes
 
 from ..sample_runs import STARTED, write_run
 
@@ -71,16 +71,16 @@ def test_a_run_without_steps_has_empty_frames(tmp_path):
     for engine in ("pandas", "polars"):
         found = evener.read_run(tmp_path / "run", engine)
         assert len(found.steps) == len(found.events) == len(found.evaluations) == 0
-        assert list(found.steps.columns) == list(frames.STEPS)
+        assert list(found.steps.columns) == list(dataframes.STEP_COLUMNS)
 
 
 def test_who_has_neither_is_told_what_to_install(run, monkeypatch):
-    monkeypatch.setattr(frames, "find_spec", lambda name: None)
+    monkeypatch.setattr(dataframes, "find_spec", lambda name: None)
     for engine, package in ((None, "pandas"), ("polars", "polars")):
         with pytest.raises(UsageError, match="which is not installed") as told:
             evener.read_run(run, engine)
         assert told.value.hint == f"pip install {package}"
-    monkeypatch.setattr(frames, "find_spec", lambda name: object() if name == "polars" else None)
+    monkeypatch.setattr(dataframes, "find_spec", lambda name: object() if name == "polars" else None)
     assert evener.read_run(run).engine == "polars"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.hardware import HARDWARE, KEYS, parse_hardware
+from evener.core.hardware import HARDWARE, SHORT_NAME_BY_KEY, parse_hardware
 
 # What torch.cuda.get_device_name prints, as public repositories have it.
 BY_TORCH = {
@@ -62,7 +62,7 @@ def test_a_name_is_known_however_it_is_written(text, short):
 
 
 def test_no_two_rows_answer_to_one_name():
-    assert len({*KEYS.values()}) == len(HARDWARE)
+    assert len({*SHORT_NAME_BY_KEY.values()}) == len(HARDWARE)
     assert all(parse_hardware(row.name) is row for row in HARDWARE.values())
 
 
@@ -127,13 +127,13 @@ ROWS = [*HARDWARE.items(), ("cpu:4", parse_hardware("cpu:4"))]
 @pytest.mark.parametrize(("short", "row"), ROWS, ids=[short for short, _ in ROWS])
 def test_a_row_is_sane(short, row):
     assert len(row.source) > 20
-    assert row.kind == "cuda" or row.local_Bps is None
+    assert row.kind == "cuda" or row.intra_node_Bps is None
     assert row.matmul_flops.keys() <= {"fp32", "bf16", "fp16"}
     assert all(rate >= row.matmul_flops["fp32"] > 1e10 for rate in row.matmul_flops.values())
     if row.kind != "cpu":  # operations a byte, 26 of Apple's to 419 of the L40S
         assert 20 < max(row.matmul_flops.values()) / row.copy_Bps < 450
     if row.kind == "cuda":
-        assert row.copy_Bps > row.local_Bps >= 15e9
+        assert row.copy_Bps > row.intra_node_Bps >= 15e9
         assert 0.01 < row.watts / (row.copy_Bps / 1e9) < 0.6
         assert row.memory_bytes >= 12e9
 

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from evener.cli.help import Verbs, examples
+from evener.cli.help import CliGroup, example_lines
 from evener.cli.main import app
 
 ROOT = typer.main.get_command(app)
@@ -57,16 +57,16 @@ def test_defaults_stand_in_brackets():
     assert "None" not in text
 
 
-@pytest.mark.parametrize("words", [words for words, one in VERBS.items() if words and not isinstance(one, Verbs)])
+@pytest.mark.parametrize("words", [words for words, one in VERBS.items() if words and not isinstance(one, CliGroup)])
 def test_every_verb_has_an_example_that_it_takes(words):
-    assert examples(VERBS[words])
-    for line in examples(VERBS[words]):
+    assert example_lines(VERBS[words])
+    for line in example_lines(VERBS[words]):
         assert page(words).rstrip().find(f"\n  {line}") > 0
         check(line, words)
 
 
 def test_the_first_examples_are_taken_too():
-    for line in examples(ROOT):
+    for line in example_lines(ROOT):
         check(line, "")
 
 
@@ -76,7 +76,7 @@ def check(line, words):
     assert program == "evener"
     assert line.startswith(f"evener {words}".rstrip())
     command, context = ROOT, None
-    while isinstance(command, Verbs):
+    while isinstance(command, CliGroup):
         name, *args = args
         command = command.commands[name]
     context = command.make_context(name, args)

@@ -12,13 +12,20 @@ import re
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Host, fleet_text, parse_fleet
-from evener.hosts import found
-from evener.hosts.found import Found, LeftOut, Listing, host_name, merged, target
-from evener.hosts.hostfile import of_hostfile, of_words
-from evener.hosts.inventory import of_inventory, read_inventory
-from evener.hosts.sshconfig import of_ssh_config
-from evener.hosts.yamltree import YamlError, read_yaml
+from evener.core.fleet_file import HostConfig, format_fleet, parse_fleet
+from evener.hosts import import_hosts
+from evener.hosts.ansible_inventory import import_inventory, read_inventory
+from evener.hosts.hostfile import import_hostfile, parse_host_arguments
+from evener.hosts.import_hosts import (
+    HostList,
+    ImportedHost,
+    SkippedHost,
+    merge_host_lists,
+    parse_ssh_target,
+    sanitize_host_name,
+)
+from evener.hosts.safe_yaml import YamlError, read_yaml
+from evener.hosts.ssh_config import import_ssh_config
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def written(tmp_path, text, name="list"):
 
 
 def hosts_of(listing):
-    return {one.name: one.host for one in listing.found}
+    return {one.name: one.host for one in listing.hosts}
 
 
 # Words
@@ -45,24 +52,24 @@ def hosts_of(listing):
 @pytest.mark.parametrize(
     ("word", "host"),
     [
-        ("attic", Host(address="attic")),
-        ("192.168.1.36", Host(address="192.168.1.36")),
-        ("ben@attic", Host(address="attic", user="ben")),
-        ("attic:2222", Host(address="attic", port=2222)),
-        ("ssh://ben@attic.lan:2222/", Host(address="attic.lan", user="ben", port=2222)),
-        ("fe80::1%eth0", Host(address="fe80::1%eth0")),
-        ("ben@[2001:db8::7]:22", Host(address="2001:db8::7", user="ben", port=22)),
-        ("local", Host(address="local")),
-        ("localhost", Host(address="local")),
-        ("127.0.0.1:22", Host(address="local")),
-        ("localhost:2222", Host(address="localhost", port=2222)),  # a container or a virtual machine
-        ("root@localhost", Host(address="localhost", user="root")),
-        ("büro.lan", Host(address="büro.lan")),
-        ("CORP\\ben@attic", Host(address="attic", user="CORP\\ben")),
+        ("attic", HostConfig(address="attic")),
+        ("192.168.1.36", HostConfig(address="192.168.1.36")),
+        ("ben@attic", HostConfig(address="attic", user="ben")),
+        ("attic:2222", HostConfig(address="attic", port=2222)),
+        ("ssh://ben@attic.lan:2222/", HostConfig(address="attic.lan", user="ben", port=2222)),
+        ("fe80::1%eth0", HostConfig(address="fe80::1%eth0")),
+        ("ben@[2001:db8::7]:22", HostConfig(address="2001:db8::7", user="ben", port=22)),
+        ("local", HostConfig(address="local")),
+        ("localhost", HostConfig(address="local")),
+        ("127.0.0.1:22", HostConfig(address="local")),
+        ("localhost:2222", HostConfig(address="localhost", port=2222)),  # a container or a virtual machine
+        ("root@localhost", HostConfig(address="localhost", user="root")),
+        ("büro.lan", HostConfig(address="büro.lan")),
+        ("CORP\\ben@attic", HostConfig(address="attic", user="CORP\\ben")),
     ],
 )
 def test_a_word_is_a_machine(word, host):
-    assert target(word) == host
+    assert parse_ssh_target(word) == host
 
 
 @pytest.mark.parametrize(
@@ -71,36 +78,48 @@ def test_a_word_is_a_machine(word, host):
      "$(id)", "a;b", ":::", "[fe80::1", "1:2:3:4:5:6:7:8:9:10", "a" * 400, "\udcff", "x\n", "ben@@attic"],
 )  # fmt: skip
 def test_a_word_that_is_none(word):
-    assert target(word) is None
+    assert parse_ssh_target(word) is None
     with pytest.raises(UsageError, match="names no machine"):
-        of_words([f"attic={word}"])
+        parse_host_arguments([f"attic={word}"])
 
 
 def test_names_are_valid_and_differ():
     words = ["büro", "buro", "Attic", "attic", "中央", "中国", "-x-", "a" * 90, "a" * 91, "my box", "fe80::1"]
-    hosts, told = merged([Listing(found=[Found(word, Host(address=f"h{i}")) for i, word in enumerate(words)])])
+    hosts, told = merge_host_lists(
+        [HostList(hosts=[ImportedHost(word, HostConfig(address=f"h{i}")) for i, word in enumerate(words)])]
+    )
     names = ["buro", "buro-2", "Attic", "attic-2", "host", "host-2", "x", "a" * 63, "a" * 58 + "-2", "my-box", "fe80-1"]
     assert list(hosts) == names
     assert [host.address for host in hosts.values()] == [f"h{i}" for i in range(len(words))]
     assert "büro is called buro: a name has letters, digits and ._- only" in told.notes
     assert "attic is called attic-2: two hosts have one name" in told.notes
     assert not any(note.startswith("Attic ") for note in told.notes)
-    assert list(parse_fleet(fleet_text(hosts), "fleet.toml").hosts) == names
-    assert all(host_name(name) == name for name in names)
+    assert list(parse_fleet(format_fleet(hosts), "fleet.toml").hosts) == names
+    assert all(sanitize_host_name(name) == name for name in names)
 
 
 def test_a_machine_of_two_lists_is_taken_once():
     lists = [
-        of_words(["local", "attic=192.168.1.36", "b=attic.lan"], "desk"),
-        Listing(found=[Found("box", Host(address="192.168.1.36", user="ben")), Found("here", Host(address="local"))]),
-        Listing(found=[Found("B", Host(address="Attic.LAN.")), Found("vm", Host(address="192.168.1.36", port=2222))]),
+        parse_host_arguments(["local", "attic=192.168.1.36", "b=attic.lan"], "desk"),
+        HostList(
+            hosts=[
+                ImportedHost("box", HostConfig(address="192.168.1.36", user="ben")),
+                ImportedHost("here", HostConfig(address="local")),
+            ]
+        ),
+        HostList(
+            hosts=[
+                ImportedHost("B", HostConfig(address="Attic.LAN.")),
+                ImportedHost("vm", HostConfig(address="192.168.1.36", port=2222)),
+            ]
+        ),
     ]
-    hosts, told = merged(lists)
+    hosts, told = merge_host_lists(lists)
     assert list(hosts) == ["desk", "attic", "b", "vm"]
-    assert told.left_out == [
-        LeftOut("box", "the same machine as attic"),
-        LeftOut("here", "this machine, like desk"),
-        LeftOut("B", "the same machine as b"),
+    assert told.skipped == [
+        SkippedHost("box", "the same machine as attic"),
+        SkippedHost("here", "this machine, like desk"),
+        SkippedHost("B", "the same machine as b"),
     ]
 
 
@@ -126,16 +145,16 @@ HOSTFILES = {  # text: what it means, as (name, user, port)
 @pytest.mark.parametrize("text", HOSTFILES)
 def test_hostfiles(tmp_path, text):
     (tmp_path / "hostfile").write_bytes(text.encode())
-    listing = of_hostfile(tmp_path / "hostfile")
-    assert [(one.name, one.host.user, one.host.port) for one in listing.found] == HOSTFILES[text]
-    assert all(one.host.ranks is None for one in listing.found)
+    listing = import_hostfile(tmp_path / "hostfile")
+    assert [(one.name, one.host.user, one.host.port) for one in listing.hosts] == HOSTFILES[text]
+    assert all(one.host.ranks is None for one in listing.hosts)
     assert any("slots are not written" in note for note in listing.notes)
 
 
 def test_a_host_without_slots_is_left_out(tmp_path):
-    listing = of_hostfile(written(tmp_path, "localhost\na slots=0\nb slots=1\n"))
-    assert hosts_of(listing) == {"localhost": Host(address="local"), "b": Host(address="b")}
-    assert listing.left_out == [LeftOut("a", "it has no slots")]
+    listing = import_hostfile(written(tmp_path, "localhost\na slots=0\nb slots=1\n"))
+    assert hosts_of(listing) == {"localhost": HostConfig(address="local"), "b": HostConfig(address="b")}
+    assert listing.skipped == [SkippedHost("a", "it has no slots")]
     assert not listing.notes
 
 
@@ -153,7 +172,7 @@ def test_a_host_without_slots_is_left_out(tmp_path):
 )
 def test_what_is_no_hostfile(tmp_path, text, told):
     with pytest.raises(UsageError, match=re.escape(told)):
-        of_hostfile(written(tmp_path, text))
+        import_hostfile(written(tmp_path, text))
 
 
 # Ansible
@@ -207,7 +226,7 @@ NESTED = (
 
 
 def names_of(path, group=None):
-    return [one.name.removesuffix(".example.com") for one in of_inventory(path, group).found]
+    return [one.name.removesuffix(".example.com") for one in import_inventory(path, group).hosts]
 
 
 @pytest.mark.parametrize("text", [BASIC_INI, BASIC_YAML], ids=["ini", "yaml"])
@@ -218,7 +237,7 @@ def test_the_basic_inventory(tmp_path, text):
     assert names_of(path, "ungrouped") == ["mail"]
     assert names_of(path, "all") == names_of(path)
     with pytest.raises(UsageError, match="no group webserver") as refused:
-        of_inventory(path, "webserver")
+        import_inventory(path, "webserver")
     assert refused.value.hint == 'did you mean "webservers"?'
 
 
@@ -262,15 +281,15 @@ freebsd_host      ansible_python_interpreter=/usr/local/bin/python
 
 
 def test_connections(tmp_path):
-    assert hosts_of(of_inventory(written(tmp_path, CONNECTIONS))) == {
-        "badwolf.example.com": Host(address="badwolf.example.com", port=5309),
-        "jumper": Host(address="192.0.2.50", port=5555),
-        "localhost": Host(address="local"),
-        "other1.example.com": Host(address="other1.example.com", user="myuser"),
-        "other2.example.com": Host(address="other2.example.com", user="myotheruser"),
-        "some_host": Host(address="some_host", port=2222, user="manager"),
-        "aws_host": Host(address="aws_host", identity_file="/home/example/.ssh/aws.pem"),
-        "freebsd_host": Host(address="freebsd_host"),
+    assert hosts_of(import_inventory(written(tmp_path, CONNECTIONS))) == {
+        "badwolf.example.com": HostConfig(address="badwolf.example.com", port=5309),
+        "jumper": HostConfig(address="192.0.2.50", port=5555),
+        "localhost": HostConfig(address="local"),
+        "other1.example.com": HostConfig(address="other1.example.com", user="myuser"),
+        "other2.example.com": HostConfig(address="other2.example.com", user="myotheruser"),
+        "some_host": HostConfig(address="some_host", port=2222, user="manager"),
+        "aws_host": HostConfig(address="aws_host", identity_file="/home/example/.ssh/aws.pem"),
+        "freebsd_host": HostConfig(address="freebsd_host"),
     }
 
 
@@ -331,32 +350,32 @@ all: # keys must be unique, i.e. only one 'hosts' per group
 
 
 def test_variables_of_groups(tmp_path):
-    users = {name: host.user for name, host in hosts_of(of_inventory(written(tmp_path, PLUGIN_INI), "web")).items()}
+    users = {name: host.user for name, host in hosts_of(import_inventory(written(tmp_path, PLUGIN_INI), "web")).items()}
     assert users == {"host1": "everybody", "host2": "everybody", "tomcat1": "everybody", "tomcat2": "eva",
                      "tomcat3": "everybody", "jenkins1": "nginx"}  # fmt: skip
-    listing = hosts_of(of_inventory(written(tmp_path, PLUGIN_YAML, "x.yaml")))
+    listing = hosts_of(import_inventory(written(tmp_path, PLUGIN_YAML, "x.yaml")))
     assert listing == {
-        "test1": Host(address="test1", user="everybody", port=2222),
-        "test2": Host(address="test2", user="everybody"),
-        "test5": Host(address="test5", user="other"),
-        "test6": Host(address="test6", user="other"),
-        "test4": Host(address="127.0.0.1", user="other"),
+        "test1": HostConfig(address="test1", user="everybody", port=2222),
+        "test2": HostConfig(address="test2", user="everybody"),
+        "test5": HostConfig(address="test5", user="other"),
+        "test6": HostConfig(address="test6", user="other"),
+        "test4": HostConfig(address="127.0.0.1", user="other"),
     }
 
 
 def test_groups_of_one_level_are_merged_by_name_unless_they_have_a_priority(tmp_path):
     text = "[a_group]\nx\n[b_group]\nx\n[a_group:vars]\nansible_user=a\n[b_group:vars]\nansible_user=b\n"
-    assert hosts_of(of_inventory(written(tmp_path, text)))["x"].user == "b"
+    assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "b"
     text += "[a_group:vars]\nansible_group_priority=10\n"
-    assert hosts_of(of_inventory(written(tmp_path, text)))["x"].user == "a"
+    assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "a"
     text += "[a_group:children]\nb_group\n"  # a child's come later, whatever the priority
-    assert hosts_of(of_inventory(written(tmp_path, text)))["x"].user == "b"
+    assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "b"
 
 
 def test_grandchildren_win(tmp_path):
     text = "".join(f"[{parent}:children]\n{child}\n" for parent, child in ["cb", "ba", "zc"]) + "[a]\nx\n"
     text += "".join(f"[{group}:vars]\nansible_user={group}\n" for group in "zcba")
-    assert hosts_of(of_inventory(written(tmp_path, text)))["x"].user == "a"
+    assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "a"
 
 
 def test_what_only_ansible_can_do_is_told(tmp_path):
@@ -367,10 +386,10 @@ c ansible_ssh_common_args='-o ProxyJump=gate -oStrictHostKeyChecking=no -J hop -
 d ansible_host={{inventory_hostname}}.lan ansible_connection=ansible.builtin.ssh ansible_user="{{ me }}"
 """
     (tmp_path / "group_vars").mkdir()
-    listing = of_inventory(written(tmp_path, text, "hosts.ini"))
+    listing = import_inventory(written(tmp_path, text, "hosts.ini"))
     options = ["ProxyJump=gate", "StrictHostKeyChecking=no", "ProxyJump=hop"]
-    assert hosts_of(listing) == {"c": Host(address="c", ssh_options=options), "d": Host(address="d.lan")}
-    assert [(one.name, one.why) for one in listing.left_out] == [
+    assert hosts_of(listing) == {"c": HostConfig(address="c", ssh_options=options), "d": HostConfig(address="d.lan")}
+    assert [(one.name, one.why) for one in listing.skipped] == [
         ("a", "reached by docker, not by ssh"), ("b", "{{ lookup('x') }} is for Ansible to evaluate")]  # fmt: skip
     assert listing.notes == [
         "these ssh arguments are not taken over: -C -o ControlPath=x",
@@ -422,16 +441,16 @@ d ansible_host={{inventory_hostname}}.lan ansible_connection=ansible.builtin.ssh
 )
 def test_what_is_no_inventory(tmp_path, name, text, told):
     with pytest.raises(UsageError, match=re.escape(told)) as refused:
-        of_inventory(written(tmp_path, text, name))
+        import_inventory(written(tmp_path, text, name))
     assert str(tmp_path / name) in str(refused.value)
 
 
 def test_what_is_in_a_vault_stays_there(tmp_path):
     secret = "!vault |\n     $ANSIBLE_VAULT;1.1;AES256\n     6265"
     text = f"g:\n hosts:\n  a:\n   ansible_user: {secret}\n  b:\n   ansible_host: {secret}\n"
-    listing = of_inventory(written(tmp_path, text, "hosts.yml"))
-    assert hosts_of(listing) == {"a": Host(address="a")}
-    assert listing.left_out == [LeftOut("b", "$ANSIBLE_VAULT;1.1;AES256 is for Ansible to evaluate")]
+    listing = import_inventory(written(tmp_path, text, "hosts.yml"))
+    assert hosts_of(listing) == {"a": HostConfig(address="a")}
+    assert listing.skipped == [SkippedHost("b", "$ANSIBLE_VAULT;1.1;AES256 is for Ansible to evaluate")]
     told = "the login name $ANSIBLE_VAULT;1.1;AES256 is not taken over: it is for Ansible to evaluate"
     assert listing.notes == [told]
 
@@ -464,11 +483,11 @@ def test_what_is_small_and_says_much_is_refused():
 # Files of any kind
 
 READERS = {
-    "hostfile": of_hostfile,
-    "ssh": of_ssh_config,
-    "inventory.ini": of_inventory,
-    "inventory.yml": of_inventory,
-    "inventory": of_inventory,
+    "hostfile": import_hostfile,
+    "ssh": import_ssh_config,
+    "inventory.ini": import_inventory,
+    "inventory.yml": import_inventory,
+    "inventory": import_inventory,
 }
 
 
@@ -502,7 +521,7 @@ def test_a_mark_before_the_text_and_windows_ends_of_lines(home, tmp_path):
     for name, text in texts.items():
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
         listing = READERS[name](tmp_path / name)
-        assert hosts_of(listing) == {"a": Host(address="a")}
+        assert hosts_of(listing) == {"a": HostConfig(address="a")}
 
 
 PIECES = [
@@ -524,15 +543,15 @@ def test_junk_is_refused_or_read(home, tmp_path, seed):
             path = tmp_path / name
             path.write_bytes(content)
             try:
-                hosts, _ = merged([reader(path)])
+                hosts, _ = merge_host_lists([reader(path)])
             except UsageError as error:
                 assert str(path) in str(error), text  # noqa: PT017
                 continue
             if hosts:
-                assert parse_fleet(fleet_text(hosts), "fleet.toml").hosts == hosts
+                assert parse_fleet(format_fleet(hosts), "fleet.toml").hosts == hosts
 
 
 def test_the_limits_hold(tmp_path, monkeypatch):
-    monkeypatch.setattr(found, "MOST_HOSTS", 3)
+    monkeypatch.setattr(import_hosts, "MAX_HOSTS", 3)
     with pytest.raises(UsageError, match="more than 3 machines"):
-        merged([of_hostfile(written(tmp_path, "a\nb\nc\nd\n"))])
+        merge_host_lists([import_hostfile(written(tmp_path, "a\nb\nc\nd\n"))])

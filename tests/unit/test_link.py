@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.link import ETHERNET_SHARE, NAMED, parse_link
-from evener.plan.collectives import backend_s, ring
+from evener.core.link import ETHERNET_EFFICIENCY, NAMED_LINKS, parse_link
+from evener.plan.collective_cost import build_ring, collective_s
 from tests.unit.planner import cluster_of
 
 
 @pytest.mark.parametrize(
     ("text", "Bps", "latency_s"),
     [
-        ("8x400Gbit", 8 * ETHERNET_SHARE * 50e9, 10e-6),
-        ("2 x 25 GbE", 2 * ETHERNET_SHARE * 3.125e9, 50e-6),
-        ("1Gbit,5ms", ETHERNET_SHARE * 125e6, 2.5e-3),
+        ("8x400Gbit", 8 * ETHERNET_EFFICIENCY * 50e9, 10e-6),
+        ("2 x 25 GbE", 2 * ETHERNET_EFFICIENCY * 3.125e9, 50e-6),
+        ("1Gbit,5ms", ETHERNET_EFFICIENCY * 125e6, 2.5e-3),
         ("117MB/s, 400us", 117e6, 200e-6),
-        ("1Gb/s", ETHERNET_SHARE * 125e6, 50e-6),
+        ("1Gb/s", ETHERNET_EFFICIENCY * 125e6, 50e-6),
         ("wan:50Mbit", 6.25e6, 20e-3),
         ("wan,80ms", 12.5e6, 40e-3),
         ("wifi", 300e6 / 8 / 2, 2e-3),
@@ -55,7 +55,7 @@ def test_an_air_carries_what_all_its_hosts_send_one_after_another():
     size, air_Bps = 100e6, 200e6 / 8
     for num in (2, 3, 4, 8):
         machines = cluster_of(*[100.0] * num, wire=parse_link("wifi:200Mbit").wire)
-        took_s = backend_s("all_reduce", size, ring(machines, machines.names), "gloo")
+        took_s = collective_s("all_reduce", size, build_ring(machines, machines.host_names), "gloo")
         over_the_air = num * 2 * (num - 1) / num * size * 2
         assert took_s == pytest.approx(over_the_air / air_Bps, rel=0.02)
 
@@ -65,11 +65,11 @@ def test_a_cable_for_each_takes_the_same_however_many_there_are():
     times = []
     for num in (2, 8):
         machines = cluster_of(*[100.0] * num, wire=wire)
-        times.append(backend_s("all_reduce", 100e6, ring(machines, machines.names), "gloo"))
+        times.append(collective_s("all_reduce", 100e6, build_ring(machines, machines.host_names), "gloo"))
     assert times[1] / times[0] == pytest.approx((2 * 7 / 8) / (2 * 1 / 2), rel=0.02)
 
 
 def test_names_say_what_they_assume():
-    for name in NAMED:
-        assert "assumed" in parse_link(name).assumed
-    assert "2.5 ms one way" in parse_link("1Gbit,5ms").assumed
+    for name in NAMED_LINKS:
+        assert "assumed" in parse_link(name).assumption
+    assert "2.5 ms one way" in parse_link("1Gbit,5ms").assumption

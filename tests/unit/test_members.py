@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evener.core.step import StepCost, StepRecord
-from evener.report.members import changes, told
+from evener.core.step_cost import StepCost, StepRecord
+from evener.report.membership_changes import explain_membership_changes, membership_changes
 
 
 def record(step: int, epoch: int, ended: float, wall_s: float = 1.0) -> StepRecord:
@@ -33,7 +33,7 @@ C = [record(0, 0, 1001), record(1, 0, 1002), record(2, 0, 1003), record(5, 3, 10
 
 
 def test_costs_are_by_one_rank_s_own_clock_and_the_least_that_any_knows() -> None:
-    lost, back, again = changes(EVENTS, {0: A, 2: C})
+    lost, back, again = membership_changes(EVENTS, {0: A, 2: C})
     assert (lost.gone, lost.came, lost.hosts, lost.step) == (["c"], [], ["a", "b"], 3)
     assert (back.gone, back.came) == ([], ["c"])
     assert (again.gone, again.came) == ([], [])
@@ -41,18 +41,21 @@ def test_costs_are_by_one_rank_s_own_clock_and_the_least_that_any_knows() -> Non
 
 
 def test_it_is_told_with_what_cost_most() -> None:
-    text = told(changes(EVENTS, {0: A, 2: C}), took_s=135.0)
+    text = explain_membership_changes(membership_changes(EVENTS, {0: A, 2: C}), elapsed_s=135.0)
     assert text == (
         "The membership changed 3 times: once a host was lost or left, once one joined, once all ranks restarted. "
         "That cost 13.50 s in all, 10.0% of its time: 9.00 s before step 7 (b failed); 4.00 s "
         "before step 4 (c is out of reach); 500 ms before step 6 (c is let in)."
     )
-    assert told([], 1.0) == ""
+    assert explain_membership_changes([], 1.0) == ""
 
 
 def test_a_start_of_the_run_is_no_change_and_what_is_damaged_is_none() -> None:
-    assert changes([world(0, "ab", 0, 0), world(0, "a", 9, 5)], {0: A}) == []
-    assert changes([{"event": "world"}, world(0, "ab", 0, 0), {"event": "world", "hosts": 7, "number": 1}], {}) == []
-    (unknown,) = changes([world(0, "ab", 0, 0), world(1, "a", 3, "x")], {0: A})  # type: ignore[arg-type]
+    assert membership_changes([world(0, "ab", 0, 0), world(0, "a", 9, 5)], {0: A}) == []
+    assert (
+        membership_changes([{"event": "world"}, world(0, "ab", 0, 0), {"event": "world", "hosts": 7, "number": 1}], {})
+        == []
+    )
+    (unknown,) = membership_changes([world(0, "ab", 0, 0), world(1, "a", 3, "x")], {0: A})  # type: ignore[arg-type]
     assert unknown.cost_s is None
-    assert "What that cost was not measured" in told([unknown], 10.0)
+    assert "What that cost was not measured" in explain_membership_changes([unknown], 10.0)

@@ -8,7 +8,7 @@ import pytest
 
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.shape import GPTShape, preset_shape
-from evener.plan.memory import BASE_BYTES, Memory, memory, saved
+from evener.plan.memory import PROCESS_BYTES, MemoryBreakdown, peak_memory, saved_tensor_bytes
 
 CHAR = preset_shape("char", vocab_size=65)
 GPT2 = preset_shape("gpt2", vocab_size=50257)
@@ -16,15 +16,24 @@ D8 = preset_shape("d8", vocab_size=32768)
 
 
 def need(shape: GPTShape, *, sequences: int = 1, accumulates: bool = False, dtype: Any = "fp32", device: str = "cpu",
-         sync: str = "none", num_ranks: int = 1, **change: Any) -> Memory:  # fmt: skip
+         sync: str = "none", num_ranks: int = 1, **change: Any) -> MemoryBreakdown:  # fmt: skip
     member = Member(rank=0, host="h", device=device, dtype=dtype, share=sequences * (1 + accumulates),
                     micro_batch=sequences)  # fmt: skip
-    return memory(shape, Roster(members=[member] * num_ranks, sync=parse_sync(sync), backend="gloo"), 0, **change)
+    return peak_memory(shape, Roster(members=[member] * num_ranks, sync=parse_sync(sync), backend="gloo"), 0, **change)
 
 
 def test_the_total_is_the_sum_of_the_causes() -> None:
     one = need(CHAR, sequences=4)
-    parts = (one.weights, one.gradients, one.optimizer, one.activations, one.buckets, one.sync, one.heap, one.base)
+    parts = (
+        one.weights,
+        one.gradients,
+        one.optimizer,
+        one.activations,
+        one.buckets,
+        one.sync,
+        one.fragmentation,
+        one.process,
+    )
     assert one.total == sum(parts)
     assert min(parts) >= 0
 
@@ -67,7 +76,7 @@ def test_bytes_that_a_block_saves_per_token_and_width(
     statistics += 0 if shape.dropout else 4 * shape.num_heads
     statistics += 2 * 4 * shape.num_heads if shape.qk_norm else 0
     tokens = shape.block_size
-    assert sum(saved(shape, layer, tokens, dtype_bytes)) == tokens * (per_width * shape.width + statistics)
+    assert sum(saved_tensor_bytes(shape, layer, tokens, dtype_bytes)) == tokens * (per_width * shape.width + statistics)
 
 
 def test_the_peak_of_a_large_vocabulary_is_its_logits() -> None:
@@ -130,9 +139,9 @@ def test_fsdp_divides_what_lasts_and_gathers_what_is_used() -> None:
 
 
 def test_only_the_processor_has_glibcs_holes() -> None:
-    assert need(CHAR).heap > 0
-    assert need(CHAR, device="cuda:0").heap == 0
-    assert need(CHAR, device="cuda:0").base == BASE_BYTES["cuda"]
+    assert need(CHAR).fragmentation > 0
+    assert need(CHAR, device="cuda:0").fragmentation == 0
+    assert need(CHAR, device="cuda:0").process == PROCESS_BYTES["cuda"]
 
 
 def test_a_rank_without_a_share_keeps_the_model_and_no_activations() -> None:

@@ -85,7 +85,7 @@ class Attack:
 
 def test_nanogpt_s_table_is_read_by_an_unpickler_that_calls_nothing(capsys):
     with pytest.raises(pickle.UnpicklingError):
-        corpus._PlainUnpickler(io.BytesIO(pickle.dumps(Attack()))).load()
+        corpus._RestrictedUnpickler(io.BytesIO(pickle.dumps(Attack()))).load()
     assert capsys.readouterr().out == ""
 
 

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from evener.cli.plan import BILL, MACHINES, OF_SCALE, OF_WHAT, plan
+from evener.cli.plan import COST_OPTIONS, MACHINE_OPTIONS, SIMULATION_OPTIONS, SOURCE_OPTIONS, plan
 from evener.cli.report import report
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.rundir import RunDir
-from evener.core.step import PARTS
-from evener.core.units import count, seconds, size
-from evener.report import benchpage, compare, figures
-from evener.report.benchtable import rows as bench_rows
-from evener.report.compare import Compared
-from evener.report.explain import PARTS as IN_WORDS
-from evener.report.page import write_page
-from evener.report.summary import summarize
+from evener.core.step_cost import PHASES
+from evener.core.units import format_bytes, format_count, format_seconds
+from evener.report import bench_report, compare_setups, run_charts
+from evener.report.bench_table import bench_rows
+from evener.report.compare_setups import SetupComparison
+from evener.report.explain import PHASE_DESCRIPTIONS as IN_WORDS
+from evener.report.html_report import write_report
+from evener.report.run_summary import summarize_run
 
 RECORDS = Path(__file__).parent / "records" / "two-hosts"
 
@@ -73,7 +73,7 @@ def told(tmp_path, capsys, monkeypatch):
     terminal = " ".join(capsys.readouterr().err.split())
     report(["run"], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
-    asked = dict.fromkeys((*OF_WHAT, *MACHINES, *BILL, *OF_SCALE))
+    asked = dict.fromkeys((*SOURCE_OPTIONS, *MACHINE_OPTIONS, *COST_OPTIONS, *SIMULATION_OPTIONS))
     plan(None, True, None, asked | {"source_run": "run", "strong": False})
     answer = json.loads(capsys.readouterr().out)
     page = Text(Path("run/report.html").read_text())
@@ -93,10 +93,10 @@ def test_the_run_is_as_fast_wherever_it_is_said(told):
     assert answer["chosen"] == own["name"]
     assert own["tokens_per_s"] == found["tokens_per_s"]
     assert own["step_s"] == found["step_p50_s"]
-    rate, step = count(found["tokens_per_s"]), seconds(found["step_p50_s"])
+    rate, step = format_count(found["tokens_per_s"]), format_seconds(found["step_p50_s"])
     assert only(r"a and b trained (\S+) tokens/s", page.said, terminal) == {rate}
     assert only(r"takes (\S+ m?s) \(p50", page.said, terminal) == {step}
-    assert only(r"p95 (\S+ m?s)\)", page.said, terminal) == {seconds(found["step_p95_s"])}
+    assert only(r"p95 (\S+ m?s)\)", page.said, terminal) == {format_seconds(found["step_p95_s"])}
     assert page.row("this run: ddp, shares 12 : 4")[1:3] == [step, rate]
     assert page.row("step")[2] == step
     assert page.row("tokens/s")[2] == rate
@@ -108,31 +108,31 @@ def test_each_part_of_the_step_is_the_same_wherever_it_is_said(told):
         cost = found["ranks"][rank]["cost"]
         assert cost == options["ddp, shares 12 : 4"]["ranks"][rank]["cost"]
         assert sum(cost.values()) == pytest.approx(found["step_p50_s"])
-        cells = [seconds(cost[part]) for part in figures.PART_NAMES]
-        assert page.row(name, cells[0])[1:] == [*cells, seconds(found["step_p50_s"])]
+        cells = [format_seconds(cost[part]) for part in run_charts.PHASE_NAMES]
+        assert page.row(name, cells[0])[1:] == [*cells, format_seconds(found["step_p50_s"])]
         of_rank = rf"[Oo]n {name}, the (?:slowest|fastest): ([^:]*?)\."
         for said in only(of_rank + r" ", page.said + " ", terminal + " "):
             shown = dict(re.findall(r"(\S+ m?s) (\D+?) \(\d+%\)", said))
             assert shown
             for figure, words in shown.items():
-                part = next(part for part in PARTS if IN_WORDS[part] == words)
-                assert figure == seconds(cost[part])
+                part = next(part for part in PHASES if IN_WORDS[part] == words)
+                assert figure == format_seconds(cost[part])
                 share = only(rf"{re.escape(figure)} {words} \((\d+)%\)", said)
                 assert share == {f"{100 * cost[part] / found['step_p50_s']:.0f}"}
     assert only(r"b waits (\d+)% of each step", page.said) == {
         f"{100 * found['ranks'][1]['cost']['wait_s'] / found['step_p50_s']:.0f}"
     }
-    waits = [seconds(rank["cost"]["wait_s"]) for rank in found["ranks"]]
+    waits = [format_seconds(rank["cost"]["wait_s"]) for rank in found["ranks"]]
     assert only(r"waits least, (\S+ m?s)", page.said, terminal) == {waits[0]}
     assert only(r"b waits (\S+ m?s) for it", page.said, terminal) == {waits[1]}
-    stood = seconds(found["ranks"][0]["cost"]["exposed_sync_s"])
+    stood = format_seconds(found["ranks"][0]["cost"]["exposed_sync_s"])
     assert only(r"was blocked for (\S+ m?s)", page.said, terminal) == {stood}
     assert {row[2] for row in page.rows if row[:1] == ["exposed communication"]} == {stood}
 
 
 def test_communication_is_the_same_wherever_it_is_said(told):
     page, terminal, found, options, _ = told
-    in_flight, sent = seconds(found["all_reduce_p50_s"]), size(found["ranks"][0]["bytes"])
+    in_flight, sent = format_seconds(found["all_reduce_p50_s"]), format_bytes(found["ranks"][0]["bytes"])
     assert only(r"under way for (\S+ m?s)", page.said, terminal) == {in_flight}
     assert only(r"in flight p50 (\S+ m?s)", page.said) == {in_flight}
     assert {row[2] for row in page.rows if row[:1] == ["communication in flight"]} == {in_flight}
@@ -151,16 +151,16 @@ def test_the_loss_is_the_same_wherever_it_is_said(told):
 def test_one_host_alone_is_what_the_planner_says(told):
     page, terminal, found, options, answer = told
     alone = options["a alone"]
-    rate = count(alone["tokens_per_s"])
+    rate = format_count(alone["tokens_per_s"])
     assert only(r"a alone would have trained (\S+) tokens/s", page.said, terminal) == {rate}
-    assert page.row("a alone")[1:3] == [seconds(alone["step_s"]), rate]
+    assert page.row("a alone")[1:3] == [format_seconds(alone["step_s"]), rate]
     times = alone["tokens_per_s"] / found["tokens_per_s"]
     assert only(r"a alone is (\S+) times as fast", page.said, terminal) == {f"{times:.2f}"} == {page.row("a alone")[3]}
     assert page.said.index("It was not worth it") < page.said.index("finished")
     assert terminal.startswith("It was not worth it: a and b trained")
     best = options[answer["recommended"]]
     assert only(rf"{re.escape(best['name'])} would train (\S+) tokens/s", page.said, terminal) == {
-        count(best["tokens_per_s"])
+        format_count(best["tokens_per_s"])
     }
 
 
@@ -170,7 +170,7 @@ def test_every_other_way_is_what_the_planner_says(told):
     assert len(shown) > 5
     for row in shown:
         option = options[row[0].removesuffix(", not built yet")]
-        assert row[1:3] == [seconds(option["step_s"]), count(option["tokens_per_s"])]
+        assert row[1:3] == [format_seconds(option["step_s"]), format_count(option["tokens_per_s"])]
     assert page.row("batch and accumulation × 4")[-1] == "another training run"  # as `plan` says of a larger batch
 
 
@@ -178,23 +178,23 @@ def test_a_bench_is_the_same_on_its_page_and_in_its_table(tmp_path, write_run):
     shutil.copytree(RECORDS, tmp_path / "two")
     write_run(tmp_path / "one", [{}])
     write_atomic(tmp_path / "bench.json", b'{"format": 1, "series": {"verbs": ["one", "two"]}}')
-    page = Text(write_page(RunDir(tmp_path)).read_text())
-    (runs,) = benchpage.summaries(tmp_path).values()
+    page = Text(write_report(RunDir(tmp_path)).read_text())
+    (runs,) = bench_report.summarize_bench(tmp_path).values()
     for name, *cells in bench_rows(runs)[1:]:
         assert page.row(name.strip())[1:] == cells
     for run in runs:
-        assert seconds(run.step_p50_s) in page.said.split("waits most.")[1]  # the sum of its bar
+        assert format_seconds(run.step_p50_s) in page.said.split("waits most.")[1]  # the sum of its bar
 
 
 def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page_of_its_run(tmp_path, write_run):
     shutil.copytree(RECORDS, tmp_path / "two")
     write_run(tmp_path / "one", [{}])
-    compare.write(tmp_path, Compared(kind="fleet", base="a", runs={"a": "one", "a + b": "two"}))
-    page, of_run = (Text(write_page(RunDir(path)).read_text()) for path in (tmp_path, tmp_path / "two"))
-    runs = {label: summarize(RunDir(tmp_path / name)) for label, name in (("a", "one"), ("a + b", "two"))}
-    for row in compare.rows("fleet", runs, runs["a"]):
+    compare_setups.write_setups(tmp_path, SetupComparison(kind="fleet", base="a", runs={"a": "one", "a + b": "two"}))
+    page, of_run = (Text(write_report(RunDir(path)).read_text()) for path in (tmp_path, tmp_path / "two"))
+    runs = {label: summarize_run(RunDir(tmp_path / name)) for label, name in (("a", "one"), ("a + b", "two"))}
+    for row in compare_setups.setup_rows("fleet", runs, runs["a"]):
         assert page.row(row[0]) == list(row)
-    shown = dict(zip(compare.COLUMNS["fleet"], page.row("a + b")[1:], strict=True))
+    shown = dict(zip(compare_setups.COLUMNS["fleet"], page.row("a + b")[1:], strict=True))
     assert of_run.row("b", "56.1 ms")[2:4] == [shown["exposed"], shown["wait"]]
     assert of_run.row("step")[2] == shown["step"]
 
@@ -202,7 +202,7 @@ def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page
 def test_the_one_source_is_right_by_each_hosts_own_clock(tmp_path: Path) -> None:
     """Were it wrong, it would be so everywhere: the moments at which steps ended, which it does not read, say it."""
     shutil.copytree(RECORDS, tmp_path / "run")
-    summary = summarize(RunDir(tmp_path / "run"))
+    summary = summarize_run(RunDir(tmp_path / "run"))
     for rank in range(2):
         ended = [record.ended for record in RunDir(tmp_path / "run").records(rank)]
         gap_s = statistics.median(later - earlier for earlier, later in itertools.pairwise(ended[3:]))

@@ -14,17 +14,17 @@ from jinja2 import UndefinedError
 
 from evener.cli.report import report
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
+from evener.core.host_vitals import Vitals
 from evener.core.rundir import RunDir
-from evener.core.step import PARTS, StepCost, aligned
-from evener.core.vitals import Vitals
-from evener.report import benchpage, figures
-from evener.report.chart import draw
-from evener.report.events import first_failure, tell
-from evener.report.markup import document
-from evener.report.page import run_page, write_page
-from evener.report.picture import scaling_png
-from evener.report.summary import records_of, summarize
+from evener.core.step_cost import PHASES, StepCost, align_steps
+from evener.report import bench_report, run_charts
+from evener.report.event_log import describe_event, first_failure
+from evener.report.html_report import run_page, write_report
+from evener.report.html_template import render_document
+from evener.report.png_charts import scaling_png
+from evener.report.run_summary import read_records, summarize_run
+from evener.report.svg_charts import render_svg
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -62,7 +62,7 @@ class Page(HTMLParser):
 
 
 def page_of(rundir: RunDir) -> Page:
-    path = write_page(rundir)
+    path = write_report(rundir)
     assert path == rundir.path / "report.html"
     return Page(path.read_text())
 
@@ -77,7 +77,7 @@ def run(tmp_path, write_run):
 
 
 def test_the_page_needs_nothing_but_itself(run):
-    path = write_page(run())
+    path = write_report(run())
     page = Page(path.read_text())
     assert page.links == []
     head = path.read_text().partition("</head>")[0]
@@ -95,8 +95,8 @@ def test_every_figure_is_drawn(run):
 
 def test_a_chart_has_its_points_where_its_axes_say():
     """Losses 4 and 2 after steps 1 and 11, and a validation loss of 3 in the middle of both."""
-    chart = figures.loss({0: 4.0, 10: 2.0}, [(6, 3.0)])
-    text = str(draw(chart))
+    chart = run_charts.loss_chart({0: 4.0, 10: 2.0}, [(6, 3.0)])
+    text = str(render_svg(chart))
     low, high = (float(bound) for bound in re.search(r'data-range="1 11 ([\d.]+) ([\d.]+)"', text).groups())
     assert low < 2.0 < 4.0 < high
     paths = re.findall(r'class="line" stroke="[^"]+" d="M([\d L]+)"', text)
@@ -108,14 +108,14 @@ def test_a_chart_has_its_points_where_its_axes_say():
 
 def test_a_number_as_good_as_infinite_ends_at_the_edge():
     """Twice the largest of float64 is none any more, and a difference of two of them is needed for each place."""
-    text = str(draw(figures.loss({0: 4.0, 5: 1.7e308, 10: -1.7e308}, [(6, 3.0)])))
+    text = str(render_svg(run_charts.loss_chart({0: 4.0, 5: 1.7e308, 10: -1.7e308}, [(6, 3.0)])))
     assert 'd="M0 5000L5000 0L10000 10000"' in text
 
 
 def test_what_is_stacked_sums_to_the_step(run):
     rundir = run()
-    chart = figures.areas(aligned(records_of(rundir)), {0: "a", 1: "b"}).charts["a"]
-    assert sum(line.y[0] for line in chart.lines) == pytest.approx(1e3 * summarize(rundir).step_p50_s)
+    chart = run_charts.breakdown_areas(align_steps(read_records(rundir)), {0: "a", 1: "b"}).charts["a"]
+    assert sum(line.y[0] for line in chart.lines) == pytest.approx(1e3 * summarize_run(rundir).step_p50_s)
 
 
 def test_the_verdict_comes_first(run):
@@ -150,7 +150,7 @@ def test_a_hostile_name_in_a_figure_stays_in_it(tmp_path, run):
 
 def test_a_name_that_a_template_lacks_is_an_error_and_no_empty_place():
     with pytest.raises(UndefinedError, match="is undefined"):
-        document("run.html", title="x", figures={})
+        render_document("run.html", title="x", figures={})
 
 
 def test_one_rank(run):
@@ -207,10 +207,12 @@ def test_replicas_that_differed_and_went_back_are_no_failure(run):
                      leaves=["b"], goes_back=True, hint="test its memory")  # fmt: skip
     rundir.add_event("run.nonfinite", step=7, ranks=[1], goes_back=True)
     assert first_failure(rundir.events()) is None
-    told = [tell(event, rundir.manifest()) for event in rundir.events()[-2:]]
-    assert told[0].what.endswith(" in head.weight and 2 more tensors; b is the odd one; all roll back to the newest "
-                                 "checkpoint, and b leaves the run")  # fmt: skip
-    assert told[1].what.endswith("; all roll back to the newest checkpoint")
+    told = [describe_event(event, rundir.manifest()) for event in rundir.events()[-2:]]
+    assert told[0].description.endswith(
+        " in head.weight and 2 more tensors; b is the odd one; all roll back to the newest "
+        "checkpoint, and b leaves the run"
+    )
+    assert told[1].description.endswith("; all roll back to the newest checkpoint")
     assert not any(one.is_bad for one in told)
     assert page_of(rundir).text.count("differ") == before + 1  # the event, and no verdict
 
@@ -241,7 +243,9 @@ def test_how_the_hosts_were(run):
 def test_a_long_run_is_thinned(run):
     page = page_of(run(steps=3000))
     assert "Each point of a line is the mean of 6 steps." in page.text
-    assert all(len(figures.thinned([(step, 1.0) for step in range(num)])[0]) <= 500 for num in (499, 501, 3000, 99_999))
+    assert all(
+        len(run_charts.downsample([(step, 1.0) for step in range(num)])[0]) <= 500 for num in (499, 501, 3000, 99_999)
+    )
 
 
 @pytest.mark.parametrize("ranks", [4, 16])
@@ -254,11 +258,11 @@ def test_every_page_is_small(run, write_run, tmp_path, ranks):
     for rank in range(ranks):
         records = [
             msgspec.structs.replace(record, lr=draw.random(), grad_norm=draw.random(), wall_s=draw.random(),
-                                    cost=StepCost(**{part: draw.random() for part in PARTS}))
+                                    cost=StepCost(**{part: draw.random() for part in PHASES}))
             for record in rundir.records(rank)
         ]  # fmt: skip
         write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    assert write_page(rundir).stat().st_size < 500_000
+    assert write_report(rundir).stat().st_size < 500_000
 
 
 def test_damaged_events_and_unknown_ones(run):
@@ -281,7 +285,7 @@ def test_a_bench(tmp_path, run, write_run):
     assert page.links == ["verbs-1/report.html", "verbs-2/report.html", "verbs-4/report.html"]
     assert all((tmp_path / link).is_file() for link in page.links)
     assert page.lines == ["verbs", "verbs, nothing lost"]
-    measured, ideal = figures.scaling(benchpage.summaries(tmp_path)).lines
+    measured, ideal = run_charts.scaling_chart(bench_report.summarize_bench(tmp_path)).lines
     assert measured.x == [1, 2]
     assert ideal.y[1] == pytest.approx(2 * measured.y[0])
     assert (tmp_path / "report.html").stat().st_size < 100_000
@@ -295,12 +299,12 @@ def test_a_bench(tmp_path, run, write_run):
 def test_a_damaged_bench_is_refused_by_name(tmp_path, content):
     write_atomic(tmp_path / "bench.json", content)
     with pytest.raises(CheckpointError, match=r"bench\.json"):
-        write_page(RunDir(tmp_path))
+        write_report(RunDir(tmp_path))
     assert not (tmp_path / "report.html").exists()
 
 
 def test_the_picture(tmp_path, run):
-    runs = [summarize(run([{}], name="1")), summarize(run(name="2"))]
+    runs = [summarize_run(run([{}], name="1")), summarize_run(run(name="2"))]
     for name, series in (("two.png", {"verbs": runs, "python": runs[:1]}), ("empty.png", {"verbs": []})):
         scaling_png(series, tmp_path / name)
         width, height = (int.from_bytes((tmp_path / name).read_bytes()[at : at + 4]) for at in (16, 20))

@@ -12,14 +12,14 @@ from typing import NamedTuple
 import pytest
 
 from evener.core.roster import Member, Roster, parse_sync
+from evener.core.run_spec import RunSpec, TrainSpec
 from evener.core.shape import preset_shape
-from evener.core.spec import RunSpec, TrainSpec
 from evener.plan import penalty
-from evener.plan.penalty import MEASURED, Measured, Watch, loss_penalty
+from evener.plan.penalty import LOSS_MEASUREMENTS, CompressionErrorMonitor, LossMeasurement, loss_penalty
 
 BENCH = Path(__file__).parents[2] / "bench" / "loss.jsonl"
 ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]
-OURS = [row for row in MEASURED if row.source.startswith("bench/loss.py")]
+OURS = [row for row in LOSS_MEASUREMENTS if row.source.startswith("bench/loss.py")]
 
 
 class Way(NamedTuple):
@@ -37,9 +37,9 @@ def equal(num_ranks: int) -> str:
     return ":".join("1" * num_ranks)
 
 
-def way_of(row: Measured) -> Way:
+def way_of(row: LossMeasurement) -> Way:
     steps, batch = map(int, re.findall(r"(\d+) steps of (\d+) × 256", row.source)[0])
-    shape = next(name for name, num_params in penalty.SHAPES.items() if num_params == row.num_params)
+    shape = next(name for name, num_params in penalty.NUM_PARAMS.items() if num_params == row.num_params)
     return Way(row.sync, ":".join(map(str, row.shares)), batch, steps, row.source.rsplit(", ", 1)[1], shape)
 
 
@@ -68,9 +68,9 @@ def test_our_own_are_those_of_the_bench(row):
         assert row.num_params == next(mine["params"] for mine, _ in runs if mine["corpus"] == "shakespeare")
     assert f", {len(runs)} run" in row.source
     assert ("two corpora" in row.source) == (len(corpora) == 2)
-    assert row.least_tokens == (256 * way.batch if row.sync.startswith("diloco") else 0)
+    assert row.min_tokens == (256 * way.batch if row.sync.startswith("diloco") else 0)
     errors = [error for mine, _ in runs for error in mine["errors"]]
-    assert row.most_error == (round(max(errors), 4) if errors else None)
+    assert row.max_error == (round(max(errors), 4) if errors else None)
 
 
 def test_what_the_bench_measured_is_in_the_table():
@@ -87,8 +87,8 @@ def test_packed_has_the_loss_of_ddp_to_the_last_digit():
 
 
 def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypatch):
-    rows = (penalty._published(2, 1e6, 0.02), penalty._published(2, 1e8, 0.01), penalty._published(4, 1e6, 0.05))
-    monkeypatch.setattr(penalty, "MEASURED", rows)
+    rows = (penalty._from_paper(2, 1e6, 0.02), penalty._from_paper(2, 1e8, 0.01), penalty._from_paper(4, 1e6, 0.05))
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync("diloco:30")
     assert [round(loss_penalty(diloco, 10**power, [8, 8])[0], 6) for power in (6, 7, 8, 9)] == [0.02, 0.015, 0.01, 0.01]
     assert loss_penalty(diloco, 10**8, [1] * 4)[0] == 0.05
@@ -100,8 +100,11 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
 
 def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
     name = "diloco:10:int8:streamed"
-    rows = (penalty._ours(name, 0.017, 1, shares=equal(4)), penalty._ours(name, -0.004, 1, shares=equal(4), batch=32))
-    monkeypatch.setattr(penalty, "MEASURED", rows)
+    rows = (
+        penalty._from_bench(name, 0.017, 1, shares=equal(4)),
+        penalty._from_bench(name, -0.004, 1, shares=equal(4), batch=32),
+    )
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync(name)
     less, least, more, twice = (
         loss_penalty(diloco, 10**6, [1] * 4, num_tokens=num) for num in (4095, 4096, 8191, 8192)
@@ -113,10 +116,10 @@ def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
 
 def test_of_runs_with_no_more_steps_and_tokens_the_one_that_lost_least_counts(monkeypatch):
     name = "diloco:10:int8:streamed"
-    rows = (penalty._ours(name, 0.016, 1, shape="char", shares=equal(4)),
-            penalty._ours(name, 0.033, 1, shape="char", shares=equal(4), batch=32, steps=1000))  # fmt: skip
-    monkeypatch.setattr(penalty, "MEASURED", rows)
-    told = {(steps, tokens): loss_penalty(parse_sync(name), penalty.SHAPES["char"], [1] * 4, steps, tokens)
+    rows = (penalty._from_bench(name, 0.016, 1, shape="char", shares=equal(4)),
+            penalty._from_bench(name, 0.033, 1, shape="char", shares=equal(4), batch=32, steps=1000))  # fmt: skip
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
+    told = {(steps, tokens): loss_penalty(parse_sync(name), penalty.NUM_PARAMS["char"], [1] * 4, steps, tokens)
             for steps in (999, 1000, 2000) for tokens in (4096, 8192)}  # fmt: skip
     assert [told[key][0] for key in ((1000, 8192), (2000, 4096), (2000, 8192))] == [0.033, 0.016, 0.016]
     assert {told[999, tokens] for tokens in (4096, 8192)} == {
@@ -128,11 +131,15 @@ def test_of_runs_with_no_more_steps_and_tokens_the_one_that_lost_least_counts(mo
 def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monkeypatch):
     """Four were measured with a small model alone, two with a larger one as well."""
     name = "diloco:10:int8:streamed"
-    rows = (penalty._ours(name, 0.001, 3), penalty._ours(name, 0.009, 3, shape="char"),
-            penalty._ours(name, 0.004, 1, shares=equal(4)), penalty._ours(name, 0.5, 1, shares=equal(8)))  # fmt: skip
-    monkeypatch.setattr(penalty, "MEASURED", rows)
+    rows = (
+        penalty._from_bench(name, 0.001, 3),
+        penalty._from_bench(name, 0.009, 3, shape="char"),
+        penalty._from_bench(name, 0.004, 1, shares=equal(4)),
+        penalty._from_bench(name, 0.5, 1, shares=equal(8)),
+    )
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync(name)
-    small, large = penalty.SHAPES.values()
+    small, large = penalty.NUM_PARAMS.values()
     for num_params, expected in ((small, [0.001, 0.0025, 0.004, 0.128, 0.5]),
                                  (large, [0.009, 0.009, 0.009, 0.13175, 0.5])):  # fmt: skip
         found = [loss_penalty(diloco, num_params, [1] * ranks)[0] for ranks in (2, 3, 4, 5, 8)]
@@ -155,18 +162,18 @@ def test_replicas_that_share_unequally_lose_as_much_as_they_are_worth():
 def test_what_a_larger_model_lost_says_nothing_where_replicas_of_a_smaller_one_were_measured(monkeypatch):
     """Two and four of the small one, 9 : 5 : 2 of the large one alone: of one between them these are on the line."""
     name = "diloco:10:int8:streamed"
-    rows = (penalty._ours(name, 0.01, 3), penalty._ours(name, 0.05, 3, shares=equal(4)),
-            penalty._ours(name, 0.006, 3, shape="char", shares="9:5:2"))  # fmt: skip
-    monkeypatch.setattr(penalty, "MEASURED", rows)
-    small, large = penalty.SHAPES.values()
+    rows = (penalty._from_bench(name, 0.01, 3), penalty._from_bench(name, 0.05, 3, shares=equal(4)),
+            penalty._from_bench(name, 0.006, 3, shape="char", shares="9:5:2"))  # fmt: skip
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
+    small, large = penalty.NUM_PARAMS.values()
     own = [loss_penalty(parse_sync(name), num, [9, 5, 2])[0] for num in (small, large // 3 + 1, large // 2, large)]
-    assert own[0] == own[1] == own[2] == pytest.approx(0.01 + (penalty.worth([9, 5, 2]) - 2) / 2 * 0.04)
+    assert own[0] == own[1] == own[2] == pytest.approx(0.01 + (penalty.equivalent_replicas([9, 5, 2]) - 2) / 2 * 0.04)
     assert own[3] == 0.01  # no less than two
 
 
 def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_where_replicas_drift():
     """They lose more. Coded gradients do not."""
-    small = penalty.SHAPES["small"]
+    small = penalty.NUM_PARAMS["small"]
     for sync, ranks in (("diloco:10:int8:streamed", 2), ("diloco:10:int8:streamed", 4)):
         assert loss_penalty(parse_sync(sync), small // 2, [1] * ranks)[0] is not None
         assert loss_penalty(parse_sync(sync), small // 4, [1] * ranks)[1] == (
@@ -178,7 +185,9 @@ def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_
 
 def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(monkeypatch):
     gain, cost = -0.03, 0.004
-    monkeypatch.setattr(penalty, "MEASURED", (penalty._ours("diloco:10", gain, 3), penalty._ours("int8", cost, 3)))
+    monkeypatch.setattr(
+        penalty, "LOSS_MEASUREMENTS", (penalty._from_bench("diloco:10", gain, 3), penalty._from_bench("int8", cost, 3))
+    )
     told = [loss_penalty(parse_sync("diloco:10"), num_params, [8, 8], 2000)
             for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
     assert [one for one, _ in told] == [None, gain, gain, gain, 0.0, 0.0]
@@ -193,20 +202,20 @@ def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_be
 
 
 def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back():
-    watch = Watch(parse_sync("int8"), 2)
-    assert 0 < watch.most < 0.1
-    within, beyond = watch.most / 2, 2 * watch.most
+    watch = CompressionErrorMonitor(parse_sync("int8"), 2)
+    assert 0 < watch.max_error < 0.1
+    within, beyond = watch.max_error / 2, 2 * watch.max_error
     errors = [within] * 8 + [beyond] * 9 + [within] * 5 + [beyond] * 5
-    told = [i for i, error in enumerate(errors) if watch.hear(error) is not None]
+    told = [i for i, error in enumerate(errors) if watch.add_sample(error) is not None]
     assert told == [10, 24]  # when most of the latest five are beyond
-    assert all(watch.hear(error) is None for error in [within] * 5 + [beyond, within] * 2)
+    assert all(watch.add_sample(error) is None for error in [within] * 5 + [beyond, within] * 2)
 
 
 def test_no_run_is_called_beyond_what_was_measured_in_it():
     """Each of the bench's, of two ranks and of more, which code twice."""
     told = [(row["sync"], row["ranks"], error) for row in ROWS if row.get("errors")
-            for watch in [Watch(parse_sync(row["sync"]), row["ranks"])] for error in row["errors"]
-            if watch.hear(error) is not None]  # fmt: skip
+            for watch in [CompressionErrorMonitor(parse_sync(row["sync"]), row["ranks"])] for error in row["errors"]
+            if watch.add_sample(error) is not None]  # fmt: skip
     assert told == []
     assert {row["ranks"] for row in ROWS if row.get("errors") and row["sync"] == "int8"} == {2, 3}
 
@@ -214,10 +223,18 @@ def test_no_run_is_called_beyond_what_was_measured_in_it():
 def test_what_two_codings_lose_adds_up_as_squares_do():
     """Where more than two ranks were measured it may be more than that; where they were not, so much."""
     int4, int8 = parse_sync("int4"), parse_sync("int8")
-    assert penalty.most_error(int4, 3) == penalty.most_error(int4, 9) == 2**0.5 * penalty.most_error(int4, 2)
-    assert penalty.most_error(int8, 5) == penalty.most_error(int8, 3) >= 2**0.5 * penalty.most_error(int8, 2)
+    assert (
+        penalty.max_compression_error(int4, 3)
+        == penalty.max_compression_error(int4, 9)
+        == 2**0.5 * penalty.max_compression_error(int4, 2)
+    )
+    assert (
+        penalty.max_compression_error(int8, 5)
+        == penalty.max_compression_error(int8, 3)
+        >= 2**0.5 * penalty.max_compression_error(int8, 2)
+    )
     powersgd = parse_sync("powersgd:16")  # its products are summed, not coded once more
-    assert penalty.most_error(powersgd, 5) == penalty.most_error(powersgd, 2)
+    assert penalty.max_compression_error(powersgd, 5) == penalty.max_compression_error(powersgd, 2)
 
 
 def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something():
@@ -226,7 +243,7 @@ def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something()
     assert source.endswith("fp32")
     (row,) = (row for row in OURS if row.source == source)
     assert (row.sync, row.penalty) == ("bf16", penalty)
-    assert 0 < row.most_error < 2**-8
+    assert 0 < row.max_error < 2**-8
 
 
 @pytest.mark.parametrize(
@@ -240,24 +257,24 @@ def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something()
 )
 def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(monkeypatch, ranks, budget, told):
     name = "diloco:10:int8:streamed"
-    monkeypatch.setattr(penalty, "MEASURED", tuple(penalty._ours(name, cost, 1, shares=equal(num))
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", tuple(penalty._from_bench(name, cost, 1, shares=equal(num))
                                                    for num, cost in ((3, 0.006), (4, 0.017))))  # fmt: skip
     train = TrainSpec(batch=16, steps=2000, loss_budget=budget)
     members = [Member(rank=rank, host="a", device="cpu", dtype="bf16", micro_batch=1, share=8) for rank in range(ranks)]
     roster = Roster(members=members, sync=parse_sync(name), backend="gloo")
     shape = preset_shape("char", 65, num_layers=5, num_heads=4, width=128)
-    assert penalty.no_more_chosen(roster, RunSpec(train=train), shape) == told
+    assert penalty.why_no_longer_chosen(roster, RunSpec(train=train), shape) == told
 
 
 def test_where_nothing_was_measured_nothing_is_beyond_it():
-    watch = Watch(parse_sync("powersgd:1"), 2)
-    assert all(watch.hear(1e9) is None for _ in range(20))
+    watch = CompressionErrorMonitor(parse_sync("powersgd:1"), 2)
+    assert all(watch.add_sample(1e9) is None for _ in range(20))
 
 
 def test_a_limit_is_that_of_as_many_replicas_as_it_was_measured_with(monkeypatch):
     name = "diloco:10:int8:streamed"
-    rows = tuple(penalty._ours(name, 0.0, 1, most, shares=equal(ranks))
+    rows = tuple(penalty._from_bench(name, 0.0, 1, most, shares=equal(ranks))
                  for ranks, most in ((2, 0.01), (3, 0.02), (8, 0.012)))  # fmt: skip
-    monkeypatch.setattr(penalty, "MEASURED", rows)
-    found = [penalty.most_error(parse_sync(name), ranks) for ranks in (2, 3, 4, 8, 9)]
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
+    found = [penalty.max_compression_error(parse_sync(name), ranks) for ranks in (2, 3, 4, 8, 9)]
     assert found == pytest.approx([0.01, 0.02, 0.02, 0.02, math.inf], abs=1e-4)

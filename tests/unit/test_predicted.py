@@ -7,21 +7,21 @@ import re
 import msgspec
 import pytest
 
-from evener.core.files import write_atomic
-from evener.core.link import Wire
-from evener.core.plan import Plan, write_plan
-from evener.core.prediction import EXACT, Cluster, HostRates, Option, Prediction, RankCost
-from evener.core.roster import Member, Roster, Seat, parse_sync
+from evener.core.file_io import write_atomic
+from evener.core.link import LinkModel
+from evener.core.prediction import EXACT_SOURCE, Cluster, HostRates, PlanOption, Prediction, RankCost
+from evener.core.roster import Member, RankSlot, Roster, parse_sync
+from evener.core.run_plan import Plan, write_plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
-from evener.core.step import PARTS, StepCost, StepRecord
-from evener.report.benchtable import rows as bench_rows
+from evener.core.step_cost import PHASES, StepCost, StepRecord
+from evener.report.bench_table import bench_rows
 from evener.report.explain import explain_run
-from evener.report.gap import explain_prediction
-from evener.report.page import run_page
-from evener.report.predicted import against, cells, rank_rows, step_rows
-from evener.report.summary import as_result, summarize
+from evener.report.html_report import run_page
+from evener.report.predicted_vs_measured import prediction_cells, rank_rows, step_prediction_cells, step_rows
+from evener.report.prediction_error import explain_prediction
+from evener.report.run_summary import summarize_run, summary_json
 from tests.unit.planner import job_of
 
 MARKS = {  # words by which a sentence names a cause
@@ -53,7 +53,7 @@ BYTES = 503_316_480
 SYNC_S = 6.0  # in flight, of which 4.3 s are not hidden: 36.1 s a step
 ATTIC = {"data_s": 0.0, "compute_s": 20.0, "exposed_sync_s": 4.3, "wait_s": 10.0, "optimizer_s": 1.8}
 LAPTOP = ATTIC | {"compute_s": 30.0, "wait_s": 0.0}
-LINK = Wire(latency_s=1e-4, bandwidth_Bps=117e6)
+LINK = LinkModel(latency_s=1e-4, bandwidth_Bps=117e6)
 
 
 def named(text: list[str]) -> set[str]:
@@ -61,7 +61,7 @@ def named(text: list[str]) -> set[str]:
 
 
 def option(*costs: dict[str, float | None], name: str = "ddp", hosts: tuple[str, ...] = ("attic", "laptop"),
-           sync: str = "ddp", **other: object) -> Option:  # fmt: skip
+           sync: str = "ddp", **other: object) -> PlanOption:  # fmt: skip
     members = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=16 // len(costs), micro_batch=256)
                for rank, host in enumerate(hosts)]  # fmt: skip
     ranks = [RankCost(cost=StepCost(**cost), sync_s=SYNC_S if len(costs) > 1 else 0.0, bytes=BYTES,
@@ -69,11 +69,11 @@ def option(*costs: dict[str, float | None], name: str = "ddp", hosts: tuple[str,
     step_s = max(rank.cost.total_s for rank in ranks)
     given = {"roster": Roster(members=members, sync=parse_sync(sync), backend="gloo"), "ranks": ranks, "step_s": step_s,
              "tokens_per_s": 1024 / step_s, "speedup_vs_best_host": 1.2, "bytes_per_rank": BYTES,
-             "loss_penalty": 0.0, "loss_source": EXACT}  # fmt: skip
-    return Option(name=name, **(given | other))
+             "loss_penalty": 0.0, "loss_source": EXACT_SOURCE}  # fmt: skip
+    return PlanOption(name=name, **(given | other))
 
 
-def predict(chosen: Option | None = None, *options: Option, laptop_is: dict[str, object] | None = None,
+def predict(chosen: PlanOption | None = None, *options: PlanOption, laptop_is: dict[str, object] | None = None,
             **laptop: object) -> Prediction:  # fmt: skip
     """`laptop_is`: how its rank was planned; the rest is what it can do."""
     chosen = chosen or option(ATTIC, LAPTOP)
@@ -85,7 +85,7 @@ def predict(chosen: Option | None = None, *options: Option, laptop_is: dict[str,
     return Prediction(
         job=job_of(preset_shape("tiny", 256, 64), model="tiny", batch=16),
         cluster=Cluster(
-            seats=[Seat(host=member.host, device=member.device) for member in members],
+            seats=[RankSlot(host=member.host, device=member.device) for member in members],
             hosts={"attic": HostRates(**rates), "laptop": HostRates(**(rates | laptop))},
             wires={"attic": {"laptop": LINK}, "laptop": {"attic": LINK}},
             assumed=["a GPU's power limit <b>stays</b>"],
@@ -134,7 +134,7 @@ def run(tmp_path, write_run):
             write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(each) + b"\n" for each in records))
         if predicted:
             write_plan(rundir, Plan(kind="train", spec=None, prediction=prediction or predict()))
-        return summarize(rundir)
+        return summarize_run(rundir)
 
     return make
 
@@ -198,9 +198,9 @@ def test_throttled_by_its_finding(tmp_path, run):
     run(laptop={"compute_s": 60.0})
     rundir = RunWriter(tmp_path / "run")
     rundir.add_event("cpu.throttled", host="attic", evidence="another host")
-    assert named(told(summarize(rundir))) == {"own speed"}
+    assert named(told(summarize_run(rundir))) == {"own speed"}
     rundir.add_event("cpu.throttled", host="laptop", evidence="cpu: 2.1 GHz", fix="cool it")
-    assert named(told(summarize(rundir))) == {"throttled"}
+    assert named(told(summarize_run(rundir))) == {"throttled"}
 
 
 def test_swapping(tmp_path, run):
@@ -208,7 +208,7 @@ def test_swapping(tmp_path, run):
     RunWriter(tmp_path / "run").add_event(
         "mem.swap", host="laptop", evidence="12.0 MB a second; 40 MB of memory are free"
     )
-    text = told(summarize(RunDir(tmp_path / "run")))
+    text = told(summarize_run(RunDir(tmp_path / "run")))
     assert named(text) == {"swap"}
     assert "2 times slower than probed, 60.00 s a step: it was swapping when the run began (12.0 MB a second" in text[2]
 
@@ -360,8 +360,8 @@ def test_nothing_predicted(run):
     assert len(text) == 1
     assert "evener probe host" in text[0]
     assert "evener probe wire" in text[0]
-    assert as_result(summary)["predicted"] is None
-    assert against(summary) == ("not predicted", "–")
+    assert summary_json(summary)["predicted"] is None
+    assert step_prediction_cells(summary) == ("not predicted", "–")
     assert not any("predicted" in paragraph for paragraph in explain_run(summary))
 
 
@@ -375,7 +375,7 @@ def test_another_number_of_ranks(run):
 def test_no_step(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=0, verdict="failed")
     write_plan(rundir, Plan(kind="train", spec=None, prediction=predict()))
-    assert told(summarize(rundir)) == ["A step was predicted to take 36.10 s; none was recorded."]
+    assert told(summarize_run(rundir)) == ["A step was predicted to take 36.10 s; none was recorded."]
     assert "Predicted and measured" in run_page(rundir, now=0.0)
 
 
@@ -394,7 +394,7 @@ def test_parts_that_are_not_known(run):
 def test_rows(run):
     summary = run(laptop={"compute_s": 60.0})
     chosen = summary.predicted
-    assert [cells(row) for row in step_rows(summary, chosen)] == [
+    assert [prediction_cells(row) for row in step_rows(summary, chosen)] == [
         ["step", "36.10 s", "1 min 06 s", "+30.00 s", "+83%"],
         ["tokens/s", "28.4", "15.5", "−12.9", "−45%"],
         ["bytes that a rank sends", "503.3 MB", "503.3 MB", "0", "0%"],
@@ -403,15 +403,15 @@ def test_rows(run):
     found = {row.name: row for row in rank_rows(summary, chosen, 0)}
     assert found["waiting for others"].difference == pytest.approx(30.0)
     assert found["sum"].measured == pytest.approx(66.1)
-    assert sum(row.difference for row in list(found.values())[: len(PARTS)]) == pytest.approx(found["sum"].difference)
-    assert cells(found["input"]) == ["input", "0 µs", "0 µs", "0", "–"]
+    assert sum(row.difference for row in list(found.values())[: len(PHASES)]) == pytest.approx(found["sum"].difference)
+    assert prediction_cells(found["input"]) == ["input", "0 µs", "0 µs", "0", "–"]
     assert found["communication in flight"].predicted == SYNC_S
 
 
 def test_unknown_figures_are_said_to_be_so(run):
     prediction = predict(option(ATTIC | {"data_s": None}, LAPTOP))
     summary = run({"optimizer_s": None}, verdict="stopped", prediction=prediction)
-    found = {row.name: cells(row) for row in rank_rows(summary, summary.predicted, 0)}
+    found = {row.name: prediction_cells(row) for row in rank_rows(summary, summary.predicted, 0)}
     assert found["input"][1:] == ["not predicted", "0 µs", "–", "–"]
     assert found["update"][1:] == ["1.80 s", "not measured", "–", "–"]
     assert found["peak memory"][1:] == ["390.0 MB", "not measured", "–", "–"]
@@ -419,7 +419,7 @@ def test_unknown_figures_are_said_to_be_so(run):
 
 def test_as_json_and_in_a_bench(run):
     summary = run(laptop={"compute_s": 60.0})
-    predicted = as_result(summary)["predicted"]
+    predicted = summary_json(summary)["predicted"]
     assert predicted["option"] == "ddp"
     assert predicted["step_s"] == pytest.approx(36.1)
     assert predicted["step_difference"] == pytest.approx(30 / 36.1)

@@ -11,28 +11,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.cli.probe import _as_one_rank, _bytes, _settled, _sizes
-from evener.cli.probe_figures import COLUMNS, collectives_row, collectives_title
-from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, World
-from evener.core.device_rates import Passes, Sustained, fit_pass, model_rate
+from evener.cli.probe import _buffer_sizes, _merge_ranks, _parse_bytes, _resolve_backend
+from evener.cli.probe_output import COLLECTIVES_COLUMNS, format_collectives_header, format_collectives_row
+from evener.core.collective_results import (
+    COLLECTIVES,
+    CollectiveBenchGroup,
+    CollectiveBenchSpec,
+    CollectiveResult,
+    SkippedSizes,
+)
 from evener.core.errors import UsageError
-from evener.core.fleet import Host, Link, ModelRate, Rates, load_fleet
-from evener.core.link import Wire
-from evener.core.measured import update_fleet
+from evener.core.fleet_file import HostConfig, HostLink, ModelRate, Rates, load_fleet
+from evener.core.fleet_update import update_fleet_file
+from evener.core.host_probe import MicroBatchTiming, SustainedThroughput, fit_micro_batch_time, model_rate
+from evener.core.link import LinkModel
 from evener.core.shape import preset_shape
-from evener.hosts.wire import both_ways, estimate_s, rounds
-from evener.launch.commands import Place
-from evener.plan.collectives import (
+from evener.hosts.link_probe import estimate_duration_s, measure_duplex, schedule_rounds
+from evener.launch.commands import PreparedHost
+from evener.plan.collective_cost import (
     Ring,
-    backend_s,
     bus_factor,
+    collective_s,
     reduced_bytes,
     ring_all_reduce_bytes,
     sent_bytes,
-    split_collective,
+    split_collective_time,
 )
-from evener.plan.compute import Roofline, roofline
-from evener.report.collectives import explain, findings, judge_all
+from evener.plan.roofline import Roofline, roofline
+from evener.report.bus_bandwidth import bandwidth_findings, collective_efficiencies, explain_bandwidth
 
 CHAR = ModelRate(tokens_per_s=1e3, pass_s=0.01, update_s=0.02, dtype="bf16", cpus=1.9)
 D8 = ModelRate(tokens_per_s=60.0)
@@ -56,10 +62,10 @@ def test_bus_factors_are_those_of_nccl_tests(collective, num_ranks):
 @pytest.mark.parametrize(("gbit", "seconds"), [(1, 14.3), (10, 1.43), (400, 0.036)])
 def test_the_seeds_all_reduce_of_760m_in_bf16(gbit, seconds):
     bandwidth_Bps = gbit * 1e9 / 8 * 0.85  # as in the seed: about 85 % effective
-    wires = (Wire(latency_s=0.0, bandwidth_Bps=bandwidth_Bps),) * 2
-    pair = Ring(hosts=("a", "b"), wires=wires, back=wires, sum_Bps=(math.inf,) * 2)
+    wires = (LinkModel(latency_s=0.0, bandwidth_Bps=bandwidth_Bps),) * 2
+    pair = Ring(hosts=("a", "b"), links=wires, reverse_links=wires, sum_Bps=(math.inf,) * 2)
     for backend in ("gloo", "nccl"):
-        assert backend_s("all_reduce", 2 * 760e6, pair, backend) == pytest.approx(seconds, rel=0.01)
+        assert collective_s("all_reduce", 2 * 760e6, pair, backend) == pytest.approx(seconds, rel=0.01)
 
 
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 512), st.integers(1, 1 << 30))
@@ -84,7 +90,7 @@ def test_a_broadcast_of_gloo_is_a_binomial_tree(num_ranks, times):
 
 @given(st.floats(1e-4, 100), st.floats(1e-6, 1e-2), st.integers(2, 16))
 def test_the_parts_of_a_split_sum_to_the_time(time_s, latency_s, num_ranks):
-    split = split_collective(
+    split = split_collective_time(
         "all_reduce", 1e6, num_ranks, time_s=time_s, latency_s=latency_s, bandwidth_Bps=1e8, sum_Bps=1e10
     )
     assert 0 <= split.latency_s <= latency_s
@@ -94,7 +100,7 @@ def test_the_parts_of_a_split_sum_to_the_time(time_s, latency_s, num_ranks):
 @given(st.integers(2, 20))
 def test_every_pair_is_measured_once_and_no_host_twice_at_a_time(num_hosts):
     names = [f"h{i}" for i in range(num_hosts)]
-    found = rounds(names)
+    found = schedule_rounds(names)
     assert sorted(tuple(sorted(pair)) for pairs in found for pair in pairs) == sorted(
         (a, b) if a < b else (b, a) for i, a in enumerate(names) for b in names[i + 1 :]
     )
@@ -102,15 +108,17 @@ def test_every_pair_is_measured_once_and_no_host_twice_at_a_time(num_hosts):
         hosts = [name for pair in pairs for name in pair]
         assert len(hosts) == len(set(hosts))
     assert len(found) <= max(6, num_hosts)
-    assert estimate_s(num_hosts) > 0
+    assert estimate_duration_s(num_hosts) > 0
 
 
 def world(hosts=("a", "b"), backend="gloo"):
-    return World(ranks=2, hosts=list(hosts), backend=backend, device="cpu", interface="eth0", sum_Bps=1e10, torch="2")
+    return CollectiveBenchGroup(
+        ranks=2, hosts=list(hosts), backend=backend, device="cpu", interface="eth0", sum_Bps=1e10, torch="2"
+    )
 
 
 def row(collective, size_bytes, time_s, num_wrong=0):
-    return Row(
+    return CollectiveResult(
         collective=collective, size_bytes=size_bytes, count=size_bytes // 4, dtype="fp32", redop="sum", root=-1,
         in_place=True, time_s=time_s, time_p95_s=time_s, iterations=3, algbw_Bps=size_bytes / time_s,
         busbw_Bps=bus_factor(collective, 2) * size_bytes / time_s, num_wrong=num_wrong, sent_bytes=None,
@@ -132,13 +140,13 @@ def test_of_two_directions_at_once_of_which_tcp_keeps_one_low_the_fairest_measur
 
     def flow(which):
         rates = iter([rates[which] for rates in tries])
-        return SimpleNamespace(pour=lambda _, seconds: lasted.append(seconds) or poured(next(rates)))
+        return SimpleNamespace(measure_goodput=lambda _, seconds: lasted.append(seconds) or poured(next(rates)))
 
     def poured(rate):
         return SimpleNamespace(goodput_Bps=1e6 * rate)
 
     ways = [("a", "b"), ("b", "a")]
-    found = both_ways({way: flow(i) for i, way in enumerate(ways)}, dict.fromkeys(ways, poured(10)), 2)
+    found = measure_duplex({way: flow(i) for i, way in enumerate(ways)}, dict.fromkeys(ways, poured(10)), 2)
     assert tuple(found[way].goodput_Bps / 1e6 for way in ways) == seen
     assert lasted[::2] == lasted[1::2] == lasted_s
 
@@ -153,59 +161,64 @@ def test_the_paragraph_says_what_is_reached_and_from_where_on_latency_counts():
         row("all_reduce", 1 << 26, (1 << 26) / wire_Bps / 0.98),
         row("reduce_scatter", 1 << 26, 0.6),
     ]
-    stopped = [Stopped(collective="all_reduce", size_bytes=1 << 28, needs_s=12.0, left_s=3.0)]
-    judged = judge_all(rows, world(), wire_Bps)
-    text = " ".join(explain(judged, stopped, world(), wire_Bps))
+    stopped = [SkippedSizes(collective="all_reduce", size_bytes=1 << 28, needs_s=12.0, left_s=3.0)]
+    judged = collective_efficiencies(rows, world(), wire_Bps)
+    text = " ".join(explain_bandwidth(judged, stopped, world(), wire_Bps))
     assert "64 MiB all-reduce reaches 0.98 of the wire; up to 16 KiB latency dominates (291 µs)" in text
     assert "Gloo sends 2 times what it must" in text
     assert "The time was up for all-reduce before 256 MiB: about" in text
     assert "The wire is 940 Mbit/s" in text
-    assert not findings(judged, world())
+    assert not bandwidth_findings(judged, world())
 
 
 def test_a_slow_stack_and_a_wrong_result_are_findings():
-    slow = judge_all([row("all_reduce", 1 << 26, 2.0, num_wrong=3)], world(), 117.5e6)
-    found = {finding.check: finding for finding in findings(slow, world())}
+    slow = collective_efficiencies([row("all_reduce", 1 << 26, 2.0, num_wrong=3)], world(), 117.5e6)
+    found = {finding.check: finding for finding in bandwidth_findings(slow, world())}
     assert found["net.stack-loss"].severity == "warning"
     assert "0.29 of the wire" in found["net.stack-loss"].evidence
     assert found["run.collective-mismatch"].severity == "error"
     assert "3 elements of all-reduce" in found["run.collective-mismatch"].evidence
     here = world(hosts=("a", "a"))
-    assert "net.stack-loss" not in {finding.check for finding in findings(slow, here)}
+    assert "net.stack-loss" not in {finding.check for finding in bandwidth_findings(slow, here)}
 
 
 def test_the_columns_are_those_of_nccl_tests():
     one, wrong = row("all_reduce", 1 << 20, 9.2e-3), row("all_reduce", 1 << 30, 9.2, num_wrong=1 << 28)
-    judged, all_wrong = judge_all([one, wrong], world(), 117.5e6)
-    columns = [title for title, _, _ in COLUMNS]
-    titles = collectives_title(columns)[0].removeprefix("#").split()
+    judged, all_wrong = collective_efficiencies([one, wrong], world(), 117.5e6)
+    columns = [title for title, _, _ in COLLECTIVES_COLUMNS]
+    titles = format_collectives_header(columns)[0].removeprefix("#").split()
     assert titles[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
-    cells = collectives_row(judged, columns).split()
+    cells = format_collectives_row(judged, columns).split()
     assert cells[:9] == ["1048576", "262144", "float", "sum", "-1", "9200.0", "0.114", "0.114", "0"]
     parts = [float(cell) for cell in cells[10:]]
     assert sum(parts) == pytest.approx(9200.0, abs=0.3)
-    assert collectives_row(all_wrong, columns).split()[8] == str(1 << 28)
-    lines = [*collectives_title(columns), *(collectives_row(item, columns) for item in (judged, all_wrong))]
+    assert format_collectives_row(all_wrong, columns).split()[8] == str(1 << 28)
+    lines = [
+        *format_collectives_header(columns),
+        *(format_collectives_row(item, columns) for item in (judged, all_wrong)),
+    ]
     assert len({len(line) for line in lines}) == 1
 
 
 def test_sizes_as_people_write_them():
-    assert _sizes("1KiB", "256MiB", 4)[-1] == 1 << 28
-    assert len(_sizes("1KiB", "256MiB", 4)) == 10
-    assert _bytes("--min-size", "1.5GiB") == 3 << 29
+    assert _buffer_sizes("1KiB", "256MiB", 4)[-1] == 1 << 28
+    assert len(_buffer_sizes("1KiB", "256MiB", 4)) == 10
+    assert _parse_bytes("--min-size", "1.5GiB") == 3 << 29
     for wrong in ("", "MiB", "-1", "1TiB", "0"):
         with pytest.raises(UsageError, match="--min-size"):
-            _bytes("--min-size", wrong)
+            _parse_bytes("--min-size", wrong)
     with pytest.raises(UsageError, match="greater"):
-        _sizes("2MiB", "1MiB", 2)
+        _buffer_sizes("2MiB", "1MiB", 2)
 
 
 def test_figures_come_back_from_the_fleet_file(tmp_path: Path):
     file = tmp_path / "fleet.toml"
     file.write_text('# mine\n[hosts.a]\naddress = "local"  # here\n[hosts.b]\naddress = "b"\n')
-    link = Link(goodput_Bps=117e6, duplex_Bps=116e6, rtt_s=1e-4, rtt_p95_s=2e-4, retransmits=0, measured="2026-11-21")
-    update_fleet(file, links={"a": {"b": link}}, rates={"a": {"cpu": Rates(models={"char": CHAR}, copy_Bps=1e10)}})
-    update_fleet(file, rates={"a": {"cpu": Rates(models={"d8": D8}, sync_Bps=2e9), "cuda:0": Rates(name="H200")}})
+    link = HostLink(
+        goodput_Bps=117e6, duplex_Bps=116e6, rtt_s=1e-4, rtt_p95_s=2e-4, retransmits=0, measured="2026-11-21"
+    )
+    update_fleet_file(file, links={"a": {"b": link}}, rates={"a": {"cpu": Rates(models={"char": CHAR}, copy_Bps=1e10)}})
+    update_fleet_file(file, rates={"a": {"cpu": Rates(models={"d8": D8}, sync_Bps=2e9), "cuda:0": Rates(name="H200")}})
     fleet = load_fleet(file)
     assert fleet.links["a"]["b"] == link
     assert link.bandwidth_Bps == 116e6
@@ -241,35 +254,37 @@ def test_a_pass_of_which_little_is_explained_is_bound_by_neither(took_s, bound):
     ],
 )
 def test_all_hosts_use_one_backend(gpus, device, backend, settled):
-    names = {"address": "", "interface": "", "python": "", "workdir": "", "run": "", "cores": 8}
+    names = {"address": "", "interface": "", "python": "", "workdir": "", "run_dir": "", "cores": 8}
     places = [
-        Place(name=name, host=Host(address=name), gpus=["H200"] * num, gpus_have_bf16=True, has_bf16=True, **names)
+        PreparedHost(
+            name=name, host=HostConfig(address=name), gpus=["H200"] * num, gpus_have_bf16=True, has_bf16=True, **names
+        )
         for name, num in zip("ab", gpus, strict=True)
     ]
-    spec = _settled(CollectiveSpec(device=device, backend=backend), places)
+    spec = _resolve_backend(CollectiveBenchSpec(device=device, backend=backend), places)
     assert (spec.device, spec.backend) == settled
-    alone = [msgspec.structs.replace(places[0], host=Host(address="a", ranks=2))]
-    shared = _settled(CollectiveSpec(device=device, backend=backend), alone)
+    alone = [msgspec.structs.replace(places[0], host=HostConfig(address="a", ranks=2))]
+    shared = _resolve_backend(CollectiveBenchSpec(device=device, backend=backend), alone)
     assert (shared.device, shared.backend) == ("cpu", "gloo")  # two ranks, and one GPU at most
     with pytest.raises(UsageError, match="two ranks or more"):
-        _settled(CollectiveSpec(), places[:1])
+        _resolve_backend(CollectiveBenchSpec(), places[:1])
 
 
 def test_a_fleet_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path):
     with pytest.raises(UsageError, match="No such file"):
-        update_fleet(tmp_path / "absent.toml", rates={})
+        update_fleet_file(tmp_path / "absent.toml", rates={})
 
 
 def test_a_pass_is_what_its_tokens_take_and_what_it_takes_besides():
     line = {tokens: 0.02 + tokens / 5000 for tokens in (256, 2048, 16384)}
-    assert fit_pass(line) == pytest.approx((0.02, 5000.0))
-    assert fit_pass({64: 0.001, 128: 0.002}) == (0.0, 64000.0)
+    assert fit_micro_batch_time(line) == pytest.approx((0.02, 5000.0))
+    assert fit_micro_batch_time({64: 0.001, 128: 0.002}) == (0.0, 64000.0)
 
 
 @given(st.floats(1e-4, 1), st.floats(1e-4, 1), st.floats(1e-3, 1))
 def test_the_large_pass_is_predicted_as_it_was_measured(one_s, between_s, large_s):
     """Whatever disturbed the others: no rate that is infinite or negative comes of it."""
-    pass_s, tokens_per_s = fit_pass({256: one_s, 1024: between_s, 4096: large_s})
+    pass_s, tokens_per_s = fit_micro_batch_time({256: one_s, 1024: between_s, 4096: large_s})
     assert pass_s >= 0
     assert 0 < tokens_per_s <= 20.001 * 4096 / large_s
     assert pass_s + 4096 / tokens_per_s == pytest.approx(large_s)
@@ -277,14 +292,16 @@ def test_the_large_pass_is_predicted_as_it_was_measured(one_s, between_s, large_
 
 def test_a_pass_that_costs_more_per_token_when_it_is_large_has_no_cost_of_its_own():
     """Activations that outgrow the cache bend the line the other way: the large pass is the one that trains."""
-    assert fit_pass({256: 0.08, 4096: 1.6}) == pytest.approx((0.0, 2560.0))
+    assert fit_micro_batch_time({256: 0.08, 4096: 1.6}) == pytest.approx((0.0, 2560.0))
 
 
 def passes(micro_batch, took_s):
-    return Passes(micro_batch=micro_batch, tokens=256 * micro_batch, passes=3, pass_p50_s=took_s, pass_p95_s=took_s)
+    return MicroBatchTiming(
+        micro_batch=micro_batch, tokens=256 * micro_batch, passes=3, pass_p50_s=took_s, pass_p95_s=took_s
+    )
 
 
-SUSTAINED = Sustained(
+SUSTAINED = SustainedThroughput(
     dtype="bf16", large=passes(16, 1.62), smaller=[passes(1, 0.12), passes(4, 0.42)],
     tokens_per_s=4096 / 1.62, cpus=1.9, updates=20, update_p50_s=0.01, update_p95_s=0.02,
     first_third_tokens_per_s=2500.0, last_third_tokens_per_s=2500.0, first_third_cpus=1.9, last_third_cpus=1.9,
@@ -305,5 +322,7 @@ def test_the_planner_keeps_the_line_or_says_that_there_is_none():
 )
 def test_the_probe_has_the_threads_of_all_ranks_of_its_host(ranks, threads, probe_threads):
     """None: all cores, as the launcher divides them among ranks."""
-    place = msgspec.defstruct("Place", [("host", Host)])(Host(address="local", ranks=ranks, threads=threads))
-    assert (_as_one_rank(place).host.ranks, _as_one_rank(place).host.threads) == (1, probe_threads)
+    place = msgspec.defstruct("Place", [("host", HostConfig)])(
+        HostConfig(address="local", ranks=ranks, threads=threads)
+    )
+    assert (_merge_ranks(place).host.ranks, _merge_ranks(place).host.threads) == (1, probe_threads)

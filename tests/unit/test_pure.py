@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from evener.bench.scaling import process_counts
 from evener.core.roster import Member, equal_shares
-from evener.core.step import PARTS, StepCost, split_blocked
-from evener.plan.collectives import ring_all_reduce_bytes
+from evener.core.step_cost import PHASES, StepCost, split_blocked
+from evener.plan.collective_cost import ring_all_reduce_bytes
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512))
@@ -24,7 +24,7 @@ def test_shares_cover_the_batch_and_differ_by_one_at_most(num, ranks):
 
 @given(st.integers(1, 10_000), st.integers(1, 512))
 def test_micro_batches_cover_the_share_and_are_as_few_as_can_be(share, largest):
-    sizes = Member(rank=0, host="h", device="cpu", dtype="fp32", share=share, micro_batch=largest).micro_batches
+    sizes = Member(rank=0, host="h", device="cpu", dtype="fp32", share=share, micro_batch=largest).micro_batch_sizes
     assert sum(sizes) == share
     assert max(sizes) <= largest
     assert len(sizes) == math.ceil(share / largest)
@@ -42,7 +42,7 @@ def test_blocked_time_is_transfer_and_waiting_and_nothing_else(blocked):
 
 def test_a_cost_sums_what_was_measured():
     assert StepCost().total_s == 0
-    assert StepCost(**dict.fromkeys(PARTS, 0.5)).total_s == 2.5
+    assert StepCost(**dict.fromkeys(PHASES, 0.5)).total_s == 2.5
 
 
 def test_bytes_of_the_126m_model_on_two_machines():

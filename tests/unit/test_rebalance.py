@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from evener.core.roster import Roster, Seat, first_roster
-from evener.core.spec import parse_args
-from evener.plan.balance import Pace, fastest_shares, slowest_s
-from evener.plan.rebalance import RECENT, TRIAL_EVERY, Balancer, Change
+from evener.core.roster import RankSlot, Roster, initial_roster
+from evener.core.run_spec import parse_args
+from evener.plan.load_balancing import RankTimeModel, fastest_shares, slowest_rank_s
+from evener.plan.rebalance import RECENT_STEPS, TRIAL_INTERVAL_STEPS, LoadBalancer, ShareChange
 
 from ..tiers import pairwise, seeds
 
@@ -22,7 +22,7 @@ Speed = Callable[[int, int], float]  # of a rank at a step, in sequences a secon
 def roster(hosts: str, batch: int, micro_batch: int = 1000, every: int = 1) -> Roster:
     sync = "ddp" if every == 1 else f"diloco:{every}"
     spec = parse_args([f"--batch={batch}", f"--micro-batch={micro_batch}", f"--sync={sync}"])
-    return first_roster(spec, [Seat(host=host, device="cpu") for host in hosts], 64)
+    return initial_roster(spec, [RankSlot(host=host, device="cpu") for host in hosts], 64)
 
 
 @dataclass
@@ -38,18 +38,18 @@ class Simulated:
     whole: int | None = None
     every: int = 1  # steps of a round of replicas that drift
     lag: int = 0  # steps by which news is late, as where a GPU takes part
-    changes: dict[int, Change] = field(default_factory=dict)  # by the step from which they are in force
+    changes: dict[int, ShareChange] = field(default_factory=dict)  # by the step from which they are in force
     took: list[float] = field(default_factory=list)  # the slowest rank, by round
     ideal: list[float] = field(default_factory=list)  # with the best shares
 
     def go(self, steps: int) -> Simulated:
         now = roster(self.hosts, self.batch, self.micro_batch, self.every)
-        balancer = Balancer(now, self.whole)
+        balancer = LoadBalancer(now, self.whole)
         told: list[list[float]] = []
         ends: list[list[float]] = []  # of each step on each rank; where replicas drift nobody is two steps ahead
         for step in range(steps):
-            shares = now.at(step).shares
-            paces = [Pace(sequence_s=1 / speed, pass_s=self.pass_sequences / speed,
+            shares = now.at_step(step).shares
+            paces = [RankTimeModel(sequence_s=1 / speed, micro_batch_overhead_s=self.pass_sequences / speed,
                           micro_batch=self.whole or self.micro_batch)
                      for speed in (self.speed(rank, step) for rank in range(len(shares)))]  # fmt: skip
             took = [pace.time_s(share) * self.noise(rank, step)
@@ -61,18 +61,18 @@ class Simulated:
             if (step + 1) % self.every == 0:
                 begun_s = max(ends[-1 - self.every]) if step >= self.every else 0.0
                 self.took.append(max(took) if self.every == 1 else max(ends[-1]) - begun_s)
-                of_round = [pace.of_round(self.every) for pace in paces]
+                of_round = [pace.for_round(self.every) for pace in paces]
                 best = fastest_shares(self.every * self.batch, of_round, unit=self.whole or 1)
-                self.ideal.append(self.every * slowest_s(best, of_round))
+                self.ideal.append(self.every * slowest_rank_s(best, of_round))
             if len(told) > self.lag:
-                change = balancer.hear(step - self.lag, told[step - self.lag], [0.0] * len(took), step + 1)
+                change = balancer.observe_step(step - self.lag, told[step - self.lag], [0.0] * len(took), step + 1)
                 if change is not None:
                     self.changes[step + 1], now = change, now.with_shares(change.shares, step + 1)
-                    assert sum(now.at(step + 1).shares) == self.batch
+                    assert sum(now.at_step(step + 1).shares) == self.batch
         return self
 
     @property
-    def lasting(self) -> dict[int, Change]:
+    def lasting(self) -> dict[int, ShareChange]:
         """Without trials."""
         return {step: change for step, change in self.changes.items() if not change.is_trial}
 
@@ -140,7 +140,7 @@ def test_a_restless_machine_is_soon_left_alone(seed, kind, size):
     """What lasts for a while may be answered; never more often than RECENT allows: gains of 4 %, 4, 8, 16, 32, 64."""
     run = Simulated("ab", 24, noise=kind(random.Random(seed), size)).go(2000)
     steps = list(run.lasting)
-    assert all(sum(first <= step < first + RECENT for step in steps) <= 7 for first in steps)
+    assert all(sum(first <= step < first + RECENT_STEPS for step in steps) <= 7 for first in steps)
 
 
 # --- changes of speed -------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_host_cut_to_half_is_answered_within_ten_steps(fleet, spread, seed, la
     assert at < min(run.lasting) <= at + 10
     answer = run.lasting[min(run.lasting)]
     assert answer.shares[1] < answer.shares[0]
-    assert answer.why.startswith("b takes 2.0 times as long as before: a step's slowest part takes ") or spread
+    assert answer.reason.startswith("b takes 2.0 times as long as before: a step's slowest part takes ") or spread
     noiseless = Simulated(hosts, batch, cut(1, at, 0.5), lag=lag).go(200)
     assert noiseless.efficiency(at + 10) >= 0.97
     assert run.efficiency(at + 10) >= 0.9 * Simulated(hosts, batch, noise=noise).go(200).efficiency(at + 10)
@@ -165,14 +165,14 @@ def test_a_host_that_is_fast_again_gets_back_what_it_had():
     run = Simulated("ab", 24, cut(1, 60, 0.5, until=120)).go(300)
     assert [change.shares for change in run.changes.values()] == [[16, 8], [12, 12]]
     assert [step - at for step, at in zip(run.changes, (60, 120), strict=True)] == [6, 6]
-    assert run.changes[126].why.startswith("b is 2.0 times as fast as before")
+    assert run.changes[126].reason.startswith("b is 2.0 times as fast as before")
 
 
 def test_unequal_hosts_find_their_shares_from_equal_ones():
     run = Simulated("abc", 60, lambda rank, step: (3.0, 2.0, 1.0)[rank]).go(40)
     assert [change.shares for change in run.changes.values()] == [[30, 20, 10]]
     assert min(run.changes) <= 12
-    assert run.changes[min(run.changes)].why == (
+    assert run.changes[min(run.changes)].reason == (
         "c takes 3.0 times as long for a sequence as a: a step's slowest part takes 10.00 s instead of 20.00 s"
     )
 
@@ -200,13 +200,15 @@ def test_whole_micro_batches_alone_move():
 
 def test_steps_of_shares_that_are_no_more_do_not_count():
     """As told twice, late, or not measured."""
-    balancer = Balancer(roster("ab", 24))
+    balancer = LoadBalancer(roster("ab", 24))
     for step in range(9):
-        balancer.hear(step, [12.0, 24.0], [0.0, 0.0], step + 1)
-    assert balancer.hear(9, [0.0, 24.0], [0.0, 0.0], 10) is None  # a clock too coarse
-    change = next(filter(None, (balancer.hear(step, [12.0, 24.0], [0.0, 0.0], step + 1) for step in range(9, 30))))
+        balancer.observe_step(step, [12.0, 24.0], [0.0, 0.0], step + 1)
+    assert balancer.observe_step(9, [0.0, 24.0], [0.0, 0.0], 10) is None  # a clock too coarse
+    change = next(
+        filter(None, (balancer.observe_step(step, [12.0, 24.0], [0.0, 0.0], step + 1) for step in range(9, 30)))
+    )
     assert change.shares == [16, 8]
-    assert balancer.hear(3, [1.0, 100.0], [0.0, 0.0], 40) is None
+    assert balancer.observe_step(3, [1.0, 100.0], [0.0, 0.0], 40) is None
 
 
 MEASURED_MS = [  # of a sequence, by step, on hosts of 1, 1/2 and 1/4 core
@@ -226,11 +228,11 @@ def test_a_busy_moment_does_not_tell_what_a_pass_costs():
     """Something took all longer from step 15 to 21, while the third came to have 1.8 sequences for 2: they took as
     long as 2 had. Were that what a pass costs, it would get 2.1 of them, and all would wait for it.
     """
-    now, changes = roster("abc", 16, every=10).divided([10, 4, 2]), []
-    balancer = Balancer(now)
+    now, changes = roster("abc", 16, every=10).replace_shares([10, 4, 2]), []
+    balancer = LoadBalancer(now)
     for step, sequences_ms in enumerate(zip(*MEASURED_MS, strict=True)):
-        took_s = [share * ms / 1000 for share, ms in zip(now.at(step).shares, sequences_ms, strict=True)]
-        change = balancer.hear(step, took_s, [0.014, 0.03, 0.075], step + 2)
+        took_s = [share * ms / 1000 for share, ms in zip(now.at_step(step).shares, sequences_ms, strict=True)]
+        change = balancer.observe_step(step, took_s, [0.014, 0.03, 0.075], step + 2)
         if change:
             now = now.with_shares(change.shares, step + 2)
             changes.append(now.mean_shares)
@@ -242,10 +244,10 @@ def test_an_update_takes_a_part_of_the_step_that_no_share_changes(told):
     """As measured on 1, 1/2 and 1/4 core. All are done at t where Σ (t - update) / sequence is the batch."""
     sequences_s, updates_s = (0.126, 0.273, 0.611), (0.016, 0.032, 0.075)
     now = roster("abc", 16, every=10)
-    balancer, known = Balancer(now), updates_s if told else (0.0, 0.0, 0.0)
+    balancer, known = LoadBalancer(now), updates_s if told else (0.0, 0.0, 0.0)
     for step in range(60):
-        took_s = [share * one for share, one in zip(now.at(step).shares, sequences_s, strict=True)]
-        change = balancer.hear(step, took_s, known, step + 1)
+        took_s = [share * one for share, one in zip(now.at_step(step).shares, sequences_s, strict=True)]
+        change = balancer.observe_step(step, took_s, known, step + 1)
         now = now.with_shares(change.shares, step + 1) if change else now
     done_s = (16 + sum(u / s for u, s in zip(known, sequences_s, strict=True))) / sum(1 / s for s in sequences_s)
     expected = [(done_s - update_s) / one for update_s, one in zip(known, sequences_s, strict=True)]
@@ -264,12 +266,12 @@ def test_a_host_that_holds_all_up_waits_and_is_tried_until_it_is_fast_again():
     steps = list(run.changes)
     assert run.changes[steps[0]].shares == [24, 0]
     trials = [step for step in steps if run.changes[step].shares == [23, 1] and run.changes[step].is_trial]
-    assert trials[0] - steps[0] == TRIAL_EVERY
+    assert trials[0] - steps[0] == TRIAL_INTERVAL_STEPS
     assert all(step + 1 in run.changes for step in trials)  # one step each
     assert [run.changes[step + 1].shares for step in trials if step < 499] == [[24, 0]] * (len(trials) - 1)
-    assert 500 <= trials[-1] <= 500 + TRIAL_EVERY
+    assert 500 <= trials[-1] <= 500 + TRIAL_INTERVAL_STEPS
     assert run.changes[trials[-1] + 1].shares == [12, 12]
-    assert run.changes[trials[-1] + 1].why.startswith("b is fast enough again")
+    assert run.changes[trials[-1] + 1].reason.startswith("b is fast enough again")
     assert run.efficiency(70) > 0.95
 
 
@@ -353,7 +355,7 @@ def test_a_drifting_host_that_holds_all_up_is_tried_with_a_sequence_a_step(every
     assert [change.shares for change in run.lasting.values()] == [[24 * every, 0], [12 * every, 12 * every]]
     trial = (23 * every, every)
     assert {tuple(change.shares) for change in run.changes.values() if change.is_trial} == {trial, (24 * every, 0)}
-    assert 500 <= max(run.lasting) <= 500 + TRIAL_EVERY + 1
+    assert 500 <= max(run.lasting) <= 500 + TRIAL_INTERVAL_STEPS + 1
 
 
 def test_hosts_of_a_hundredth_come_back():

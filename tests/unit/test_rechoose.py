@@ -6,34 +6,34 @@ import random
 
 import pytest
 
-from evener.core.link import Wire
+from evener.core.link import LinkModel
 from evener.core.shape import preset_shape
-from evener.plan import cost
-from evener.plan.cluster import scaled
-from evener.plan.cost import price
-from evener.plan.options import as_trained
-from evener.plan.rechoose import WINDOW, Chooser
+from evener.plan import cost_model
+from evener.plan.cluster import with_scaled_links
+from evener.plan.cost_model import predict_step
+from evener.plan.options import predict_training
+from evener.plan.strategy_selector import WINDOW, StrategySelector
 from tests.unit.planner import cluster_of, costing, job_of
 
 JOB = job_of(preset_shape("char", 65), batch=16, sync="ddp", dtype="bf16", loss_budget=0.0)
-FAST = cluster_of(3400.0, 3400.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=1e9), coding_Bps={"packed": 1e10})
+FAST = cluster_of(3400.0, 3400.0, wire=LinkModel(latency_s=1e-4, bandwidth_Bps=1e9), coding_Bps={"packed": 1e10})
 
 
 def simulated(factors, noise=0.0, off=1.0, job=JOB, cluster=FAST):
     """Steps over a link that is `factors[step]` times as fast as the plan's: [(step, sync)] of what is chosen, the
     Roster at the end. Exchanges take `off` times what is predicted."""
-    roster = as_trained(job, cluster).roster
-    chooser, draw, found = Chooser(job, cluster, roster), random.Random(0), []
+    roster = predict_training(job, cluster).roster
+    chooser, draw, found = StrategySelector(job, cluster, roster), random.Random(0), []
     known = {}
     for step, factor in enumerate(factors):
         key = (factor, roster.sync, roster.bucket_bytes)
         if key not in known:
-            known[key] = price(job, scaled(cluster, factor), roster).ranks[0].sync_s
+            known[key] = predict_step(job, with_scaled_links(cluster, factor), roster).ranks[0].sync_s
         took_s = off * known[key] * (1 + draw.gauss(0, noise))
-        choice = chooser.hear([took_s, 1.2 * took_s], roster)
+        choice = chooser.observe_step([took_s, 1.2 * took_s], roster)
         if choice is not None:
             roster = roster.with_sync(
-                choice.option.roster.sync, choice.option.roster.bucket_bytes, step, why=choice.why
+                choice.option.roster.sync, choice.option.roster.bucket_bytes, step, why=choice.reason
             )
             found.append((step, str(roster.sync)))
     return found, roster
@@ -46,8 +46,8 @@ def test_a_link_that_becomes_slow_is_answered_after_a_window_and_one_that_recove
     assert [sync for _, sync in found] == ["packed"]
     assert 200 + WINDOW // 2 <= found[0][0] <= 200 + WINDOW + 1
     assert "an exchange takes" in roster.why
-    now = price(JOB, scaled(FAST, 0.05), roster)
-    before = price(JOB, scaled(FAST, 0.05), as_trained(JOB, FAST).roster)
+    now = predict_step(JOB, with_scaled_links(FAST, 0.05), roster)
+    before = predict_step(JOB, with_scaled_links(FAST, 0.05), predict_training(JOB, FAST).roster)
     assert f"predicted to be {now.tokens_per_s / before.tokens_per_s:.2f} times as fast as with ddp" in roster.why
 
 
@@ -74,13 +74,13 @@ def test_a_prediction_that_errs_is_no_change_and_one_that_is_far_off_is():
 
 
 def test_what_costs_too_much_loss_is_not_chosen(monkeypatch):
-    monkeypatch.setattr(cost, "loss_penalty", costing({"int8": 0.02}))
+    monkeypatch.setattr(cost_model, "loss_penalty", costing({"int8": 0.02}))
     chosen = simulated([1.0] * 100 + [0.01] * 100)[0]
     assert chosen
     assert "int8" not in [sync for _, sync in chosen]
 
 
 def test_nothing_is_chosen_where_nothing_was_measured():
-    roster = as_trained(JOB, FAST).roster
-    chooser = Chooser(JOB, FAST, roster)
-    assert all(chooser.hear([float("nan"), 1.0], roster) is None for _ in range(200))
+    roster = predict_training(JOB, FAST).roster
+    chooser = StrategySelector(JOB, FAST, roster)
+    assert all(chooser.observe_step([float("nan"), 1.0], roster) is None for _ in range(200))

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from evener.report.replayed import BF16, FP32, Point, judge, judge_ranks, tolerance_of
+from evener.report.replay_check import (
+    BF16_TOLERANCE,
+    FP32_TOLERANCE,
+    ReplayPoint,
+    compare_replay,
+    compare_replay_by_rank,
+    replay_tolerance,
+)
 
 LOSSES, NORMS = [4.0, 3.5, 3.1, 2.8, 2.6, 2.5], [1.0, 0.9, 0.8, 0.85, 0.7, 0.6]
 
 
 def points(losses=LOSSES, norms=NORMS, first=10):
     return [
-        Point(step=first + i, loss=loss, norm=norm) for i, (loss, norm) in enumerate(zip(losses, norms, strict=True))
+        ReplayPoint(step=first + i, loss=loss, grad_norm=norm)
+        for i, (loss, norm) in enumerate(zip(losses, norms, strict=True))
     ]
 
 
@@ -32,7 +40,7 @@ AT_ONCE = [0.0, 0.0, 0.0, 1e-2, 2e-2, 2e-2]
         (LOSSES, NORMS, {"corpus_changed": True}, "agree", None),
         (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {}, "data", 10),
         (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {"corpus_changed": True}, "data", 10),
-        (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {"unlike": "norm.weight"}, "weights", 10),
+        (off(LOSSES, [1e-2] * 6), off(NORMS, [3e-2] * 6), {"mismatched_tensor": "norm.weight"}, "weights", 10),
         (off(LOSSES, AT_ONCE), off(NORMS, AT_ONCE), {"corpus_changed": True}, "data", 13),
         (off(LOSSES, [0, *[1e-2] * 5]), off(NORMS, [1.0] * 6), {}, "reduction", 10),
         (LOSSES, off(NORMS, [1.0] * 6), {}, "reduction", 10),  # Adam does not mind a factor
@@ -46,49 +54,50 @@ AT_ONCE = [0.0, 0.0, 0.0, 1e-2, 2e-2, 2e-2]
         ([*LOSSES[:4], None, 2.5], NORMS, {}, "nonfinite", 14),
         ([*LOSSES[:4], float("inf"), 2.5], NORMS, {}, "nonfinite", 14),
         (LOSSES, [*NORMS[:4], None, 0.6], {}, "nonfinite", 14),
-        (LOSSES, [None] * 6, {"clips": False}, "agree", None),
+        (LOSSES, [None] * 6, {"has_grad_norms": False}, "agree", None),
         ([*off(LOSSES[:4], [1e-2] * 4), None, 2.5], NORMS, {}, "data", 10),  # what came first
     ],
 )
 def test_what_differs_first_says_where_to_look(losses, norms, more, kind, step):
-    found = judge(points(losses, norms), REPLAYED, FP32, **more)
+    found = compare_replay(points(losses, norms), REPLAYED, FP32_TOLERANCE, **more)
     assert (found.kind, found.step) == (kind, step), found.sentence
-    assert found.agrees == (kind == "agree")
+    assert found.is_match == (kind == "agree")
     assert step is None or found.sentence.startswith(f"step {step + 1}: ")
     assert "\n" not in found.sentence
 
 
 def test_a_replay_that_is_not_finite():
-    replay = [*REPLAYED[:2], Point(step=12, loss=None, norm=1.0)]  # it ends there
-    assert "replayed loss is not finite" in judge(points(), replay, FP32).sentence
-    both = judge([*points()[:2], Point(step=12, loss=None, norm=1.0)], replay, FP32)
+    replay = [*REPLAYED[:2], ReplayPoint(step=12, loss=None, grad_norm=1.0)]  # it ends there
+    assert "replayed loss is not finite" in compare_replay(points(), replay, FP32_TOLERANCE).sentence
+    both = compare_replay([*points()[:2], ReplayPoint(step=12, loss=None, grad_norm=1.0)], replay, FP32_TOLERANCE)
     assert (both.kind, both.step) == ("nonfinite", 12)
     assert "here either" in both.sentence
 
 
 def test_one_ranks_records_alone():
     recorded = {0: points(), 1: points(off(LOSSES, [0, 0, 1e-3, 0, 0, 0]))}
-    found = judge_ranks(recorded, REPLAYED, FP32)
+    found = compare_replay_by_rank(recorded, REPLAYED, FP32_TOLERANCE)
     assert (found.kind, found.step, found.rank) == ("record", 12, 1)
     assert "only those of rank 1 differ" in found.sentence
-    assert judge_ranks({0: points(), 1: points()}, REPLAYED, FP32).agrees
+    assert compare_replay_by_rank({0: points(), 1: points()}, REPLAYED, FP32_TOLERANCE).is_match
 
 
 def test_the_tolerance_follows_from_the_arithmetic():
-    assert tolerance_of({"fp32"}, ["ddp"]) == tolerance_of({"fp32"}, ["none", "packed"]) == FP32
-    assert tolerance_of({"fp32", "bf16"}, ["ddp"]) == BF16
-    lossy = tolerance_of({"fp32"}, ["ddp", "powersgd:4+sparse"])
-    assert lossy.first == (FP32.first[0], None)  # weights were in common before it
-    assert lossy.later[0] > FP32.later[0]
+    assert replay_tolerance({"fp32"}, ["ddp"]) == replay_tolerance({"fp32"}, ["none", "packed"]) == FP32_TOLERANCE
+    assert replay_tolerance({"fp32", "bf16"}, ["ddp"]) == BF16_TOLERANCE
+    lossy = replay_tolerance({"fp32"}, ["ddp", "powersgd:4+sparse"])
+    assert lossy.first == (FP32_TOLERANCE.first[0], None)  # weights were in common before it
+    assert lossy.later[0] > FP32_TOLERANCE.later[0]
     assert "powersgd:4" in lossy.why
-    assert tolerance_of({"fp32"}, ["int8"]).first[1] > FP32.first[1]
-    assert judge(points(norms=off(NORMS, [0.3] * 6)), REPLAYED, lossy).agrees
-    assert judge(points(off(LOSSES, [1e-3] * 6)), REPLAYED, lossy).kind == "record"  # only its first loss is exact
-    assert judge(points(off(LOSSES, [1e-1] * 6)), REPLAYED, lossy).kind == "data"
+    assert replay_tolerance({"fp32"}, ["int8"]).first[1] > FP32_TOLERANCE.first[1]
+    assert compare_replay(points(norms=off(NORMS, [0.3] * 6)), REPLAYED, lossy).is_match
+    # only its first loss is exact
+    assert compare_replay(points(off(LOSSES, [1e-3] * 6)), REPLAYED, lossy).kind == "record"
+    assert compare_replay(points(off(LOSSES, [1e-1] * 6)), REPLAYED, lossy).kind == "data"
 
 
 def test_a_steep_place_is_told():
     norms = [*NORMS[:3], 80.0, *NORMS[4:]]
-    found = judge(points(off(LOSSES, AT_ONCE), norms), points(norms=norms), FP32)
+    found = compare_replay(points(off(LOSSES, AT_ONCE), norms), points(norms=norms), FP32_TOLERANCE)
     assert found.kind == "jump"
     assert "times the usual" in found.sentence

@@ -13,26 +13,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Host
+from evener.core.fleet_file import HostConfig
 from evener.core.roster import (
     DDP,
     SYNC_EXAMPLES,
     Member,
+    RankSlot,
     Roster,
-    Seat,
-    backend_of,
-    devices_of,
-    dtypes_of,
-    first_roster,
+    choose_backend,
+    choose_dtypes,
+    initial_roster,
     parse_shares,
     parse_sync,
-    turn,
+    rank_devices,
+    step_shares,
     weighted_shares,
 )
-from evener.core.spec import MachineSpec, RunSpec, TrainSpec, parse_args
+from evener.core.run_spec import MachineSpec, RunSpec, TrainSpec, parse_args
 
-CPU, OLD = Seat(host="a", device="cpu", has_bf16=True), Seat(host="b", device="cpu")
-GPU, T4 = Seat(host="c", device="cuda:0", has_bf16=True), Seat(host="d", device="cuda:0")
+CPU, OLD = RankSlot(host="a", device="cpu", has_bf16=True), RankSlot(host="b", device="cpu")
+GPU, T4 = RankSlot(host="c", device="cuda:0", has_bf16=True), RankSlot(host="d", device="cuda:0")
 GPU_1, T4_1 = (msgspec.structs.replace(seat, device="cuda:1") for seat in (GPU, T4))
 
 
@@ -75,20 +75,20 @@ def test_a_strategy_that_nobody_knows_is_refused(text):
 def test_shares_that_are_none_are_refused(text):
     spec = RunSpec(machine=MachineSpec(shares=text or " "))
     with pytest.raises(UsageError, match="--shares"):
-        first_roster(spec, [CPU, CPU], None)
+        initial_roster(spec, [CPU, CPU], None)
 
 
 def test_shares_that_are_not_numbers_of_ranks():
     assert parse_shares("3:1") == [3, 1]
     with pytest.raises(UsageError, match="3 shares for 2 ranks"):
-        first_roster(RunSpec(machine=MachineSpec(shares="3:1:1")), [CPU, CPU], None)
+        initial_roster(RunSpec(machine=MachineSpec(shares="3:1:1")), [CPU, CPU], None)
 
 
 def test_a_share_of_less_than_a_sequence_is_refused():
     with pytest.raises(UsageError, match="--shares 1000:1: rank 1's share of 16 sequences is less than one"):
-        first_roster(RunSpec(machine=MachineSpec(shares="1000:1")), [CPU, CPU], None)
+        initial_roster(RunSpec(machine=MachineSpec(shares="1000:1")), [CPU, CPU], None)
     with pytest.raises(UsageError, match="more than the 2 sequences"):
-        first_roster(RunSpec(train=TrainSpec(batch=2)), [CPU] * 3, None)
+        initial_roster(RunSpec(train=TrainSpec(batch=2)), [CPU] * 3, None)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_share_of_less_than_a_sequence_is_refused():
     ],
 )
 def test_each_has_its_own_arithmetic_and_all_one_backend(seats, dtypes, backend):
-    roster = first_roster(RunSpec(), seats, 64)
+    roster = initial_roster(RunSpec(), seats, 64)
     assert [member.dtype for member in roster.members] == dtypes
-    assert roster.dtypes == " and ".join(dict.fromkeys(dtypes))
+    assert roster.dtypes_text == " and ".join(dict.fromkeys(dtypes))
     assert roster.backend == backend
     assert roster.sync.kind == ("none" if len(seats) == 1 else "ddp")
-    assert set(dtypes_of(seats, "fp32")) == {"fp32"}
-    assert backend_of(seats * 2, "gloo") == "gloo"
+    assert set(choose_dtypes(seats, "fp32")) == {"fp32"}
+    assert choose_backend(seats * 2, "gloo") == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -126,31 +126,31 @@ def test_each_has_its_own_arithmetic_and_all_one_backend(seats, dtypes, backend)
 )
 def test_nccl_without_a_gpu_for_every_rank_is_refused(seats, where):
     with pytest.raises(UsageError, match=f"--backend nccl: {where}") as refused:
-        first_roster(RunSpec(machine=MachineSpec(backend="nccl")), seats, 64)
+        initial_roster(RunSpec(machine=MachineSpec(backend="nccl")), seats, 64)
     assert refused.value.hint is not None
     assert "--backend gloo" in refused.value.hint
-    assert backend_of([GPU, GPU_1, T4], "nccl") == "nccl"
+    assert choose_backend([GPU, GPU_1, T4], "nccl") == "nccl"
 
 
 def test_devices_of_a_hosts_ranks():
-    gpus = Host(address="x", devices="auto")
-    assert devices_of("x", gpus, 2, MachineSpec(device="cpu", ranks=3)) == ["cpu"] * 3  # the flag wins
-    assert devices_of("x", Host(address="x", devices="cpu"), 2, MachineSpec()) == ["cpu"]
-    assert devices_of("x", Host(address="x", ranks=3), 2, MachineSpec()) == ["cuda:0", "cuda:1", "cuda:0"]
+    gpus = HostConfig(address="x", devices="auto")
+    assert rank_devices("x", gpus, 2, MachineSpec(device="cpu", ranks=3)) == ["cpu"] * 3  # the flag wins
+    assert rank_devices("x", HostConfig(address="x", devices="cpu"), 2, MachineSpec()) == ["cpu"]
+    assert rank_devices("x", HostConfig(address="x", ranks=3), 2, MachineSpec()) == ["cuda:0", "cuda:1", "cuda:0"]
     with pytest.raises(UsageError, match="x: ranks asked for GPUs"):
-        devices_of("x", gpus, 0, MachineSpec(device="cuda"))
+        rank_devices("x", gpus, 0, MachineSpec(device="cuda"))
 
 
 @pytest.mark.parametrize("shares", [[92, 45, 23], [91, 46, 23], [155, 5, 0], [54, 53, 53], [0, 160, 0]])
 def test_steps_of_a_round_have_its_shares_together_and_each_nearly_its_part(shares):
     spec = parse_args(["--batch", "16", "--sync", "diloco:10:int8"])
-    roster = first_roster(spec, [CPU] * 3, 64).with_shares(shares, from_step=7)
+    roster = initial_roster(spec, [CPU] * 3, 64).with_shares(shares, from_step=7)
     assert (roster.epoch, roster.batch, sum(roster.shares)) == (1, 16, 16)
     assert roster.mean_shares == [share / 10 for share in shares]
     assert msgspec.json.decode(msgspec.json.encode(roster), type=Roster) == roster
-    steps = [roster.at(step) for step in range(7, 37)]
+    steps = [roster.at_step(step) for step in range(7, 37)]
     assert steps[:10] == steps[10:20] == steps[20:]
-    assert all(sum(one.shares) == 16 and one.at(7) == one for one in steps)
+    assert all(sum(one.shares) == 16 and one.at_step(7) == one for one in steps)
     assert [one.first_sequence(2) for one in steps] == [16 - one.shares[2] for one in steps]
     for rank, share in enumerate(shares):
         done = [sum(one.shares[rank] for one in steps[: num + 1]) for num in range(10)]
@@ -165,7 +165,7 @@ def test_steps_of_any_round_are_its_batch_and_every_rank_near_its_part(num_steps
     for num_ranks in (1, 2, 3, 8, 64):
         weights = [rng.random() + 0.01 for _ in range(num_ranks)]
         shares = weighted_shares(num_steps * (num_ranks + rng.randrange(40)), weights)
-        steps = [turn(shares, num_steps, step) for step in range(-num_steps, num_steps)]
+        steps = [step_shares(shares, num_steps, step) for step in range(-num_steps, num_steps)]
         assert {sum(step) for step in steps} == {sum(shares) // num_steps}
         assert steps[:num_steps] == steps[num_steps:]
         for rank, share in enumerate(shares):
@@ -176,11 +176,11 @@ def test_steps_of_any_round_are_its_batch_and_every_rank_near_its_part(num_steps
 
 
 def test_a_roster_says_everybodys_part_and_survives_the_disk():
-    roster = first_roster(parse_args(["--batch", "11", "--shares", "3:0:1", "--micro-batch", "4"]), [CPU] * 3, 64)
+    roster = initial_roster(parse_args(["--batch", "11", "--shares", "3:0:1", "--micro-batch", "4"]), [CPU] * 3, 64)
     assert roster.shares == [8, 0, 3]
-    assert [member.micro_batches for member in roster.members] == [[4, 4], [], [3]]
+    assert [member.micro_batch_sizes for member in roster.members] == [[4, 4], [], [3]]
     assert [roster.first_sequence(rank) for rank in range(3)] == [0, 8, 8]
-    assert roster.divide(22) == [16, 0, 6]
+    assert roster.divide_work(22) == [16, 0, 6]
     assert msgspec.json.decode(msgspec.json.encode(roster), type=Roster) == roster
 
     later = roster.with_weights([1, 1, 1], from_step=20)
@@ -193,7 +193,7 @@ def test_a_rank_is_called_by_its_host_where_there_are_several():
         members = [Member(rank=i, host=host, device="cpu", dtype="fp32", share=1, micro_batch=1)
                    for i, host in enumerate(hosts)]  # fmt: skip
         roster = Roster(members=members, sync=DDP, backend="gloo")
-        return [roster.name_of(rank) for rank in range(len(hosts))]
+        return [roster.rank_label(rank) for rank in range(len(hosts))]
 
     assert names("attic", "laptop") == ["attic", "laptop"]
     assert names("attic", "attic", "laptop") == ["attic:0", "attic:1", "laptop"]

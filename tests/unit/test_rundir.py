@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.files import follow_lines, write_atomic, write_folder_atomic
+from evener.core.file_io import follow_lines, write_atomic, write_folder_atomic
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
-from evener.core.step import StepCost, StepRecord
+from evener.core.step_cost import StepCost, StepRecord
 
 
 def record(step: int) -> StepRecord:
@@ -36,7 +36,7 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
 def test_records_of_steps_to_be_made_again_are_dropped(tmp_path):
     run = RunWriter(tmp_path)
     write_atomic(run.steps_path(0), b"".join(msgspec.json.encode(record(step)) + b"\n" for step in range(5)))
-    run.keep_records_before(0, 3)
+    run.truncate_records(0, 3)
     assert [r.step for r in run.records(0)] == [0, 1, 2]
     assert run.recorded_ranks() == [0]
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from evener.cli.main import app
 from evener.core.errors import UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.rundir import RunDir
-from evener.launch import pruned
-from evener.report import listing
-from evener.report.listing import Row
+from evener.launch import prune_runs
+from evener.report import run_table
+from evener.report.run_table import RunRow
 
 from ..sample_runs import STARTED, write_run
 
@@ -80,7 +80,7 @@ def test_what_it_takes_on_the_disk_is_what_du_says(place):
     (folder / "link").symlink_to("large")
     os.sync()
     said = subprocess.run(["du", "-s", "--block-size=1", folder], capture_output=True, text=True, check=True).stdout
-    assert listing.disk_bytes(folder) == int(said.split()[0]) >= 300_000
+    assert run_table.disk_bytes(folder) == int(said.split()[0]) >= 300_000
 
 
 def test_nothing_is_removed_unless_it_is_said(place):
@@ -89,7 +89,7 @@ def test_nothing_is_removed_unless_it_is_said(place):
     assert [(one["run"], one["why"]) for one in told["pruned"]] == [
         ("runs/broke", "failed, left no weights"), ("runs/left", "stopped, left no weights")
     ]  # fmt: skip
-    assert all(one["bytes"] == listing.disk_bytes(place / one["run"]) > 0 for one in told["pruned"])
+    assert all(one["bytes"] == run_table.disk_bytes(place / one["run"]) > 0 for one in told["pruned"])
     assert not told["removed"]
     assert sorted(place.rglob("*")) == before
     shown = CliRunner().invoke(app, ["runs", "--prune"], env={"COLUMNS": "80"}).stdout
@@ -107,12 +107,12 @@ def test_what_was_named_is_removed_and_nothing_else(place):
 def test_runs_with_weights_go_when_they_are_short_or_old_and_never_one_that_may_go_on(place):
     assert [one["run"] for one in runs("kept", "--prune", "--fewer-than", "8")["pruned"]] == []
     assert runs("kept", "--prune", "--fewer-than", "9")["pruned"][0]["why"] == "stopped after 8 steps"
-    days = (time.time() - STARTED) / listing.DAY_S
+    days = (time.time() - STARTED) / run_table.DAY_S
     assert runs("kept", "--prune", "--older-than", str(days + 1))["pruned"] == []
     assert [one["run"] for one in runs("kept", "--prune", "--older-than", str(days - 1))["pruned"]] == ["runs/kept"]
     for state in ("running", "unreachable", "lost", "started", "finished"):
-        row = Row(run="a", state=state, begun=0.0, steps=0)
-        assert listing.why_pruned(row, 1e12, fewer_than=9, older_than_days=0.0) is None
+        row = RunRow(run="a", state=state, begun=0.0, steps=0)
+        assert run_table.prune_reason(row, 1e12, fewer_than=9, older_than_days=0.0) is None
 
 
 @pytest.mark.parametrize("name", ["host/attached", "hosts/carry.lock", "loggers/wandb.lock"])
@@ -123,7 +123,7 @@ def test_a_run_at_which_somebody_is_stays(place, name):
         fcntl.flock(held, fcntl.LOCK_EX)
         assert [one["run"] for one in runs("--prune", "--yes")["pruned"]] == ["runs/broke"]
         with pytest.raises(UsageError, match="runs/left: cannot be removed"):
-            pruned.remove(RunDir("runs/left"))
+            prune_runs.delete_run(RunDir("runs/left"))
     assert [one["run"] for one in runs("--prune", "--yes")["pruned"]] == ["runs/left"]
 
 

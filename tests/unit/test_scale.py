@@ -10,21 +10,34 @@ import msgspec
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.link import Wire
+from evener.core.link import LinkModel
 from evener.core.prediction import Cluster, HostRates
-from evener.plan.collectives import backend_s, ring
-from evener.plan.goodput import checkpoint_interval_s, useful_share
-from evener.plan.scale import Scenario, Slowest, all_reduce_s, exposed, scale
-from evener.plan.sync import BUCKET_BYTES
-from evener.plan.thumb import RULE, nanogpt, needed_bandwidth_Bps, needed_jitter, read_rule, sentences
-from evener.report.scaling_sheet import HEAD, efficiency_png, parts_png, rows
+from evener.plan.collective_cost import build_ring, collective_s
+from evener.plan.goodput import checkpoint_interval_s, useful_time_fraction
+from evener.plan.rule_of_thumb import (
+    RULE_OF_THUMB,
+    describe_rule,
+    explain_rule,
+    nanogpt_scenario,
+    required_bandwidth_Bps,
+    required_jitter,
+)
+from evener.plan.scaling_model import (
+    MaxDistribution,
+    ScalingScenario,
+    all_reduce_s,
+    exposed_communication_s,
+    simulate_scaling,
+)
+from evener.plan.sync_traffic import BUCKET_BYTES
+from evener.report.simulated_scaling import SCALING_COLUMNS, breakdown_png, efficiency_png, scaling_rows
 
 from ..cost import in_loops
 
 COUNTS = [2**i for i in range(13)]
-INSTANT = Wire(latency_s=0.0, bandwidth_Bps=math.inf)
-ETHERNET = Wire(latency_s=1e-4, bandwidth_Bps=125e6)
-PLAIN = Scenario(
+INSTANT = LinkModel(latency_s=0.0, bandwidth_Bps=math.inf)
+ETHERNET = LinkModel(latency_s=1e-4, bandwidth_Bps=125e6)
+PLAIN = ScalingScenario(
     compute_s=1.0,
     sequences=16,
     micro_batch=4,
@@ -35,7 +48,13 @@ PLAIN = Scenario(
     outer=INSTANT,
 )
 REAL = msgspec.structs.replace(
-    nanogpt(), jitter=0.02, slow_share=0.002, slow_factor=1.15, mtbf_s=300 * 86400.0, checkpoint_s=20.0, restart_s=300.0
+    nanogpt_scenario(),
+    jitter=0.02,
+    slow_share=0.002,
+    slow_factor=1.15,
+    mtbf_s=300 * 86400.0,
+    checkpoint_s=20.0,
+    restart_s=300.0,
 )
 
 
@@ -48,21 +67,21 @@ def changed(scenario=PLAIN, **fields):
 
 @pytest.mark.parametrize("num", [1, 2, 8, 64, 4096])
 def test_the_mean_of_the_longest_of_n_exponentials_is_a_harmonic_number(num):
-    slowest = Slowest(lambda x: num * math.log(-math.expm1(-x)))
+    slowest = MaxDistribution(lambda x: num * math.log(-math.expm1(-x)))
     assert slowest.mean() == pytest.approx(math.fsum(1 / i for i in range(1, num + 1)), rel=1e-9)
     assert slowest.quantile(0.5) == pytest.approx(-math.log(-math.expm1(math.log(0.5) / num)), rel=1e-9)
 
 
 def test_the_mean_of_the_longer_of_two_lognormals():
     """2·E[X]·Φ(σ/√2), from E[max(X, Y)] = 2·E[X; X > Y]."""
-    point = scale(changed(jitter=0.5), [2])[0]
+    point = simulate_scaling(changed(jitter=0.5), [2])[0]
     spread = math.sqrt(math.log1p(0.5**2))
     assert point.cost.compute_s + point.cost.wait_s == pytest.approx(1 + math.erf(spread / 2), rel=1e-9)
 
 
 def test_one_rank_waits_for_nobody_however_much_it_varies():
     for jitter in (0.01, 0.1, 1.0, 3.0):
-        assert scale(changed(jitter=jitter), [1])[0].cost.wait_s == pytest.approx(0.0, abs=1e-6)
+        assert simulate_scaling(changed(jitter=jitter), [1])[0].cost.wait_s == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_integral_agrees_with_drawn_steps():
@@ -74,7 +93,7 @@ def test_the_integral_agrees_with_drawn_steps():
         return draw.lognormvariate(-variance / 2, math.sqrt(variance)) * (1.5 if draw.random() < 0.05 else 1.0)
 
     drawn = sorted(max(rank_s() for _ in range(16)) for _ in range(4000))
-    point = scale(scenario, [16])[0]
+    point = simulate_scaling(scenario, [16])[0]
     error = 4 * math.sqrt(sum((x - sum(drawn) / 4000) ** 2 for x in drawn)) / 4000
     assert point.cost.compute_s + point.cost.wait_s == pytest.approx(sum(drawn) / 4000, abs=error)
     assert point.step_p50_s - 0.1 == pytest.approx(drawn[2000], rel=0.03)
@@ -84,10 +103,10 @@ def test_the_integral_agrees_with_drawn_steps():
 @pytest.mark.parametrize("num", [1, 3, 100])
 def test_fixed_times_with_slow_ranks(num):
     """One of n is slow with probability 1 - (1-s)ⁿ, and then the step takes as long as it does."""
-    point = scale(changed(slow_share=0.01, slow_factor=2.0), [num])[0]
+    point = simulate_scaling(changed(slow_share=0.01, slow_factor=2.0), [num])[0]
     assert point.cost.compute_s == pytest.approx(1.01)
     assert point.cost.compute_s + point.cost.wait_s == pytest.approx(2 - 0.99**num)
-    nearly = scale(changed(slow_share=0.01, slow_factor=2.0, jitter=1e-3), [num])[0]
+    nearly = simulate_scaling(changed(slow_share=0.01, slow_factor=2.0, jitter=1e-3), [num])[0]
     assert nearly.step_s == pytest.approx(point.step_s, rel=4e-3)
 
 
@@ -95,7 +114,7 @@ def test_fixed_times_with_slow_ranks(num):
 
 
 def test_nothing_is_lost_where_nothing_costs():
-    for point in scale(PLAIN, COUNTS):
+    for point in simulate_scaling(PLAIN, COUNTS):
         assert point.efficiency == point.goodput == 1.0
         assert (point.cost.exposed_sync_s, point.cost.wait_s) == (0.0, 0.0)
         assert point.tokens_per_s == pytest.approx(point.ranks * 16_000 / 1.1)
@@ -106,14 +125,14 @@ def test_exposed_is_the_last_bucket_or_what_backward_cannot_hold():
     for num in (1, 3, 20):
         for all_s in (0.1, 0.9, 1.0, 1.4, 5.0):
             transfers = [((i + 1) / num, all_s / num, "ring") for i in range(num)]
-            assert exposed(transfers, 1.0) == pytest.approx(max(all_s / num, all_s - (1 - 1 / num)))
+            assert exposed_communication_s(transfers, 1.0) == pytest.approx(max(all_s / num, all_s - (1 - 1 / num)))
 
 
 def test_backward_of_the_last_micro_batch_hides_communication():
     size = 8 * BUCKET_BYTES
-    wire = Wire(latency_s=0.0, bandwidth_Bps=size / 0.5)  # 0.5 s on two ranks
+    wire = LinkModel(latency_s=0.0, bandwidth_Bps=size / 0.5)  # 0.5 s on two ranks
     slow = changed(gradient_bytes=size, inner=wire)
-    blocking, hidden = (scale(changed(slow, overlap=overlap), [2])[0] for overlap in (False, True))
+    blocking, hidden = (simulate_scaling(changed(slow, overlap=overlap), [2])[0] for overlap in (False, True))
     assert blocking.sync_s == hidden.sync_s == pytest.approx(0.5)
     assert blocking.cost.exposed_sync_s == pytest.approx(0.5)
     backward_s = 2 / 3 / 4  # one micro-batch of four
@@ -126,19 +145,19 @@ def test_backward_of_the_last_micro_batch_hides_communication():
 def test_an_all_reduce_costs_what_the_planner_says(per_node, num_nodes, size):
     if per_node * num_nodes == 1:
         return
-    inner, outer = Wire(latency_s=3e-6, bandwidth_Bps=230e9), Wire(latency_s=1e-5, bandwidth_Bps=50e9)
+    inner, outer = LinkModel(latency_s=3e-6, bandwidth_Bps=230e9), LinkModel(latency_s=1e-5, bandwidth_Bps=50e9)
     names = [f"host{i}" for i in range(num_nodes)]
     rates = HostRates(tokens_per_s={}, sum_Bps=40e9, local=inner)
     wires = {a: {b: outer for b in names if a != b} for a in names}
     cluster = Cluster(seats=[], hosts=dict.fromkeys(names, rates), wires=wires)
-    around = ring(cluster, [name for name in names for _ in range(per_node)])
+    around = build_ring(cluster, [name for name in names for _ in range(per_node)])
     scenario = changed(inner=inner, outer=outer, per_node=per_node, sum_Bps=40e9)
     found_s, _ = all_reduce_s(size, per_node * num_nodes, scenario)
-    assert found_s == pytest.approx(backend_s("all_reduce", size, around, "nccl"), rel=1e-9)
+    assert found_s == pytest.approx(collective_s("all_reduce", size, around, "nccl"), rel=1e-9)
 
 
 def test_small_messages_take_the_tree_and_large_ones_the_ring():
-    scenario = changed(inner=INSTANT, outer=Wire(latency_s=1e-5, bandwidth_Bps=50e9), per_node=1)
+    scenario = changed(inner=INSTANT, outer=LinkModel(latency_s=1e-5, bandwidth_Bps=50e9), per_node=1)
     assert all_reduce_s(1, 512, scenario) == (pytest.approx(2 * 9 * 1e-5, rel=0.01), "tree")
     assert all_reduce_s(1, 512, changed(scenario, has_trees=False)) == (pytest.approx(2 * 511 * 1e-5, rel=0.01), "ring")
     assert all_reduce_s(1e11, 512, scenario)[1] == "ring"
@@ -147,7 +166,7 @@ def test_small_messages_take_the_tree_and_large_ones_the_ring():
 def test_published_bus_bandwidth_between_nodes():
     """4 nodes of 8 B200, eight adapters of 400 Gbit/s each, 16 GiB: 381.8 GB/s.   [ml-engineering]"""
     fabric = changed(
-        inner=Wire(latency_s=3.4e-6, bandwidth_Bps=900e9), outer=Wire(latency_s=9.6e-6, bandwidth_Bps=400e9)
+        inner=LinkModel(latency_s=3.4e-6, bandwidth_Bps=900e9), outer=LinkModel(latency_s=9.6e-6, bandwidth_Bps=400e9)
     )
     time_s, _ = all_reduce_s(16 * 2**30, 32, fabric)
     assert 2 * 31 / 32 * 16 * 2**30 / time_s == pytest.approx(381.8e9, rel=0.10)
@@ -157,7 +176,7 @@ def test_published_bus_bandwidth_between_nodes():
 
 
 def test_a_fixed_batch_ends_at_one_sequence_a_rank():
-    points = scale(changed(kind="strong", update_s=0.0), [1, 2, 3, 16, 64])
+    points = simulate_scaling(changed(kind="strong", update_s=0.0), [1, 2, 3, 16, 64])
     assert [point.share for point in points] == [16, 8, 6, 1, 1]
     assert [point.efficiency for point in points] == pytest.approx([1, 1, 16 / 18, 1, 0.25])
     assert points[3].tokens_per_s == points[4].tokens_per_s
@@ -166,7 +185,7 @@ def test_a_fixed_batch_ends_at_one_sequence_a_rank():
 
 def test_parts_sum_to_the_step_and_tokens_follow():
     for kind in ("weak", "strong"):
-        for point in scale(changed(REAL, kind=kind), COUNTS):
+        for point in simulate_scaling(changed(REAL, kind=kind), COUNTS):
             tokens = 60 * 1024 * (point.ranks if kind == "weak" else 1)
             assert point.tokens_per_s == pytest.approx(tokens / point.step_s)
             assert 0 < point.goodput < point.efficiency <= 1
@@ -174,13 +193,13 @@ def test_parts_sum_to_the_step_and_tokens_follow():
 
 
 def test_more_ranks_never_make_a_rank_faster():
-    points = scale(REAL, COUNTS)
+    points = simulate_scaling(REAL, COUNTS)
     assert all(after.efficiency <= before.efficiency for before, after in itertools.pairwise(points))
     assert [point.nodes for point in points] == [1, 1, 1, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 
 
 def test_4096_ranks_take_less_than_a_tenth_of_a_second():
-    assert in_loops(lambda: scale(REAL, COUNTS)) < 50  # 0.1 s
+    assert in_loops(lambda: simulate_scaling(REAL, COUNTS)) < 50  # 0.1 s
 
 
 # Failures
@@ -194,21 +213,23 @@ def test_daly_s_published_intervals(mtbf_min, published_min):
 
 @pytest.mark.parametrize("mtbf_s", [900.0, 21_600.0, 86_400.0])
 def test_no_other_interval_loses_less(mtbf_s):
-    best = max(useful_share(every_s, 300.0, 600.0, mtbf_s) for every_s in range(30, 20_000, 10))
-    assert useful_share(checkpoint_interval_s(300.0, mtbf_s), 300.0, 600.0, mtbf_s) == pytest.approx(best, rel=1e-3)
+    best = max(useful_time_fraction(every_s, 300.0, 600.0, mtbf_s) for every_s in range(30, 20_000, 10))
+    assert useful_time_fraction(checkpoint_interval_s(300.0, mtbf_s), 300.0, 600.0, mtbf_s) == pytest.approx(
+        best, rel=1e-3
+    )
 
 
 def test_rare_failures_cost_what_young_says():
     """Checkpoint and half an interval of lost work: √(2δ/M), to first order."""
-    lost = 1 - useful_share(checkpoint_interval_s(1.0, 1e8), 1.0, 0.0, 1e8)
+    lost = 1 - useful_time_fraction(checkpoint_interval_s(1.0, 1e8), 1.0, 0.0, 1e8)
     assert lost == pytest.approx(math.sqrt(2 / 1e8), rel=0.01)
 
 
 def test_nodes_fail_independently():
-    for point in scale(REAL, COUNTS):
+    for point in simulate_scaling(REAL, COUNTS):
         assert point.mtbf_s == pytest.approx(300 * 86400 / point.nodes)
         assert point.checkpoint_every_s >= point.step_s
-    hopeless = scale(changed(mtbf_s=1.0, restart_s=1e6, checkpoint_s=1.0), [8])[0]
+    hopeless = simulate_scaling(changed(mtbf_s=1.0, restart_s=1e6, checkpoint_s=1.0), [8])[0]
     assert hopeless.goodput == 0
 
 
@@ -217,54 +238,56 @@ def test_nodes_fail_independently():
 
 def test_at_the_bandwidth_found_the_efficiency_is_as_asked():
     for overlap in (False, True):
-        scenario = changed(nanogpt(), overlap=overlap)
-        for ranks, (low, _) in RULE.items():
-            found_Bps = needed_bandwidth_Bps(scenario, ranks, low)
-            wire = {"inner" if ranks == 8 else "outer": Wire(latency_s=3.4e-6, bandwidth_Bps=found_Bps)}
-            assert scale(changed(scenario, **wire), [ranks])[0].efficiency == pytest.approx(low, abs=2e-3)
+        scenario = changed(nanogpt_scenario(), overlap=overlap)
+        for ranks, (low, _) in RULE_OF_THUMB.items():
+            found_Bps = required_bandwidth_Bps(scenario, ranks, low)
+            wire = {"inner" if ranks == 8 else "outer": LinkModel(latency_s=3.4e-6, bandwidth_Bps=found_Bps)}
+            assert simulate_scaling(changed(scenario, **wire), [ranks])[0].efficiency == pytest.approx(low, abs=2e-3)
 
 
 def test_blocking_at_8_is_one_line_of_arithmetic():
     """Nothing hidden, no latency: 2·7/8·S/β = (1/e - 1)·step."""
-    scenario = changed(nanogpt(), overlap=False, inner=Wire(latency_s=0.0, bandwidth_Bps=1e9))
+    scenario = changed(nanogpt_scenario(), overlap=False, inner=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
     step_s = 60 * 1024 / 150_000 + scenario.update_s
     for efficiency in (0.8, 0.9):
         exact = 1.75 * 4 * 124_439_808 / ((1 / efficiency - 1) * step_s)
-        assert needed_bandwidth_Bps(scenario, 8, efficiency) == pytest.approx(exact, rel=1e-4)
+        assert required_bandwidth_Bps(scenario, 8, efficiency) == pytest.approx(exact, rel=1e-4)
 
 
 def test_jitter_found_gives_the_efficiency_asked_for():
-    found = needed_jitter(nanogpt(), 64, 0.65)
-    assert scale(changed(nanogpt(), jitter=found), [64])[0].efficiency == pytest.approx(0.65, abs=1e-4)
+    found = required_jitter(nanogpt_scenario(), 64, 0.65)
+    assert simulate_scaling(changed(nanogpt_scenario(), jitter=found), [64])[0].efficiency == pytest.approx(
+        0.65, abs=1e-4
+    )
 
 
 def test_what_cannot_be_reached_is_none():
-    assert needed_bandwidth_Bps(changed(nanogpt(), jitter=0.5), 64, 0.7) is None
-    assert needed_jitter(changed(nanogpt(), inner=ETHERNET), 8, 0.8) is None
+    assert required_bandwidth_Bps(changed(nanogpt_scenario(), jitter=0.5), 64, 0.7) is None
+    assert required_jitter(changed(nanogpt_scenario(), inner=ETHERNET), 8, 0.8) is None
 
 
 def test_overlap_needs_less_bandwidth_and_the_rule_is_not_of_nvlink():
-    for reading in read_rule(nanogpt()):
+    for reading in explain_rule(nanogpt_scenario()):
         for blocking, overlapped in zip(reading.blocking_Bps, reading.overlapped_Bps, strict=True):
             assert overlapped < blocking < 20e9
         assert reading.expected > 0.98
 
 
 def test_the_rule_is_told_with_its_assumptions():
-    told = " ".join(sentences(nanogpt()))
+    told = " ".join(describe_rule(nanogpt_scenario()))
     for part in ("5 micro-batches of 12 × 1024", "497.8 MB", "150k tokens/s", "80% to 90% at 8", "60% to 70% at 64"):
         assert part in told
-    assert "no bandwidth" in " ".join(sentences(changed(nanogpt(), jitter=0.5)))
+    assert "no bandwidth" in " ".join(describe_rule(changed(nanogpt_scenario(), jitter=0.5)))
 
 
 # What a person sees
 
 
 def test_the_table_has_a_row_a_count():
-    table = rows(scale(REAL, COUNTS))
+    table = scaling_rows(simulate_scaling(REAL, COUNTS))
     assert [row[0] for row in table] == [str(num) for num in COUNTS]
-    assert {len(row) for row in table} == {len(HEAD)}
-    assert rows(scale(PLAIN, [1]))[0][-3:] == ("–", "–", "–")
+    assert {len(row) for row in table} == {len(SCALING_COLUMNS)}
+    assert scaling_rows(simulate_scaling(PLAIN, [1]))[0][-3:] == ("–", "–", "–")
 
 
 @pytest.mark.parametrize(
@@ -273,8 +296,8 @@ def test_the_table_has_a_row_a_count():
     ids=["weak", "strong", "alone", "two"],
 )
 def test_pictures_are_drawn(tmp_path, scenario, counts):
-    points = scale(scenario, counts)
-    for draw in (efficiency_png, parts_png):
+    points = simulate_scaling(scenario, counts)
+    for draw in (efficiency_png, breakdown_png):
         draw(points, tmp_path / "scale.png", title="a < b")
         assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
@@ -289,15 +312,15 @@ def test_pictures_are_drawn(tmp_path, scenario, counts):
         ("mtbf_s", 0.0),
         ("sequences", 0),
         ("gradient_bytes", -1),
-        ("inner", Wire(latency_s=0.0, bandwidth_Bps=-1.0)),
-        ("outer", Wire(latency_s=-1.0, bandwidth_Bps=1.0)),
+        ("inner", LinkModel(latency_s=0.0, bandwidth_Bps=-1.0)),
+        ("outer", LinkModel(latency_s=-1.0, bandwidth_Bps=1.0)),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(field, value):
     with pytest.raises(UsageError, match=field):
-        scale(changed(**{field: value}), [1])
+        simulate_scaling(changed(**{field: value}), [1])
 
 
 def test_no_ranks_cannot_train():
     with pytest.raises(UsageError, match="0 ranks"):
-        scale(PLAIN, [1, 0])
+        simulate_scaling(PLAIN, [1, 0])

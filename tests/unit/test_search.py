@@ -8,20 +8,26 @@ import msgspec
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Fleet, Host, Link, ModelRate, Rates
-from evener.core.link import NAMED, Wire, parse_link
-from evener.core.prediction import EXACT, Cluster, Job
-from evener.core.roster import Seat, parse_sync
+from evener.core.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
+from evener.core.link import NAMED_LINKS, LinkModel, parse_link
+from evener.core.prediction import EXACT_SOURCE, Cluster, Job
+from evener.core.roster import RankSlot, parse_sync
 from evener.core.shape import PRESETS, preset_shape
-from evener.plan import divide, penalty
-from evener.plan.advice import advice_of
-from evener.plan.cluster import NotMeasuredError, cluster_of, uniform, with_wire
-from evener.plan.cost import price
-from evener.plan.options import as_trained, fastest, larger, objection, simplest
-from evener.plan.question import Question, answer, chosen_hosts, of_training
-from evener.plan.question import changed as question_changed
-from evener.plan.search import flags_of_recommended, predict, what_if, why_left_out
-from evener.plan.sync import BUCKET_BYTES, CODED_BUCKET_BYTES, buckets, gradients
+from evener.plan import initial_shares, penalty
+from evener.plan.advice import collect_advice
+from evener.plan.cluster import NotMeasuredError, build_cluster, uniform_cluster, with_uniform_link
+from evener.plan.cost_model import predict_step
+from evener.plan.options import (
+    job_with_larger_batch,
+    pick_fastest,
+    pick_simplest,
+    predict_training,
+    why_strategy_rejected,
+)
+from evener.plan.plan_request import PlanRequest, answer_request, predict_launch, request_on_hosts
+from evener.plan.plan_request import change_request as question_changed
+from evener.plan.search import predict, reasons_left_out, recommended_flags, what_if_options
+from evener.plan.sync_traffic import BUCKET_BYTES, COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
 from tests.unit import planner
 from tests.unit.planner import changed, costing, job_of, priced
 
@@ -29,11 +35,11 @@ from ..cost import in_loops
 
 SHAPE = preset_shape("char", 512)
 JOB = job_of(SHAPE, batch=24, micro_batch=12)
-FAST = Wire(latency_s=1e-5, bandwidth_Bps=1e10)
-SLOW = Wire(latency_s=1e-3, bandwidth_Bps=1e6)
+FAST = LinkModel(latency_s=1e-5, bandwidth_Bps=1e10)
+SLOW = LinkModel(latency_s=1e-3, bandwidth_Bps=1e6)
 
 
-def cluster(*rates: float, wire: Wire = FAST, **more: object) -> Cluster:
+def cluster(*rates: float, wire: LinkModel = FAST, **more: object) -> Cluster:
     return planner.cluster_of(*rates, wire=wire, **more)
 
 
@@ -43,7 +49,7 @@ def resized(found: Cluster, name: str, memory_bytes: int) -> Cluster:
 
 
 def told(found):
-    return [advice.text for advice in advice_of(found)]
+    return [advice.text for advice in collect_advice(found)]
 
 
 def test_equal_hosts_and_a_fast_link_train_together():
@@ -65,7 +71,7 @@ def test_a_slow_host_helps_with_the_share_that_it_can_take():
     equal = predict(changed(JOB, shares="equal"), cluster(60.0, 28.0))
     assert "b is the straggler" in told(equal)[0]
     assert not any("break even" in line for line in told(equal))  # with shares by speed it does, over any link
-    assert flags_of_recommended(equal) == "--shares auto"
+    assert recommended_flags(equal) == "--shares auto"
     found = predict(JOB, cluster(60.0, 28.0))
     for one in (found, equal):
         assert one.recommended == "ddp, shares 17 : 7"
@@ -83,8 +89,8 @@ def test_a_host_that_is_too_slow_for_any_share_is_left_out_with_both_figures():
     found = predict(JOB, cluster(60.0, 2.0))
     assert found.chosen == "ddp, shares 23 : 1"  # the best with it
     assert found.verdict == "Leave b out: with it 48 tokens/s, without 60 tokens/s."
-    assert flags_of_recommended(found) == "--hosts a"
-    assert why_left_out(found) == {"b": "adding b makes this run slower: 48 tokens/s with it, 60 tokens/s without"}
+    assert recommended_flags(found) == "--hosts a"
+    assert reasons_left_out(found) == {"b": "adding b makes this run slower: 48 tokens/s with it, 60 tokens/s without"}
     told = predict(changed(JOB, shares="equal"), cluster(60.0, 2.0))
     assert told.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
 
@@ -94,7 +100,7 @@ def test_the_slowest_of_three_is_left_out_and_two_go_on():
     assert found.recommended == "ddp without c"
     assert found.option(found.recommended).roster.hosts == ["a", "b"]
     assert found.verdict.startswith("Leave c out: with it 96 tokens/s, without 200 tokens/s")
-    assert list(why_left_out(found)) == ["c"]
+    assert list(reasons_left_out(found)) == ["c"]
 
 
 def test_a_rank_without_a_share_is_priced_as_one_that_waits():
@@ -106,9 +112,9 @@ def test_a_rank_without_a_share_is_priced_as_one_that_waits():
 
 
 def test_what_is_faster_and_of_unknown_loss_is_not_recommended(monkeypatch):
-    rows = tuple(row for row in penalty.MEASURED if row.sync != "powersgd:4")
-    monkeypatch.setattr(penalty, "MEASURED", rows)
-    found = predict(JOB, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
+    rows = tuple(row for row in penalty.LOSS_MEASUREMENTS if row.sync != "powersgd:4")
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
+    found = predict(JOB, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=2e7)))
     faster = [option for option in found.options if option.tokens_per_s > found.option(found.recommended).tokens_per_s]
     assert {"int4", "powersgd:4"} <= {option.name for option in faster}
     assert all(option.rejected_because for option in faster)
@@ -117,7 +123,7 @@ def test_what_is_faster_and_of_unknown_loss_is_not_recommended(monkeypatch):
 
 
 def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
-    monkeypatch.setattr("evener.plan.cost.BUILT", ("ddp", "diloco", "int8"))
+    monkeypatch.setattr("evener.plan.cost_model.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
     assert predict(changed(long, loss_budget=2.0), slow).recommended == "diloco:10:int8:streamed"
@@ -146,33 +152,33 @@ def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
 
 
 def test_from_the_break_even_link_on_several_hosts_are_clearly_faster_than_one():
-    start = cluster(1000.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=3e6))
+    start = cluster(1000.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=3e6))
     (line,) = [line for line in told(predict(JOB, start)) if "several hosts break even at" in line]
     text = re.search(r"even at (\S+) between", line)[1]
     slower = f"{0.9 * float(text.removesuffix('Mbit')):g}Mbit"
-    at, below = (with_wire(start, parse_link(link).wire) for link in (text, slower))
-    speeds = [as_trained(JOB, machines).tokens_per_s for machines in (at, below)]
+    at, below = (with_uniform_link(start, parse_link(link).wire) for link in (text, slower))
+    speeds = [predict_training(JOB, machines).tokens_per_s for machines in (at, below)]
     assert speeds[0] > 1020.0 > speeds[1]
 
 
 def test_what_is_advised_is_as_much_better_as_was_said():
     start = cluster(20000.0, 12000.0, 12000.0, 3000.0, wire=parse_link("2.5GbE").wire)
     job = job_of(preset_shape("gpt2", 50257, 1024), batch=64, model="gpt2")
-    for advice in advice_of(predict(job, start)):
+    for advice in collect_advice(predict(job, start)):
         if not advice.flags:
             continue
-        asked = Question(job=job, cluster=start, source="")
-        asked = chosen_hosts(asked, advice.flags.get("--hosts"))
+        asked = PlanRequest(job=job, cluster=start, source="")
+        asked = request_on_hosts(asked, advice.flags.get("--hosts"))
         batch = {"batch": advice.flags["--batch"]} if "--batch" in advice.flags else {}
         asked = question_changed(asked, batch, advice.flags.get("--link"))
-        found = answer(asked)
+        found = answer_request(asked)
         assert found.option(found.chosen).tokens_per_s == pytest.approx(advice.tokens_per_s, rel=0.01)
         assert f"{advice.gain:.2f} times as much as a alone" in advice.text
 
 
 def test_a_larger_batch_is_weighed_by_the_noise_scale():
     """At a scale of a batch's tokens N = T, k times the batch needs (k + 1) / 2 times the tokens for the same loss."""
-    tokens, slow = JOB.tokens, cluster(1000.0, 1000.0, wire=Wire(latency_s=0, bandwidth_Bps=3e6))
+    tokens, slow = JOB.tokens, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0, bandwidth_Bps=3e6))
     assert not any("noise" in line for line in told(predict(JOB, slow)))
     little, much = (msgspec.structs.replace(JOB, noise_tokens=noise) for noise in (tokens, 1000.0 * tokens))
 
@@ -183,7 +189,7 @@ def test_a_larger_batch_is_weighed_by_the_noise_scale():
     )
     (link,) = [line for line in told(predict(much, slow)) if "noise" in line]
     factor = int(link.split("--batch ")[1].split()[0]) // 24
-    together = [predict(job, slow).option("ddp").tokens_per_s for job in (JOB, larger(JOB, factor))]
+    together = [predict(job, slow).option("ddp").tokens_per_s for job in (JOB, job_with_larger_batch(JOB, factor))]
     assert f"needs {(factor + 1000) / 1001:.2f} times" in link
     assert f"trains {together[1] / together[0]:.2f} times as many a second: it gets there sooner." in link
 
@@ -208,27 +214,27 @@ def test_more_ranks_than_sequences_is_a_mistake():
 
 def test_the_ring_avoids_the_slow_link():
     """Gloo sends to the rank before: a → c → b → a has no slow link, a → b → c → a has one."""
-    found = cluster(1000.0, 1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e8))
-    slow = Wire(latency_s=0.0, bandwidth_Bps=1e7)
+    found = cluster(1000.0, 1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=1e8))
+    slow = LinkModel(latency_s=0.0, bandwidth_Bps=1e7)
     planned = predict(JOB, msgspec.structs.replace(found, wires={"b": {"a": slow}}))
-    assert planned.cluster.names == ["a", "c", "b"]
+    assert planned.cluster.host_names == ["a", "c", "b"]
     assert any("10.0 times as fast as in the file's order" in line for line in told(planned))
     assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
 def test_shares_that_are_told_are_read_in_the_files_order():
     """With them no ring is looked for: ranks are counted as the file lists their hosts."""
-    found = cluster(1000.0, 500.0, 250.0, wire=Wire(latency_s=0.0, bandwidth_Bps=1e9))
-    slow = msgspec.structs.replace(found, wires={"b": {"a": Wire(latency_s=0.0, bandwidth_Bps=1e8)}})
+    found = cluster(1000.0, 500.0, 250.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
+    slow = msgspec.structs.replace(found, wires={"b": {"a": LinkModel(latency_s=0.0, bandwidth_Bps=1e8)}})
     seats = [slow.seats[i] for i in (0, 2, 1)]
     for prediction in (predict(JOB, slow), predict(JOB, msgspec.structs.replace(slow, seats=seats), keep_order=True)):
-        assert prediction.cluster.names == ["a", "c", "b"]
+        assert prediction.cluster.host_names == ["a", "c", "b"]
         assert prediction.chosen == prediction.recommended == "ddp, shares 14 : 3 : 7"
     again = predict(changed(JOB, shares="14:7:3"), slow)
-    assert again.cluster.names == ["a", "b", "c"]
+    assert again.cluster.host_names == ["a", "b", "c"]
     assert again.chosen == "ddp, shares 14 : 7 : 3"
     other = predict(changed(JOB, shares="1:1:1"), slow)
-    assert flags_of_recommended(other) == "--shares auto"
+    assert recommended_flags(other) == "--shares auto"
 
 
 def test_many_shares_are_named_by_who_chose_them():
@@ -253,26 +259,28 @@ def test_the_strategy_that_was_asked_for_is_priced_beside_ddp():
 
 def test_an_exact_strategy_that_is_faster_is_recommended_with_its_flag():
     bf16 = changed(JOB, dtype="bf16", loss_budget=0.0)
-    found = predict(bf16, cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=2e7)))
+    found = predict(bf16, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=2e7)))
     assert found.recommended == "packed"
-    assert flags_of_recommended(found) == "--sync packed"
+    assert recommended_flags(found) == "--sync packed"
 
 
 def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothing(monkeypatch):
-    slow, fast = (cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=Bps)) for Bps in (2e7, 1e12))
+    slow, fast = (cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=Bps)) for Bps in (2e7, 1e12))
     auto = changed(JOB, sync="auto", dtype="bf16")
     exact = changed(auto, loss_budget=0.0)
-    monkeypatch.setattr(penalty, "MEASURED", (penalty._ours("int8", 0.004, 3), penalty._ours("int4", 0.02, 3)))
+    monkeypatch.setattr(
+        penalty, "LOSS_MEASUREMENTS", (penalty._from_bench("int8", 0.004, 3), penalty._from_bench("int4", 0.02, 3))
+    )
     assert predict(exact, slow).chosen == predict(exact, slow).recommended == "packed"
     assert predict(auto, slow).chosen == "packed"  # what costs loss must be clearly faster
-    slower = cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
+    slower = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     assert predict(auto, slower).chosen == "int8"
     assert "; its loss was 0.4% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
     assert predict(auto, fast).chosen == "ddp"
-    monkeypatch.setattr("evener.plan.cost.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
+    monkeypatch.setattr("evener.plan.cost_model.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
     assert predict(auto, slow).chosen == "powersgd:4"
     assert predict(changed(auto, loss_budget=0.0), slow).chosen == "powersgd:4"
-    monkeypatch.setattr("evener.plan.cost.loss_penalty", costing({"ddp": 0.0, "diloco": 1.0}, others=0.02))
+    monkeypatch.setattr("evener.plan.cost_model.loss_penalty", costing({"ddp": 0.0, "diloco": 1.0}, others=0.02))
     assert predict(auto, slow).chosen == "ddp"
     assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
 
@@ -282,32 +290,32 @@ def test_what_is_not_exact_has_to_gain_something_and_what_costs_loss_more():
     exact, lossless, lossy = (
         msgspec.structs.replace(option, name=name, tokens_per_s=rate, loss_penalty=cost, loss_source=source)
         for name, rate, cost, source in (
-            ("exact", 1000.0, 0.0, EXACT), ("lossless", 1030.0, -0.01, "me"), ("lossy", 1040.0, 0.002, "me"))
+            ("exact", 1000.0, 0.0, EXACT_SOURCE), ("lossless", 1030.0, -0.01, "me"), ("lossy", 1040.0, 0.002, "me"))
     )  # fmt: skip
-    assert fastest([exact, lossless, lossy]) is lossless
-    assert fastest([exact, lossy]) is exact
-    assert fastest([exact, msgspec.structs.replace(lossless, tokens_per_s=1010.0)]) is exact
+    assert pick_fastest([exact, lossless, lossy]) is lossless
+    assert pick_fastest([exact, lossy]) is exact
+    assert pick_fastest([exact, msgspec.structs.replace(lossless, tokens_per_s=1010.0)]) is exact
     faster = msgspec.structs.replace(lossy, tokens_per_s=1100.0)
-    assert fastest([exact, lossless, faster]) is faster
+    assert pick_fastest([exact, lossless, faster]) is faster
     lossy = msgspec.structs.replace(lossy, step_s=option.step_s / 2)
     eight, four = (
         msgspec.structs.replace(lossless, tokens_per_s=rate, roster=msgspec.structs.replace(
             option.roster, sync=parse_sync(f"diloco:10:int{bits}:streamed")))
         for bits, rate in ((8, 1100.0), (4, 1110.0))
     )  # fmt: skip
-    assert fastest([exact, eight, four]) is eight  # fewer bits for hardly anything
+    assert pick_fastest([exact, eight, four]) is eight  # fewer bits for hardly anything
     much_faster = msgspec.structs.replace(four, tokens_per_s=1200.0)
-    assert fastest([exact, eight, much_faster]) is much_faster
+    assert pick_fastest([exact, eight, much_faster]) is much_faster
     dear = msgspec.structs.replace(eight, loss_penalty=0.002)
-    assert fastest([exact, dear, four]) is four
-    assert simplest([exact, lossless, lossy], lossless, "ddp") is lossless  # no loss for one percent more
-    assert simplest([exact, lossless, lossy], lossy, "lossless") is lossless
+    assert pick_fastest([exact, dear, four]) is four
+    assert pick_simplest([exact, lossless, lossy], lossless, "ddp") is lossless  # no loss for one percent more
+    assert pick_simplest([exact, lossless, lossy], lossy, "lossless") is lossless
 
 
 def let_lose(monkeypatch: pytest.MonkeyPatch, sync: str, two: float, three: float) -> None:
     """So much lose two and three equal replicas, and of more nobody knows."""
-    monkeypatch.setattr(penalty, "MEASURED", tuple(
-        msgspec.structs.replace(penalty._ours(sync, cost, 3, shares=shares), num_params=JOB.shape.num_params())
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", tuple(
+        msgspec.structs.replace(penalty._from_bench(sync, cost, 3, shares=shares), num_params=JOB.shape.num_params())
         for shares, cost in (("1:1", two), ("1:1:1", three))))  # fmt: skip
 
 
@@ -315,22 +323,22 @@ def test_a_host_is_left_out_with_which_too_much_of_the_loss_would_be_lost(monkey
     """Three replicas that drift lose more than two."""
     name = "diloco:10:int8:streamed"
     let_lose(monkeypatch, name, two=0.005, three=0.02)
-    slow = cluster(1000.0, 1000.0, 250.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
+    slow = cluster(1000.0, 1000.0, 250.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     auto = changed(JOB, sync="auto", steps=2000)
     found = predict(auto, slow)
     assert found.recommended == f"{name} without c"
     assert found.verdict.startswith("Use a and b only: ")
     assert found.verdict.endswith(", but costs 1.3% of loss, more than 1.0%.")  # worth 2.5 of equal shares
-    why = why_left_out(found)["c"]
+    why = reasons_left_out(found)["c"]
     assert why.startswith(f"with it {name} costs 1.3% of loss, more than 1.0%: ")
     assert why.endswith(" tokens/s without")
     dear = predict(changed(auto, loss_budget=3.0), slow)
     assert dear.option(dear.recommended).roster.hosts == ["a", "b", "c"]
-    assert why_left_out(dear) == {}
-    for all_take_part in (predict(auto, slow, leaves_out=False), predict(changed(auto, shares="equal"), slow)):
+    assert reasons_left_out(dear) == {}
+    for all_take_part in (predict(auto, slow, may_leave_out=False), predict(changed(auto, shares="equal"), slow)):
         assert all_take_part.option(all_take_part.chosen).roster.sync.kind != "diloco"
     asked = predict(changed(JOB, sync=name, steps=2000), slow)  # a person who asks for it has it
-    assert why_left_out(asked) == {}
+    assert reasons_left_out(asked) == {}
 
 
 @pytest.mark.parametrize("rates", [(4000.0, 1000.0, 4000.0, 4000.0, 4000.0), (900.0, 800.0, 3000.0, 700.0),
@@ -339,24 +347,27 @@ def test_of_many_hosts_two_whose_replicas_lose_little_are_not_forgotten(monkeypa
     """The larger sets are faster, and lose too much."""
     way = "diloco:10:int8:streamed"
     let_lose(monkeypatch, way, two=0.005, three=0.03)
-    slow = cluster(*rates, wire=Wire(latency_s=0.0, bandwidth_Bps=5e6))
+    slow = cluster(*rates, wire=LinkModel(latency_s=0.0, bandwidth_Bps=5e6))
     found = predict(changed(JOB, sync="auto", steps=2000), slow)
     best = found.option(found.recommended)
     assert str(best.roster.sync) == way
-    by_rate = sorted(slow.names, key=lambda name: -slow.hosts[name].tokens_per_s["fp32"])
+    by_rate = sorted(slow.host_names, key=lambda name: -slow.hosts[name].tokens_per_s["fp32"])
     assert sorted(best.roster.hosts) == sorted(by_rate[:2])
-    assert set(why_left_out(found)) == set(slow.names) - set(best.roster.hosts)
+    assert set(reasons_left_out(found)) == set(slow.host_names) - set(best.roster.hosts)
 
 
 def test_where_a_host_is_too_small_it_alone_is_left_out():
-    hosts = resized(cluster(*[4000.0] * 4, wire=Wire(latency_s=0.0, bandwidth_Bps=125e6), memory_bytes=8_000_000_000),
-                    "d", 67_000_000)  # fmt: skip
+    hosts = resized(
+        cluster(*[4000.0] * 4, wire=LinkModel(latency_s=0.0, bandwidth_Bps=125e6), memory_bytes=8_000_000_000),
+        "d",
+        67_000_000,
+    )
     found = predict(changed(JOB, sync="auto", steps=2000, dtype="bf16"), hosts)
-    assert list(why_left_out(found)) == ["d"]
+    assert list(reasons_left_out(found)) == ["d"]
 
 
 def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was():
-    slow = cluster(1000.0, 1000.0, wire=Wire(latency_s=0.0, bandwidth_Bps=8e6))
+    slow = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     auto = changed(JOB, sync="auto", steps=2000)
     drifting = predict(auto, slow)
     assert drifting.chosen == drifting.recommended == "diloco:10:int8:streamed"
@@ -370,13 +381,13 @@ def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was(
 @pytest.mark.parametrize("bandwidth_Bps", [1e6, 1e7, 1e8])
 def test_no_way_that_may_be_taken_is_faster_than_the_one_that_auto_takes(bandwidth_Bps, budget, steps):
     """Whatever a person could ask for, of what somebody measured."""
-    hosts = cluster(600.0, 300.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=bandwidth_Bps))
+    hosts = cluster(600.0, 300.0, wire=LinkModel(latency_s=1e-4, bandwidth_Bps=bandwidth_Bps))
     job = job_of(PRESETS["d8"], batch=16, steps=steps, loss_budget=budget)
     found = predict(changed(job, sync="auto"), hosts)
-    for name in {row.sync for row in penalty.MEASURED}:
+    for name in {row.sync for row in penalty.LOSS_MEASUREMENTS}:
         asked = predict(changed(job, sync=name), hosts)
         option = asked.option(asked.chosen)
-        if not objection(option, budget / 100):
+        if not why_strategy_rejected(option, budget / 100):
             assert option.tokens_per_s <= 1.06 * found.option(found.chosen).tokens_per_s, name
 
 
@@ -384,22 +395,22 @@ def test_buckets_are_small_where_a_link_is_slow_and_large_where_every_message_co
     """What is left to send when backward is over: bucket after bucket, each when it is ready and the one before has
     gone. On a long link each message waits for its answer."""
     job = job_of(SHAPE, batch=16)
-    slow = cluster(1200.0, 1200.0, wire=Wire(latency_s=1e-4, bandwidth_Bps=117e6))
+    slow = cluster(1200.0, 1200.0, wire=LinkModel(latency_s=1e-4, bandwidth_Bps=117e6))
     usual, chosen = priced(job, slow), predict(job, slow).option("ddp")
-    assert chosen.roster.bucket_bytes == CODED_BUCKET_BYTES
+    assert chosen.roster.bucket_bytes == COMPRESSED_BUCKET_BYTES
     backward_s, exposed_s = 8 * 256 / 1200 * 2 / 3, []
-    for most_bytes in (None, CODED_BUCKET_BYTES):
+    for most_bytes in (None, COMPRESSED_BUCKET_BYTES):
         gone_s = 0.0
-        for num_bytes, ready in buckets(gradients(SHAPE), most_bytes):
+        for num_bytes, ready in bucket_sizes(gradient_tensors(SHAPE), most_bytes):
             gone_s = max(gone_s, ready * backward_s) + num_bytes / 117e6  # two ranks of a ring send all of it once
         exposed_s.append(gone_s - backward_s)
-    assert [one.slowest.cost.exposed_sync_s for one in (usual, chosen)] == pytest.approx(exposed_s, rel=0.05)
+    assert [one.straggler_cost.cost.exposed_sync_s for one in (usual, chosen)] == pytest.approx(exposed_s, rel=0.05)
     assert usual.step_s - chosen.step_s == pytest.approx(exposed_s[0] - exposed_s[1], rel=0.05)
     assert usual.bytes_per_rank == chosen.bytes_per_rank
 
     fast = cluster(3400.0, 3400.0, wire=FAST)
     assert {option.roster.bucket_bytes for option in predict(job, fast).options} == {0}
-    far = Wire(latency_s=0.05, bandwidth_Bps=1e8)
+    far = LinkModel(latency_s=0.05, bandwidth_Bps=1e8)
     assert predict(job, cluster(3400.0, 3400.0, wire=far)).option("int8").roster.bucket_bytes == BUCKET_BYTES
     assert predict(job, cluster(3400.0)).options[0].roster.bucket_bytes == 0
 
@@ -412,7 +423,7 @@ def test_a_small_gain_is_none_and_says_so():
 
 
 def test_latency_is_blamed_where_it_is_to_blame():
-    far = Wire(latency_s=1.0, bandwidth_Bps=1e9)
+    far = LinkModel(latency_s=1.0, bandwidth_Bps=1e9)
     found = predict(JOB, cluster(1000.0, 1000.0, wire=far))
     blamed = "More bandwidth would not make several hosts faster: every message takes 1.00 s one way"
     assert any(blamed in line for line in told(found))
@@ -425,7 +436,9 @@ def test_equal_hosts_are_no_stragglers_where_a_batch_does_not_divide():
 
 
 def test_what_if_changes_one_thing_at_a_time():
-    found = what_if(predict(JOB, cluster(1000.0, 500.0, 900.0, wire=Wire(latency_s=0.0, bandwidth_Bps=5e7))))
+    found = what_if_options(
+        predict(JOB, cluster(1000.0, 500.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=5e7)))
+    )
     names = [option.name for option in found]
     assert names[:3] == ["2.5GbE between all hosts", "10GbE between all hosts", "ddp without b"]
     assert {"batch and accumulation × 4", "int8", "fsdp"} <= set(names)
@@ -434,7 +447,7 @@ def test_what_if_changes_one_thing_at_a_time():
 
 
 def test_thirty_two_hosts_take_a_moment():
-    hosts = uniform({f"n{i}": 100.0 for i in range(32)}, FAST)
+    hosts = uniform_cluster({f"n{i}": 100.0 for i in range(32)}, FAST)
     assert in_loops(lambda: predict(changed(JOB, batch=512), hosts)) < 500  # a second
 
 
@@ -451,15 +464,17 @@ def test_micro_batches_fit_into_the_memory_that_is_known(memory_bytes, micro_bat
     """The largest of 64, 32, 16 … sequences of 256 tokens; what was told holds, whether it fits or not."""
     asked = job_of(SHAPE, batch=128)
     found = cluster(1000.0, 1000.0, memory_bytes=memory_bytes)
-    roster = divide.first_roster_by_speed(asked, found, found.seats)
+    roster = initial_shares.initial_roster_by_speed(asked, found, found.seats)
     assert {member.micro_batch for member in roster.members} == {micro_batch}
     if memory_bytes == 2_000_000_000:
-        assert all(rank.memory_bytes < 0.9 * memory_bytes for rank in price(asked, found, roster).ranks)
+        assert all(rank.memory_bytes < 0.9 * memory_bytes for rank in predict_step(asked, found, roster).ranks)
         twice = [msgspec.structs.replace(member, micro_batch=2 * micro_batch) for member in roster.members]
-        worse = price(asked, found, msgspec.structs.replace(roster, members=twice))
+        worse = predict_step(asked, found, msgspec.structs.replace(roster, members=twice))
         assert any(rank.memory_bytes > 0.9 * memory_bytes for rank in worse.ranks)
     told = changed(asked, micro_batch=64)
-    assert {member.micro_batch for member in divide.first_roster_by_speed(told, found, found.seats).members} == {64}
+    assert {
+        member.micro_batch for member in initial_shares.initial_roster_by_speed(told, found, found.seats).members
+    } == {64}
 
 
 # --- what a fleet file says -------------------------------------------------------------------------------------------
@@ -470,9 +485,9 @@ PROBED = Rates(matmul_flops={"fp32": 1e11, "bf16": 2e11}, copy_Bps=1e10, sync_Bp
 
 
 def fleet(**changes: Rates) -> Fleet:
-    link = Link(goodput_Bps=1.2e8, duplex_Bps=1.1e8, rtt_s=4e-4)
+    link = HostLink(goodput_Bps=1.2e8, duplex_Bps=1.1e8, rtt_s=4e-4)
     return Fleet(
-        hosts={"a": Host(address="1.1.1.1"), "b": Host(address="1.1.1.2")},
+        hosts={"a": HostConfig(address="1.1.1.1"), "b": HostConfig(address="1.1.1.2")},
         links={"a": {"b": link}, "b": {"a": link}},
         rates={"a": {"cpu": PROBED}, "b": {"cpu": changes.get("b", PROBED)}},
     )
@@ -483,26 +498,26 @@ def job(model: str = "char", **shape: int) -> Job:
 
 
 def test_what_was_probed_is_used_as_it_is():
-    found = cluster_of(fleet(), job())
+    found = build_cluster(fleet(), job())
     assert found.assumed == []
     host = found.hosts["a"]
     assert (host.tokens_per_s, host.pass_s, host.update_s, host.cpus) == ({"bf16": 1000.0}, 0.01, 0.02, 2.0)
-    assert found.wires["a"]["b"] == Wire(latency_s=2e-4, bandwidth_Bps=1.1e8)
+    assert found.wires["a"]["b"] == LinkModel(latency_s=2e-4, bandwidth_Bps=1.1e8)
     assert host.bound_by == "arithmetic"
     slow_memory = fleet(b=msgspec.structs.replace(PROBED, copy_Bps=1e9))
-    assert cluster_of(slow_memory, job()).hosts["b"].bound_by == "memory"
+    assert build_cluster(slow_memory, job()).hosts["b"].bound_by == "memory"
 
 
 def test_another_vocabulary_changes_the_rate_by_its_flops():
     bigger = job(vocab_size=5000)
-    found = cluster_of(fleet(), bigger)
+    found = build_cluster(fleet(), bigger)
     ratio = PRESETS["char"].flops_per_token() / bigger.shape.flops_per_token()
     assert found.hosts["a"].tokens_per_s == pytest.approx({"bf16": 1000.0 * ratio})
     assert found.assumed == []
 
 
 def test_another_model_is_derived_and_marked():
-    found = cluster_of(fleet(), job("gpt2"))
+    found = build_cluster(fleet(), job("gpt2"))
     (line,) = [line for line in found.assumed if "evener probe host --model gpt2" in line]
     assert line.startswith("a and b: its rate of gpt2 follows from that of char")
 
@@ -510,28 +525,28 @@ def test_another_model_is_derived_and_marked():
 def dtypes(fleet: Fleet, **flags: object) -> set[str]:
     """The arithmetic of all ranks together."""
     asked = changed(job(), **flags)
-    return {member.dtype for member in asked.roster(cluster_of(fleet, asked).seats).members}
+    return {member.dtype for member in asked.initial_roster(build_cluster(fleet, asked).seats).members}
 
 
 def test_another_arithmetic_is_derived_and_marked():
     assert dtypes(fleet()) == {"bf16"}
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
     assert dtypes(mixed) == {"bf16", "fp32"}  # each its own
-    found = cluster_of(mixed, job())
+    found = build_cluster(mixed, job())
     assert (found.hosts["a"].tokens_per_s, found.hosts["b"].tokens_per_s) == ({"bf16": 1000.0}, {"fp32": 1000.0})
     assert found.assumed == []
-    found = cluster_of(mixed, changed(job(), dtype="fp32"))
+    found = build_cluster(mixed, changed(job(), dtype="fp32"))
     assert found.hosts["a"].tokens_per_s == {"fp32": 500.0}  # its products are half as fast in fp32
     assert found.assumed == ["a: was measured in bf16; fp32 is taken to run at 50% of that"]
 
 
 def test_hosts_compute_in_the_type_that_suits_each():
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
-    found = predict(job(), cluster_of(mixed, job()))
-    assert found.option("ddp").roster.dtypes == "bf16 and fp32"
-    assert found.option("a alone").roster.dtypes == "bf16"
+    found = predict(job(), build_cluster(mixed, job()))
+    assert found.option("ddp").roster.dtypes_text == "bf16 and fp32"
+    assert found.option("a alone").roster.dtypes_text == "bf16"
     told = changed(job(), dtype="fp32")
-    in_fp32 = predict(told, cluster_of(mixed, told)).option("b alone")
+    in_fp32 = predict(told, build_cluster(mixed, told)).option("b alone")
     assert found.option("a alone").tokens_per_s == pytest.approx(in_fp32.tokens_per_s)
 
 
@@ -539,13 +554,13 @@ def test_what_was_found_on_the_hosts_counts_before_what_was_measured():
     """Measured in fp32, and the launcher finds units for bf16: the run will compute in it."""
     in_fp32 = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")})
     known = msgspec.structs.replace(fleet(b=in_fp32), rates={name: {"cpu": in_fp32} for name in "ab"})
-    seats = [Seat(host=name, device="cpu", has_bf16=True) for name in "ab"]
-    found = cluster_of(known, job(), seats=seats)
+    seats = [RankSlot(host=name, device="cpu", has_bf16=True) for name in "ab"]
+    found = build_cluster(known, job(), seats=seats)
     assert found.seats == seats
     assert found.hosts["a"].tokens_per_s == {"bf16": 2000.0}  # its products are twice as fast in bf16
     assert "a and b: was measured in fp32; bf16 is taken to run at 200% of that" in found.assumed
     with pytest.raises(NotMeasuredError, match="a: nobody measured its GPUs"):
-        cluster_of(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
+        build_cluster(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
 
 
 def test_gpus_and_processors_together():
@@ -554,10 +569,10 @@ def test_gpus_and_processors_together():
     both = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cpu": PROBED}, "b": {"cpu": PROBED}})
     assert dtypes(both) == {"bf16"}
     assert dtypes(both, device="cpu") == {"bf16"}
-    assert job().roster(cluster_of(both, job()).seats).backend == "gloo"
+    assert job().initial_roster(build_cluster(both, job()).seats).backend == "gloo"
     gpus = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cuda:1": gpu}, "b": {"cuda:0": gpu}})
     assert dtypes(gpus) == {"bf16"}
-    roster = job().roster(cluster_of(gpus, job()).seats)
+    roster = job().initial_roster(build_cluster(gpus, job()).seats)
     assert [(member.host, member.device) for member in roster.members] == [
         ("a", "cuda:0"),
         ("a", "cuda:1"),
@@ -566,64 +581,64 @@ def test_gpus_and_processors_together():
     assert roster.backend == "nccl"
     on_processors = changed(job(), device="cpu")
     with_cpus = msgspec.structs.replace(gpus, rates={name: {"cpu": PROBED} | of for name, of in gpus.rates.items()})
-    assert on_processors.roster(cluster_of(with_cpus, on_processors).seats).backend == "gloo"
-    two_on_one = msgspec.structs.replace(gpus, hosts=gpus.hosts | {"b": Host(address="1.1.1.2", ranks=2)})
-    assert cluster_of(two_on_one, job()).hosts["b"].tokens_per_s == {"bf16": 500.0}
+    assert on_processors.initial_roster(build_cluster(with_cpus, on_processors).seats).backend == "gloo"
+    two_on_one = msgspec.structs.replace(gpus, hosts=gpus.hosts | {"b": HostConfig(address="1.1.1.2", ranks=2)})
+    assert build_cluster(two_on_one, job()).hosts["b"].tokens_per_s == {"bf16": 500.0}
 
 
 def test_a_narrower_model_is_derived_and_marked():
-    found = cluster_of(fleet(), job(width=192, num_heads=6))
+    found = build_cluster(fleet(), job(width=192, num_heads=6))
     assert any("follows from that of the preset, by FLOPs" in line for line in found.assumed)
 
 
 def test_a_declared_rate_is_enough():
     declared = fleet(b=Rates(models={"char": ModelRate(tokens_per_s=30.0)}))
-    found = cluster_of(declared, job())
+    found = build_cluster(declared, job())
     assert found.hosts["b"].tokens_per_s == {"fp32": 30.0}  # whatever it was measured in
     assert any("b: the weight update is assumed to be part" in line for line in found.assumed)
 
 
 def test_what_nobody_measured_is_asked_for():
     with pytest.raises(NotMeasuredError, match="b: nobody measured how fast it trains") as told:
-        cluster_of(fleet(b=Rates()), job())
+        build_cluster(fleet(b=Rates()), job())
     assert "evener probe host --model char" in told.value.hint
     with pytest.raises(NotMeasuredError, match="b: nobody measured its processor"):
-        cluster_of(msgspec.structs.replace(fleet(), rates={"a": {"cpu": PROBED}}), job())
+        build_cluster(msgspec.structs.replace(fleet(), rates={"a": {"cpu": PROBED}}), job())
     with pytest.raises(NotMeasuredError, match="a → b: nobody measured this link") as told:
-        cluster_of(msgspec.structs.replace(fleet(), links={}), job())
+        build_cluster(msgspec.structs.replace(fleet(), links={}), job())
     assert "evener probe wire" in told.value.hint
 
 
 def test_one_direction_stands_for_the_other_and_says_so():
     whole = fleet()
-    found = cluster_of(msgspec.structs.replace(whole, links={"a": whole.links["a"]}), job())
+    found = build_cluster(msgspec.structs.replace(whole, links={"a": whole.links["a"]}), job())
     assert found.wires["b"]["a"] == found.wires["a"]["b"]
     assert found.assumed == ["b → a is assumed to be as fast as a → b"]
 
 
 def test_ranks_of_one_processor_divide_it():
     asked = changed(job(), ranks=2)
-    found = cluster_of(fleet(), asked)
+    found = build_cluster(fleet(), asked)
     assert len(found.seats) == 4
     assert found.hosts["a"].tokens_per_s == {"bf16": 500.0}
     assert (found.hosts["a"].update_s, found.hosts["a"].pass_s) == (0.04, 0.02)
-    assert found.hosts["a"].local == Wire(latency_s=20e-6, bandwidth_Bps=1e9)
+    assert found.hosts["a"].local == LinkModel(latency_s=20e-6, bandwidth_Bps=1e9)
     assert len(priced(asked, found).ranks) == 4
 
 
 def test_train_leaves_out_what_makes_it_slower_and_says_why():
     slow = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=20.0)})
     asked, known = job(), fleet(b=slow)
-    seats = cluster_of(known, asked).seats
-    found = of_training(known, asked, seats)
+    seats = build_cluster(known, asked).seats
+    found = predict_launch(known, asked, seats)
     assert found.left_out.keys() == {"b"}
     assert found.left_out["b"].startswith("adding b makes this run slower: ")
-    assert found.option(found.chosen).roster.hosts == found.cluster.names == ["a"]
+    assert found.option(found.chosen).roster.hosts == found.cluster.host_names == ["a"]
     all_of_them = changed(asked, shares="equal")
-    insisted = of_training(known, all_of_them, seats)
+    insisted = predict_launch(known, all_of_them, seats)
     assert (insisted.left_out, insisted.option(insisted.chosen).roster.shares) == ({}, [12, 12])
     half = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=500.0)})
-    found = of_training(fleet(b=half), asked, seats)
+    found = predict_launch(fleet(b=half), asked, seats)
     assert (found.left_out, found.option(found.chosen).roster.shares) == ({}, [16, 8])
 
 
@@ -640,16 +655,24 @@ def test_a_link_that_nobody_knows_is_one_line(text):
 
 @pytest.mark.parametrize(
     ("text", "Bps"),
-    [("100Mbit", 0.85 * 12.5e6), ("1gbe", 0.85 * 125e6), ("2.5 Gbit/s", 0.85 * 312.5e6), ("117MB/s", 117e6),
-     ("3.19GB/s", 3.19e9), ("10GBps", 1e10), ("10Gbps", 0.85 * 1.25e9), ("wi-fi", NAMED["wifi"].wire.bandwidth_Bps)],
-)  # fmt: skip
+    [
+        ("100Mbit", 0.85 * 12.5e6),
+        ("1gbe", 0.85 * 125e6),
+        ("2.5 Gbit/s", 0.85 * 312.5e6),
+        ("117MB/s", 117e6),
+        ("3.19GB/s", 3.19e9),
+        ("10GBps", 1e10),
+        ("10Gbps", 0.85 * 1.25e9),
+        ("wi-fi", NAMED_LINKS["wifi"].wire.bandwidth_Bps),
+    ],
+)
 def test_a_link_by_its_name(text, Bps):
     assert parse_link(text).wire.bandwidth_Bps == pytest.approx(Bps)
 
 
 def test_equal_shares_and_those_of_a_round_are_two_options():
     """110, 110, 90 and 90 of 16 sequences: 4.4 and 3.6 in the mean, which rounded are equal ones."""
-    wire = Wire(latency_s=1e-4, bandwidth_Bps=1e9)
+    wire = LinkModel(latency_s=1e-4, bandwidth_Bps=1e9)
     machines = cluster(1100.0, 1100.0, 900.0, 900.0, wire=wire)
     job = changed(JOB, batch=16, steps=2000, sync="diloco:10")
     by_speed, equal = (predict(changed(job, shares=shares), machines) for shares in ("auto", "equal"))

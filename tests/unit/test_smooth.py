@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from evener.report.smooth import FIRST_SPAN, GROWS, LEAST_SPAN, averaged, smoothed
+from evener.report.smoothing import FIRST_SPAN, MIN_SPAN, SPAN_GROWTH, kernel_average, local_linear_fit
 
 
 def fitted(values: list[float], n: int, span: float) -> float:
@@ -18,27 +18,27 @@ def fitted(values: list[float], n: int, span: float) -> float:
 def test_it_is_numpys_weighted_fit():
     rng = random.Random(3)
     values = [rng.random() for _ in range(20)]
-    spans = [min(LEAST_SPAN, FIRST_SPAN + GROWS * n) for n in range(20)]
+    spans = [min(MIN_SPAN, FIRST_SPAN + SPAN_GROWTH * n) for n in range(20)]
     fits = [min(max(fitted(values, n, span), min(values)), max(values)) for n, span in enumerate(spans)]
-    assert smoothed(values) == pytest.approx(fits)
+    assert local_linear_fit(values) == pytest.approx(fits)
 
 
 def test_it_leaves_the_values_on_neither_side():
     """A line through a slow first step would go on below all others, to rates that are negative."""
     values = [10.0, *5 * [0.1]]
-    assert min(smoothed(values)) == pytest.approx(0.1)
-    assert min(averaged(values)) > 0.1
+    assert min(local_linear_fit(values)) == pytest.approx(0.1)
+    assert min(kernel_average(values)) > 0.1
 
 
 def test_an_average_is_the_weighted_mean_by_definition():
     """Σ w_i x_i / Σ w_i with w_i = exp(-|n - i| / span), written out."""
     rng = random.Random(3)
     values, span = [rng.random() for _ in range(20)], 4.0
-    for n, found in enumerate(averaged(values, span)):
+    for n, found in enumerate(kernel_average(values, span)):
         weights = np.exp(-np.abs(np.arange(len(values)) - n) / span)
         assert found == pytest.approx(float(np.average(values, weights=weights)))
 
 
 @pytest.mark.parametrize("values", [[], [1.5], [1.5, 2.5]])
 def test_of_few_points_it_is_the_points(values):
-    assert smoothed(values) == pytest.approx(values)
+    assert local_linear_fit(values) == pytest.approx(values)

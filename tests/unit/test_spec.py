@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.core.errors import UsageError
-from evener.core.spec import FLAGS, RunSpec, make_spec, parse_args, to_flags
+from evener.core.run_spec import FLAGS, RunSpec, make_spec, parse_args, to_flags
 
 
 def test_every_leaf_is_a_flag_with_help():

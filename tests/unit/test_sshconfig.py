@@ -10,8 +10,8 @@ import subprocess
 import pytest
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Host
-from evener.hosts.sshconfig import hostname, of_ssh_config, read_config
+from evener.core.fleet_file import HostConfig
+from evener.hosts.ssh_config import import_ssh_config, parse_ssh_config, resolve_hostname
 
 from .test_inventory import hosts_of, written
 
@@ -65,10 +65,10 @@ def test_the_hosts_of_ssh(home, tmp_path):
     (ssh / "more").write_text("Port 99\nHost inner\n HostName x\nHost o*\n User inner\n")
     (tmp_path / "never").write_text("Host never\n")
     (ssh / "config").write_text(CONFIG.format(folder=tmp_path))
-    listing = of_ssh_config()
+    listing = import_ssh_config()
     names = ["one", "two", "attic", "gpu-1", "gpu-2", "tunnel-1", "tunnel-2"]
-    assert hosts_of(listing) == {name: Host(address=name) for name in names}  # what else ssh knows, it knows
-    assert {one.name: one.why for one in listing.left_out} == {
+    assert hosts_of(listing) == {name: HostConfig(address=name) for name in names}  # what else ssh knows, it knows
+    assert {one.name: one.why for one in listing.skipped} == {
         "a": "the same machine as attic",
         "github.com": "a git forge",
         "work": "a git forge",
@@ -76,11 +76,11 @@ def test_the_hosts_of_ssh(home, tmp_path):
         "local": "that name means this machine in a fleet file: ssh needs another alias for it",
     }
     assert listing.notes == []
-    config = read_config(ssh / "config")
-    assert hostname("one", config.settings("one")) == "first.lan"
-    assert config.settings("one")["port"] == ["99"]
-    assert config.settings("one")["user"][0] == "inner"
-    assert config.settings("attic")["user"] == ["ben", "anybody"]
+    config = parse_ssh_config(ssh / "config")
+    assert resolve_hostname("one", config.settings_for("one")) == "first.lan"
+    assert config.settings_for("one")["port"] == ["99"]
+    assert config.settings_for("one")["user"][0] == "inner"
+    assert config.settings_for("attic")["user"] == ["ben", "anybody"]
     assert "never" not in config.aliases
     assert "inner" not in config.aliases  # its Host line stands where only `one` comes to
 
@@ -100,16 +100,16 @@ def test_a_file_that_ssh_does_not_read_is_written_out(home, tmp_path):
   ProxyCommand ssh gate "nc %h %p" # not a comment
 """
     path = written(tmp_path, vagrant)
-    host = Host(
+    host = HostConfig(
         address="127.0.0.1", user="vagrant", port=2222, identity_file="/home/ben/.vagrant/private_key",
         ssh_options=['ProxyCommand=ssh gate "nc %h %p" # not a comment', "UserKnownHostsFile=/dev/null",
                      "StrictHostKeyChecking=no", "IdentitiesOnly=yes", "IdentityFile=/home/ben/my keys/second"],
     )  # fmt: skip
-    listing = of_ssh_config(path)
+    listing = import_ssh_config(path)
     assert hosts_of(listing) == {"default": host}
     assert f"with `Include {path}` in ~/.ssh/config" in listing.notes[0]
     (home / ".ssh" / "config").write_text(f"Include {path}\n")
-    assert hosts_of(of_ssh_config(path)) == {"default": Host(address="default")}
+    assert hosts_of(import_ssh_config(path)) == {"default": HostConfig(address="default")}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_ssh_refuses_too(home, tmp_path, text, told):
     path = tmp_path / "list"
     path.write_text(text.format(path))
     with pytest.raises(UsageError, match=re.escape(told)):
-        of_ssh_config(path)
+        import_ssh_config(path)
 
 
 def random_config(rng, folder):
@@ -169,14 +169,14 @@ def random_config(rng, folder):
 @pytest.mark.parametrize("seed", range(60))
 def test_ssh_itself_says_the_same(home, tmp_path, seed):
     aliases = random_config(random.Random(seed), tmp_path)
-    config = read_config(tmp_path / "config")
+    config = parse_ssh_config(tmp_path / "config")
     for alias in aliases[seed % 2 :: 2]:
-        settings = config.settings(alias)
+        settings = config.settings_for(alias)
         argv = ["ssh", "-G", "-F", str(tmp_path / "config"), alias]
         told = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         assert told.returncode == 0, told.stderr
         says = dict(line.partition(" ")[::2] for line in told.stdout.splitlines())
-        assert says["hostname"] == hostname(alias, settings)
+        assert says["hostname"] == resolve_hostname(alias, settings)
         assert says["port"] == settings.get("port", ["22"])[0]
         if "user" in settings:
             assert says["user"] == settings["user"][0]

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
+from evener.core.json_files import read_json_lines
 from evener.core.roster import parse_sync
-from evener.core.stored import stored_lines
-from evener.core.typical import Wall, step_p50_s
-from evener.report.summary import summarize
+from evener.core.step_statistics import StepWallTime, median_step_s
+from evener.report.run_summary import summarize_run
 
 WAYS = [(3, "ddp", 0), (61, "ddp", 20), (61, "diloco:10", 0), (7, "diloco:10", 0)]
 
@@ -20,6 +20,8 @@ def test_it_is_that_of_the_summary(tmp_path, write_run, steps, sync, since):
     manifest = run.manifest()
     roster = msgspec.structs.replace(manifest.roster, sync=parse_sync(sync))
     run.write_manifest(msgspec.structs.replace(manifest, roster=roster, since=since))
-    found = summarize(run)
+    found = summarize_run(run)
     assert found.step_p50_s is not None
-    assert step_p50_s(stored_lines(run.steps_path(0), Wall), run.manifest()) == pytest.approx(found.step_p50_s)
+    assert median_step_s(read_json_lines(run.steps_path(0), StepWallTime), run.manifest()) == pytest.approx(
+        found.step_p50_s
+    )

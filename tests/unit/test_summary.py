@@ -7,15 +7,15 @@ import random
 import msgspec
 import pytest
 
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.roster import parse_sync
-from evener.core.step import Fidelity, Noise, StepCost, aligned
+from evener.core.step_cost import Fidelity, GradientNoise, StepCost, align_steps
 from evener.core.units import median
-from evener.plan.question import changed, of_run
-from evener.report import figures
-from evener.report.explain import explain_run, largest_loss_gap, limit, scaling_story
-from evener.report.page import run_page
-from evener.report.summary import as_result, records_of, summarize
+from evener.plan.plan_request import change_request, request_from_run
+from evener.report import run_charts
+from evener.report.explain import explain_bottleneck, explain_run, max_loss_difference, scaling_explanation
+from evener.report.html_report import run_page
+from evener.report.run_summary import read_records, summarize_run, summary_json
 
 STEPS = 40
 
@@ -68,8 +68,8 @@ HOLES = {
 @pytest.mark.parametrize("kept", HOLES.values(), ids=HOLES)
 def test_all_figures_are_those_of_the_common_steps(run, kept):
     common = sorted(set(kept[0]) & set(kept[1]))
-    found = summarize(run(lambda rank: kept[rank]))
-    expected = summarize(run(lambda rank: common, name="expected"))
+    found = summarize_run(run(lambda rank: kept[rank]))
+    expected = summarize_run(run(lambda rank: common, name="expected"))
     assert msgspec.structs.replace(found, run_dir="", manifest=None) == msgspec.structs.replace(
         expected, run_dir="", manifest=None
     )
@@ -87,33 +87,33 @@ def test_pictures_show_a_step_where_it_belongs(run, kept):
     common = sorted(set(kept[0]) & set(kept[1]))
     taken = [step + 1 for step in common]  # behind each
     rundir = run(lambda rank: kept[rank])
-    steps = aligned(records_of(rundir))
-    for layer, chart in figures.areas(steps, {0: "a", 1: "b"}).charts.items():
+    steps = align_steps(read_records(rundir))
+    for layer, chart in run_charts.breakdown_areas(steps, {0: "a", 1: "b"}).charts.items():
         assert (chart.y_title, len(chart.lines)) == ("ms", 5)
         for line in chart.lines:
-            part = next(part for part, name in figures.PART_NAMES.items() if name == line.name)
-            ranks = {figures.ALL_RANKS: [0, 1], "a": [0], "b": [1]}[layer]
+            part = next(part for part, name in run_charts.PHASE_NAMES.items() if name == line.name)
+            ranks = {run_charts.ALL_RANKS: [0, 1], "a": [0], "b": [1]}[layer]
             expected_ms = [1e3 * sum(step_of(step)[rank][part] for rank in ranks) / len(ranks) for step in common]
             assert line.x == taken
             assert line.y == pytest.approx(expected_ms)
-    in_flight, exposed = figures.all_reduce(steps, summarize(rundir)).lines
+    in_flight, exposed = run_charts.all_reduce_chart(steps, summarize_run(rundir)).lines
     assert in_flight.x == exposed.x == taken
     assert exposed.y == pytest.approx([1e3 * min(cost["exposed_sync_s"] for cost in step_of(step)) for step in common])
-    assert figures.loss(summarize(rundir).losses, []).lines[0].x == taken
+    assert run_charts.loss_chart(summarize_run(rundir).losses, []).lines[0].x == taken
 
 
 def test_losses_of_runs_are_compared_step_by_step(run):
-    whole = summarize(run(lambda rank: range(STEPS), name="whole"))
-    late = summarize(run(lambda rank: range(11, STEPS), name="late"))
-    assert largest_loss_gap([whole, late]) == 0.0
-    assert largest_loss_gap([late, whole], num_steps=12) == 0.0
-    assert largest_loss_gap([whole, late], num_steps=5) is None
-    assert "all 29 common steps are equal to the last digit" in " ".join(scaling_story([whole, late]).conclusion)
+    whole = summarize_run(run(lambda rank: range(STEPS), name="whole"))
+    late = summarize_run(run(lambda rank: range(11, STEPS), name="late"))
+    assert max_loss_difference([whole, late]) == 0.0
+    assert max_loss_difference([late, whole], num_steps=12) == 0.0
+    assert max_loss_difference([whole, late], num_steps=5) is None
+    assert "all 29 common steps are equal to the last digit" in " ".join(scaling_explanation([whole, late]).conclusion)
 
 
 def test_a_rank_that_recorded_nothing_leaves_nothing_to_compare(run):
     rundir = run(lambda rank: range(STEPS if rank == 0 else 0))
-    summary = summarize(rundir)
+    summary = summarize_run(rundir)
     assert (summary.num_steps, summary.step_p50_s, summary.losses) == (0, None, {})
     assert "not measured" in run_page(rundir, now=0.0)
 
@@ -126,7 +126,7 @@ def test_rates_are_of_the_ranks_that_there_are_now(tmp_path, write_run, before, 
     for rank in range(max(before, now)):
         records = [*earlier.records(rank), *rundir.records(rank)[STEPS // 2 :]]
         write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-    summary = summarize(rundir)
+    summary = summarize_run(rundir)
     assert [rank.typical.compute_s for rank in summary.ranks] == [0.02] * now
     assert summary.tokens_per_step == 1024
     assert (summary.num_steps, list(summary.losses)) == (STEPS, list(range(STEPS)))
@@ -146,14 +146,14 @@ def test_figures_are_those_since_the_settings_changed(tmp_path, write_run, since
         ]  # fmt: skip
         write_atomic(rundir.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))
     rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), since=since))
-    summary = summarize(rundir)
+    summary = summarize_run(rundir)
     step_s = 0.105 if since else 9.0
     assert (summary.step_p50_s, summary.num_steps, len(summary.losses)) == (pytest.approx(step_s), STEPS, STEPS)
     assert (summary.fidelity is None) == bool(since)
     assert summary.tokens_per_s == pytest.approx((1024 if since else 128) / step_s)
     assert summary.sync_p50_s == (0.01 if since else 5.0)
     assert (summary.ranks[0].bytes == 480_000) == bool(since)
-    assert as_result(summary)["since_step"] == since
+    assert summary_json(summary)["since_step"] == since
     text = " ".join([*explain_run(summary), run_page(rundir, now=0.0)])
     assert text.count("These figures are since step 26, where its ranks or settings changed.") == 2 * bool(since)
     assert text.count("; since step 26") == bool(since)
@@ -162,9 +162,9 @@ def test_figures_are_those_since_the_settings_changed(tmp_path, write_run, since
 def test_where_nothing_followed_a_change_of_settings_it_says_so(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=STEPS)
     rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), since=STEPS))
-    summary, window = summarize(rundir), f"since step {STEPS + 1}, where its ranks or settings changed"
+    summary, window = summarize_run(rundir), f"since step {STEPS + 1}, where its ranks or settings changed"
     assert (summary.step_p50_s, summary.num_steps) == (None, STEPS)
-    assert limit(summary) == f"No step was recorded {window}."
+    assert explain_bottleneck(summary) == f"No step was recorded {window}."
     assert f"No step was recorded {window}, so there is nothing to explain." in run_page(rundir, now=0.0)
 
 
@@ -172,33 +172,34 @@ def test_of_a_step_that_was_taken_twice_the_later_record_counts(run):
     rundir = run(lambda rank: range(2))
     (first, _), (other, _) = (rundir.records(rank) for rank in range(2))
     again = msgspec.structs.replace(first, loss=99.0)
-    assert aligned({0: [first, again], 1: [other]}) == [{0: again, 1: other}]
+    assert align_steps({0: [first, again], 1: [other]}) == [{0: again, 1: other}]
 
 
 def test_the_noise_scale_is_the_ratio_of_means_and_says_what_a_larger_batch_costs(run):
     """At a scale of as many tokens as a batch has, twice the batch needs 3/4 of the steps and 3/2 of the tokens."""
     rundir = run(lambda rank: range(STEPS))
     records = rundir.records(0)
-    scale = summarize(rundir).tokens_per_step
+    scale = summarize_run(rundir).tokens_per_step
     sampled = [
         msgspec.structs.replace(
             record,
-            noise=Noise(norm_sq=2.0 + 4.0 * (record.step % 4 - 1.5), trace=2.0 * scale),
+            noise=GradientNoise(norm_sq=2.0 + 4.0 * (record.step % 4 - 1.5), trace=2.0 * scale),
             fidelity=Fidelity(error=0.007, cosine=0.9998) if record.step == 20 else None,
         )
         for record in records
     ]
     write_atomic(rundir.steps_path(0), b"".join(msgspec.json.encode(record) + b"\n" for record in sampled))
-    summary = summarize(rundir)
-    assert summary.noise_tokens == pytest.approx(scale)
+    summary = summarize_run(rundir)
+    assert summary.noise_scale_tokens == pytest.approx(scale)
     (told,) = [text for text in explain_run(summary) if "noise scale" in text]
     assert "would need 0.75 times as many steps for the same loss, and 1.50 times as many tokens" in told
     assert "0.7% of their length, cosine 0.9998 (medians)" in told
 
-    asked = of_run("run", summary.manifest, list(records_of(rundir).values()), None)  # the planner weighs batches by it
+    # the planner weighs batches by it
+    asked = request_from_run("run", summary.manifest, list(read_records(rundir).values()), None)
     assert asked.job.noise_tokens == pytest.approx(scale)
-    assert changed(asked, {"batch": "64"}, None).job.noise_tokens == pytest.approx(scale)
-    assert changed(asked, {"model": "gpt2"}, None).job.noise_tokens is None
+    assert change_request(asked, {"batch": "64"}, None).job.noise_tokens == pytest.approx(scale)
+    assert change_request(asked, {"model": "gpt2"}, None).job.noise_tokens is None
 
 
 def test_where_replicas_agree_every_so_many_steps_a_step_is_the_mean_of_a_round(tmp_path, write_run):
@@ -215,7 +216,7 @@ def test_where_replicas_agree_every_so_many_steps_a_step_is_the_mean_of_a_round(
             new = {"cost": cost, "wall_s": cost.total_s, "sync_s": sends_s, "bytes": 1000 if sends_s else 0}
             lines.append(msgspec.json.encode(msgspec.structs.replace(record, **new)) + b"\n")
         write_atomic(rundir.steps_path(rank), b"".join(lines))
-    summary = summarize(rundir)
+    summary = summarize_run(rundir)
     assert summary.step_p50_s == pytest.approx(0.175)
     assert summary.tokens_per_s == pytest.approx(summary.tokens_per_step / 0.175)
     assert summary.ranks[1].typical.exposed_sync_s == pytest.approx(0.075)

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from evener.cli import doctor, fleet_benches, lab, probe_figures
-from evener.cli.fleets import tell_findings
-from evener.cli.terminal import say, table
-from evener.core.device_rates import DeviceRates
+from evener.cli import bench_fleet, doctor, lab, probe_output
+from evener.cli.start_run import print_findings
+from evener.cli.terminal import print_table, print_text
 from evener.core.finding import Finding
-from evener.core.fleet import Link, Rates
+from evener.core.fleet_file import HostLink, Rates
+from evener.core.host_probe import DeviceProbeResult
 from evener.core.rundir import RunDir
-from evener.hosts.doctor import Survey
-from evener.hosts.wire import Wire
-from evener.lab.lab import Lab
-from evener.plan.compute import Roofline
-from evener.report.collectives import judge_all
-from evener.report.summary import summarize
+from evener.hosts.link_probe import LinkProbeResult
+from evener.hosts.preflight import PreflightReport
+from evener.lab.emulated_lab import EmulatedLab
+from evener.plan.roofline import Roofline
+from evener.report.bus_bandwidth import collective_efficiencies
+from evener.report.run_summary import summarize_run
 
 from ..sample_runs import write_run
 from . import test_checks as checks
@@ -31,7 +31,7 @@ from . import test_probe_figures as probed
 def shown(width, titles, rows, **how):
     """The lines of a table in a terminal of this width, without colours."""
     written = io.StringIO()
-    table(Console(file=written, width=width, force_terminal=True, color_system=None), titles, rows, **how)
+    print_table(Console(file=written, width=width, force_terminal=True, color_system=None), titles, rows, **how)
     return written.getvalue().splitlines()
 
 
@@ -41,7 +41,7 @@ ROWS = [("ddp", "1 s", "9", "too slow by far"), ("int8", "20 ms", "10", "")]
 
 
 def test_a_table_that_fits():
-    assert shown(40, TITLES, ROWS, text=True) == [
+    assert shown(40, TITLES, ROWS, wrap_last=True) == [
         "way    step  more  why not",
         "──────────────────────────────────",
         "ddp     1 s     9  too slow by far",
@@ -50,7 +50,7 @@ def test_a_table_that_fits():
 
 
 def test_a_text_goes_below_its_row_and_keeps_its_words():
-    assert shown(18, TITLES, ROWS[:1], text=True) == [
+    assert shown(18, TITLES, ROWS[:1], wrap_last=True) == [
         "way  step  more",
         "    why not",
         "───────────────",
@@ -61,7 +61,7 @@ def test_a_text_goes_below_its_row_and_keeps_its_words():
 
 
 def test_what_matters_least_goes_first_and_is_named():
-    assert shown(11, TITLES[:3], [row[:3] for row in ROWS], spare=("more",)) == [
+    assert shown(11, TITLES[:3], [row[:3] for row in ROWS], droppable=("more",)) == [
         "way    step", "───────────", "ddp     1 s", "int8  20 ms",
         "not shown", "in 11", "columns:", "more",
     ]  # fmt: skip
@@ -77,8 +77,8 @@ def test_a_pipe_gets_every_row_in_one_line(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     written = io.StringIO()
     where = Console(file=written)
-    table(where, TITLES, [("a" * 70, "1s", "9", "one two " * 20)], text=True, spare=("more",))
-    say(where, "one two " * 20)
+    print_table(where, TITLES, [("a" * 70, "1s", "9", "one two " * 20)], wrap_last=True, droppable=("more",))
+    print_text(where, "one two " * 20)
     lines = written.getvalue().splitlines()
     assert len(lines) == 4
     assert lines[2].split()[2] == "9"
@@ -102,8 +102,8 @@ def test_the_doctor_cuts_no_name(hosts, columns):
         checks.pair(source, target, tries=checks.tries("timeout", "timeout") if target == hosts[0] else checks.tries())
         for source in facts for target in facts if source != target
     ]  # fmt: skip
-    found = Survey(hosts=hosts, facts=facts, ways=ways, pairs=pairs, findings=[], took_s=1.0)
-    text = written(columns, lambda where: doctor.show(where, found))
+    found = PreflightReport(hosts=hosts, facts=facts, interfaces=ways, pairs=pairs, findings=[], took_s=1.0)
+    text = written(columns, lambda where: doctor.print_preflight(where, found))
     assert max(map(len, text.splitlines())) <= columns
     assert "…" not in text
     for name in hosts:
@@ -117,9 +117,9 @@ def test_the_doctor_cuts_no_name(hosts, columns):
 @pytest.mark.parametrize("kind", ["fleet", "strategies"])
 def test_a_bench_tells_speed_and_loss_in_any_terminal(tmp_path, kind, columns):
     label = "attic + laptop, GPU" if kind == "fleet" else "diloco:10:int8:streamed"
-    runs = {name: summarize(RunDir(write_run(tmp_path / f"{i}", [{}] * (i + 1)).path))
+    runs = {name: summarize_run(RunDir(write_run(tmp_path / f"{i}", [{}] * (i + 1)).path))
             for i, name in enumerate(["attic, 1 process", label])}  # fmt: skip
-    text = written(columns, lambda where: fleet_benches.show(where, kind, runs, runs["attic, 1 process"]))
+    text = written(columns, lambda where: bench_fleet.print_comparison(where, kind, runs, runs["attic, 1 process"]))
     assert max(map(len, text.splitlines())) <= columns
     assert re.search(rf"^{re.escape(label)}\s+9.8k  1.00  105 ms", text, re.M)
     assert kind == "fleet" or re.search(r"  1.2500     same$", text, re.M)
@@ -127,13 +127,13 @@ def test_a_bench_tells_speed_and_loss_in_any_terminal(tmp_path, kind, columns):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_probe_tells_how_fast_a_wire_is_in_any_terminal(columns):
-    link = Link(goodput_Bps=117e6, duplex_Bps=112.5e6, parallel_Bps=1.175e8, rtt_s=2e-4, rtt_p95_s=4e-4)
+    link = HostLink(goodput_Bps=117e6, duplex_Bps=112.5e6, parallel_Bps=1.175e8, rtt_s=2e-4, rtt_p95_s=4e-4)
     wires = [
-        Wire(source=source, target=target, link=link, goodput_p05_Bps=1e8, mean_Bps=1.1e8, num_pings=30,
+        LinkProbeResult(source=source, target=target, link=link, goodput_p05_Bps=1e8, mean_Bps=1.1e8, num_pings=30,
              congestion="cubic", iperf3_Bps=1.16e8)
         for source, target in (("attic", "laptop"), ("laptop", "attic"))
     ]  # fmt: skip
-    text = written(columns, lambda where: probe_figures.wires(where, wires))
+    text = written(columns, lambda where: probe_output.print_wires(where, wires))
     assert max(map(len, text.splitlines())) <= columns
     assert re.search(r"^attic → laptop  936 Mbit/s .* 900 Mbit/s   200 µs", text, re.M)
     assert ("not shown" in text) == (columns < 120)
@@ -142,12 +142,12 @@ def test_a_probe_tells_how_fast_a_wire_is_in_any_terminal(columns):
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_a_probe_tells_how_fast_a_collective_is_in_any_terminal(columns):
     world = probed.world()
-    judged = judge_all([probed.row("all_reduce", 1 << 28, 2.3)], world, 117.5e6)[0]
+    judged = collective_efficiencies([probed.row("all_reduce", 1 << 28, 2.3)], world, 117.5e6)[0]
 
     def show(where):
-        titles = probe_figures.collectives_columns(where)
-        where.print(*probe_figures.collectives_title(titles), sep="\n", soft_wrap=True)
-        where.print(probe_figures.collectives_row(judged, titles), soft_wrap=True)
+        titles = probe_output.visible_collectives_columns(where)
+        where.print(*probe_output.format_collectives_header(titles), sep="\n", soft_wrap=True)
+        where.print(probe_output.format_collectives_row(judged, titles), soft_wrap=True)
 
     head, units, row = written(columns, show).splitlines()
     assert max(map(len, (head, units, row))) == len(row) <= columns
@@ -163,10 +163,10 @@ def test_a_probe_tells_what_a_device_can_do_in_any_terminal(columns):
                   triad_Bps=1e10, sum_Bps={"fp32": 4e10}, sync_Bps=2e9, loopback_Bps=1e9, memory_bytes=10**11,
                   coding_Bps=dict.fromkeys(("bf16", "int8", "int4", "packed", "powersgd:4", "powersgd:32"), 1e9),
                   models={"char": probed.CHAR})  # fmt: skip
-    found = DeviceRates(host="attic", device="cpu", threads=4, model="char", num_params=10**7, rates=rates,
+    found = DeviceProbeResult(host="attic", device="cpu", threads=4, model="char", num_params=10**7, rates=rates,
                         sustained=probed.SUSTAINED, findings=[])  # fmt: skip
     roof = Roofline(arithmetic_s=0.1, memory_s=0.01)
-    text = written(columns, lambda where: probe_figures.device(where, found, roof))
+    text = written(columns, lambda where: probe_output.print_device(where, found, roof))
     assert max(map(len, text.splitlines())) <= columns
     assert re.search("^attic cpu        AMD EPYC 9654 96-Core", text, re.M)
     assert "two ranks here send 1.00 GB/s each" in " ".join(text.split())
@@ -177,7 +177,7 @@ def test_a_probe_tells_what_a_device_can_do_in_any_terminal(columns):
 def test_the_next_step_of_a_finding_can_be_pasted(columns):
     fix = "on attic: sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; or for good: " + "echo it " * 9
     one = Finding(check="link.idle", severity="warning", host="attic", peer="laptop", evidence="slow, " * 20, fix=fix)
-    *lines, hint = written(columns, lambda where: tell_findings(where, [one])).splitlines()
+    *lines, hint = written(columns, lambda where: print_findings(where, [one])).splitlines()
     assert lines[0].startswith("warning: link.idle  attic → laptop: slow, slow")
     assert max(map(len, lines)) <= columns
     assert hint == f"hint:  {fix}"
@@ -188,8 +188,8 @@ def test_a_lab_tells_who_is_dead(monkeypatch, capsys, columns):
     host = {"name": "a", "address": "10.77.0.1", "up_bps": 10**9, "down_bps": None, "policed": True, "mtu": 1500,
             "cpus": 0.5, "cores": [0, 1], "processes": 0, "pid": 12370, "state": "dead"}  # fmt: skip
     up = SimpleNamespace(is_alive=lambda: True, rootless=False, state=SimpleNamespace(fleet_file="/home/me/lab.toml"))
-    monkeypatch.setattr(Lab, "find", lambda name: up)
-    monkeypatch.setattr(lab, "_describe", lambda lab: {"hosts": {"a": host}})
+    monkeypatch.setattr(EmulatedLab, "find", lambda name: up)
+    monkeypatch.setattr(lab, "_lab_to_dict", lambda lab: {"hosts": {"a": host}})
     monkeypatch.setenv("COLUMNS", str(columns))
     lab.status("lab")
     text = capsys.readouterr().out

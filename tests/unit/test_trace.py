@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 from evener.cli.main import app
 from evener.core.errors import UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.rundir import RunDir
-from evener.core.spans import Aside, Exchange, Lap, Pass, StepSpans
-from evener.core.units import seconds
-from evener.report.moment import moment
-from evener.report.page import run_page
-from evener.report.summary import summarize
+from evener.core.step_spans import BetweenStepsSpan, BucketSpan, LayerGroupSpan, PhaseSpan, StepSpans
+from evener.core.units import format_seconds
+from evener.report.chrome_trace import write_trace
+from evener.report.html_report import run_page
+from evener.report.run_summary import summarize_run
+from evener.report.step_timeline import typical_step_gantt
 from evener.report.timeline import read_timeline
-from evener.report.trace import write_trace
 
 from .. import traces
 
@@ -51,15 +51,26 @@ def spans_of(run: RunDir) -> list[list[StepSpans]]:
             laps = zip(
                 ("data_s", "forward", "compute_s", "blocked", "optimizer_s"), itertools.pairwise(at), strict=True
             )
-            found[rank].append(StepSpans(
-                step=step, epoch=0, clock=1_795_394_000.0 + rank * (BEHIND_S + 0.2),
-                begun_s=edge[0] - rank * BEHIND_S,
-                laps=[Lap(part, *between) for part, between in laps],
-                exchanges=[Exchange(0, at[2], first_s - edge[0], 400_000, 400_000),
-                           Exchange(1, at[3], at[4], 27_520, 27_520)],
-                passes=[] if step else [Pass("blocks.0", False, at[1], at[2]), Pass("blocks.0", True, at[2], at[3])],
-                asides=[Aside("checkpoint", at[5] + 0.01, at[5] + 0.03)] if step == 59 else [],
-            ))  # fmt: skip
+            found[rank].append(
+                StepSpans(
+                    step=step,
+                    epoch=0,
+                    clock=1_795_394_000.0 + rank * (BEHIND_S + 0.2),
+                    begun_s=edge[0] - rank * BEHIND_S,
+                    laps=[PhaseSpan(part, *between) for part, between in laps],
+                    exchanges=[
+                        BucketSpan(0, at[2], first_s - edge[0], 400_000, 400_000),
+                        BucketSpan(1, at[3], at[4], 27_520, 27_520),
+                    ],
+                    passes=[]
+                    if step
+                    else [
+                        LayerGroupSpan("blocks.0", False, at[1], at[2]),
+                        LayerGroupSpan("blocks.0", True, at[2], at[3]),
+                    ],
+                    asides=[BetweenStepsSpan("checkpoint", at[5] + 0.01, at[5] + 0.03)] if step == 59 else [],
+                )
+            )
         now_s = max(edge[5] for edge in edges) + 0.1
     return found
 
@@ -103,9 +114,9 @@ def test_clocks_are_joined_and_the_error_is_told(run):
     assert len(ends[0]) == len(KEPT)
     off_s = max(abs(a - b) for a, b in zip(*ends, strict=True)) / 1e9
     timeline = read_timeline(run)
-    assert timeline.error_s[0] == 0.0
-    assert 0 < off_s <= timeline.error_s[1] + 2e-7
-    assert timeline.error_s[1] < 0.05
+    assert timeline.clock_error_s[0] == 0.0
+    assert 0 < off_s <= timeline.clock_error_s[1] + 2e-7
+    assert timeline.clock_error_s[1] < 0.05
     told = trace.other["clock error"]
     assert told["a"] == "the same clock"
     assert told["b"].startswith("off by at most ")
@@ -117,7 +128,7 @@ def test_arrows_lead_from_who_came_last_to_who_waited(run):
     assert len(trace.arrows) == 2 * len(KEPT)
     records = [run.records(rank) for rank in range(2)]
     told = [(one, other) for one, other in trace.arrows if other[1].name == "bucket 1"]
-    error_s, clear = read_timeline(run).error_s[1], []
+    error_s, clear = read_timeline(run).clock_error_s[1], []
     for step, ((process, last), (waiting, _)) in zip(KEPT, told, strict=True):
         waited_s = [of_rank[step].cost.wait_s for of_rank in records]
         if abs(waited_s[0] - waited_s[1]) > error_s:  # clocks leave no doubt
@@ -129,14 +140,14 @@ def test_arrows_lead_from_who_came_last_to_who_waited(run):
 
 def test_bandwidths_are_those_of_nccl_tests(run):
     """Of two ranks busbw is algbw · 2(n-1)/n = algbw, over the time of the one that waits for nobody."""
-    trace = traced(run, wanted=range(45, 46))
+    trace = traced(run, step_range=range(45, 46))
     (bucket,) = trace.of(process_of(trace, "a"), "bucket 0")
     assert (bucket.args["bytes"], bucket.args["without waiting (ms)"]) == (400_000, 4.0)
     assert bucket.args["algbw (GB/s)"] == bucket.args["busbw (GB/s)"] == pytest.approx(400_000 / 0.004 / 1e9)
 
 
 def test_the_predicted_step_runs_beside(run):
-    option = summarize(run).predicted
+    option = summarize_run(run).predicted
     trace = traced(run)
     process = process_of(trace, "predicted")
     for name, rank in zip(("a", "b"), option.ranks, strict=True):
@@ -162,8 +173,8 @@ def test_what_is_not_recorded_is_told(run):
 
 
 def test_the_newest_steps_are_shown_where_there_are_many(run):
-    assert read_timeline(run, most=3).shown == [(57, 59)]
-    assert read_timeline(run, wanted=range(0, 43)).shown == [(0, 0), (40, 42)]
+    assert read_timeline(run, max_steps=3).shown_ranges == [(57, 59)]
+    assert read_timeline(run, step_range=range(0, 43)).shown_ranges == [(0, 0), (40, 42)]
 
 
 def test_a_rank_without_a_record_of_a_step_is_shown_as_it_was(run):
@@ -241,8 +252,8 @@ def test_the_checker_finds_what_is_wrong(run, tmp_path):
 
 def test_the_page_shows_one_step(run):
     """The pieces lie where the spans say: in per cent of the axis, which ends where the last rank does."""
-    timeline = read_timeline(run, most=20)
-    found = moment(timeline, {0: "a", 1: "b"})
+    timeline = read_timeline(run, max_steps=20)
+    found = typical_step_gantt(timeline, {0: "a", 1: "b"})
     page = run_page(run, now=0.0)
     assert f"Step {found.step + 1}: the median by duration of the last steps with an exchange. " in page
     assert " entered the last exchange " in page
@@ -254,7 +265,7 @@ def test_the_page_shows_one_step(run):
     ]  # fmt: skip
     costs = [run.records(rank)[found.step].cost for rank in range(2)]
     spans = [one for rank in range(2) for one in run.spans(rank) if one.step == found.step]
-    per_cent_s = found.took_s / 100
+    per_cent_s = found.duration_s / 100
     for (_, _, drawn), cost in zip(rows[::3], costs, strict=True):
         widths = [float(width) for width in re.findall(r"<span style=\"left:[\d.]+%;width:([\d.]+)%", drawn)]
         assert len(widths) == 6  # input, forward, backward, waiting, exposed communication, update
@@ -265,7 +276,7 @@ def test_the_page_shows_one_step(run):
         (width,) = [float(width) for width in re.findall(r"width:([\d.]+)%", drawn)]
         sent = one.exchanges[0]
         assert width * per_cent_s == pytest.approx(sent.end_s - sent.begin_s, rel=1e-3)
-    assert [row[-1] for row in found.rows] == [seconds(cost.total_s) for cost in costs]
+    assert [row[-1] for row in found.rows] == [format_seconds(cost.total_s) for cost in costs]
     assert "<span>evener</span> <span>trace</span>" in page
 
 

@@ -13,25 +13,25 @@ from evener.core.errors import UsageError
 from evener.corpus import english, lexicon, verbs
 from evener.corpus.english import (
     Aspect,
-    Features,
-    Phrase,
+    NounPhrase,
     Tense,
-    indefinite,
-    objection,
-    phrase,
-    plural,
+    VerbFeatures,
+    build_sentence,
+    noun_phrase,
+    pluralize_noun,
     principal_parts,
-    sentence,
+    why_ungrammatical,
+    with_indefinite_article,
 )
 from evener.corpus.lexicon import IRREGULAR, VERBS
-from evener.corpus.verbs import make_verbs, sentences
+from evener.corpus.verbs import generate_sentences, make_verb_corpus
 
 NEGATIVE = {"polarity": "negative"}
 SHORT = {"contracted": True}
 ASK = {"question": "yes/no"}
 PASSIVE = {"voice": "passive"}
-LETTERS = phrase("the letters", "plural")
-YOU_ALL = Phrase("you", "you", 2, "plural")
+LETTERS = noun_phrase("the letters", "plural")
+YOU_ALL = NounPhrase("you", "you", 2, "plural")
 
 # verb, tense, aspect, further features, subject, rest, the sentence; written by hand
 KNOWN = [
@@ -45,7 +45,7 @@ KNOWN = [
     ("write", "present", "simple", {}, "the teacher", "a letter", "The teacher writes a letter."),
     ("go", "present", "simple", {}, "he", "to the park", "He goes to the park."),
     ("have", "present", "simple", {}, "Anna", "a car", "Anna has a car."),
-    ("have", "present", "simple", {}, phrase("Anna and Ben", "plural"), "a car", "Anna and Ben have a car."),
+    ("have", "present", "simple", {}, noun_phrase("Anna and Ben", "plural"), "a car", "Anna and Ben have a car."),
     ("be", "present", "simple", {}, "I", "ready", "I am ready."),
     ("be", "present", "simple", {}, YOU_ALL, "ready", "You are ready."),
     ("be", "present", "simple", {}, "he", "ready", "He is ready."),
@@ -149,9 +149,9 @@ PARTS = """
 
 @pytest.mark.parametrize(("lemma", "tense", "aspect", "more", "subject", "rest", "expected"), KNOWN)
 def test_sentence_is_what_a_person_writes(
-    lemma: str, tense: Tense, aspect: Aspect, more: dict[str, str], subject: str | Phrase, rest: str, expected: str
+    lemma: str, tense: Tense, aspect: Aspect, more: dict[str, str], subject: str | NounPhrase, rest: str, expected: str
 ) -> None:
-    assert sentence(lemma, Features(tense=tense, aspect=aspect, **more), subject, rest) == expected
+    assert build_sentence(lemma, VerbFeatures(tense=tense, aspect=aspect, **more), subject, rest) == expected
 
 
 @pytest.mark.parametrize("forms", re.findall(r"\S+ \S+ \S+ \S+ \S+", PARTS))
@@ -180,18 +180,18 @@ def test_the_lexicon_has_200_verbs_each_in_one_frame() -> None:
 @pytest.mark.parametrize(
     ("lemma", "features", "reason"),
     [
-        ("sleep", Features(voice="passive"), "no passive"),
-        ("listen", Features(voice="passive"), "no passive"),
-        ("resemble", Features(voice="passive"), "no passive"),
-        ("know", Features(aspect="progressive"), "state"),
-        ("own", Features(aspect="perfect progressive"), "state"),
-        ("write", Features(aspect="perfect progressive", voice="passive"), "has been being written"),
-        ("write", Features(tense="future", aspect="progressive", voice="passive"), "will be being written"),
+        ("sleep", VerbFeatures(voice="passive"), "no passive"),
+        ("listen", VerbFeatures(voice="passive"), "no passive"),
+        ("resemble", VerbFeatures(voice="passive"), "no passive"),
+        ("know", VerbFeatures(aspect="progressive"), "state"),
+        ("own", VerbFeatures(aspect="perfect progressive"), "state"),
+        ("write", VerbFeatures(aspect="perfect progressive", voice="passive"), "has been being written"),
+        ("write", VerbFeatures(tense="future", aspect="progressive", voice="passive"), "will be being written"),
     ],
 )
-def test_what_english_does_not_say_is_refused(lemma: str, features: Features, reason: str) -> None:
+def test_what_english_does_not_say_is_refused(lemma: str, features: VerbFeatures, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        sentence(lemma, features, "she")
+        build_sentence(lemma, features, "she")
 
 
 @pytest.mark.parametrize(
@@ -205,19 +205,19 @@ def test_what_english_does_not_say_is_refused(lemma: str, features: Features, re
     ],
 )  # fmt: skip
 def test_a_and_an_follow_the_sound(noun: str, expected: str) -> None:
-    assert indefinite(noun) == expected
+    assert with_indefinite_article(noun) == expected
 
 
 def test_plurals() -> None:
     nouns = "child box knife party key potato photo sheep woman apple_pie bus wolf ax dish day"
-    assert [plural(noun.replace("_", " ")) for noun in nouns.split()] == [
+    assert [pluralize_noun(noun.replace("_", " ")) for noun in nouns.split()] == [
         "children", "boxes", "knives", "parties", "keys", "potatoes", "photos", "sheep", "women", "apple pies",
         "buses", "wolves", "axes", "dishes", "days",
     ]  # fmt: skip
 
 
 def test_every_verb_makes_a_sentence_of_every_kind_that_it_has() -> None:
-    subjects = [phrase(word) for word in ("I", "you", "she", "they")]
+    subjects = [noun_phrase(word) for word in ("I", "you", "she", "they")]
     for verb in VERBS.values():
         made = set()
         for tense, aspect, voice, polarity, question, contracted, subject in product(
@@ -229,11 +229,11 @@ def test_every_verb_makes_a_sentence_of_every_kind_that_it_has() -> None:
             (False, True),
             subjects[2:3] if verb.lemma != "be" else subjects,
         ):
-            features = Features(
+            features = VerbFeatures(
                 tense=tense, aspect=aspect, voice=voice, polarity=polarity, question=question, contracted=contracted
             )
-            if not objection(verb, features):
-                text = sentence(verb.lemma, features, subject)
+            if not why_ungrammatical(verb, features):
+                text = build_sentence(verb.lemma, features, subject)
                 made.add(text)
                 negations = len(re.findall(r"\bnot\b|n't\b", text))
                 assert negations == (polarity == "negative"), text
@@ -242,7 +242,7 @@ def test_every_verb_makes_a_sentence_of_every_kind_that_it_has() -> None:
 
 
 def test_the_corpus_reads_as_english() -> None:
-    drawn = list(sentences(seed=7, num=20_000))
+    drawn = list(generate_sentences(seed=7, num=20_000))
     assert len({one.text for one in drawn}) == len(drawn)
     known = re.compile(r"[A-Z][A-Za-z' ,19]*[.?]")
     for one in drawn:
@@ -268,7 +268,7 @@ def test_the_corpus_reads_as_english() -> None:
 
 
 def test_no_sentence_is_in_both_splits() -> None:
-    splits, files = make_verbs(seed=0, num=3000, val_fraction=0.1)
+    splits, files = make_verb_corpus(seed=0, num=3000, val_fraction=0.1)
     train, val = (
         [json.loads(line)["text"] for line in files[name].splitlines()] for name in ("train.jsonl", "val.jsonl")
     )
@@ -281,7 +281,7 @@ def test_no_sentence_is_in_both_splits() -> None:
 @pytest.mark.parametrize(("num", "val_fraction"), [(0, 0.1), (1, 0.5), (100, 0.0), (100, 1.0), (100, -1), (5, 0.01)])
 def test_an_empty_split_is_refused(num: int, val_fraction: float) -> None:
     with pytest.raises(UsageError, match="leave one split empty"):
-        make_verbs(seed=0, num=num, val_fraction=val_fraction)
+        make_verb_corpus(seed=0, num=num, val_fraction=val_fraction)
 
 
 def test_more_sentences_than_the_grammar_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_more_sentences_than_the_grammar_has_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(verbs, "PEOPLE", ("man",))
     monkeypatch.setattr(verbs, "_MAX_REPEATS", 2000)
     with pytest.raises(UsageError, match="too few sentences for 10000000"):
-        list(sentences(0, 10_000_000))
+        list(generate_sentences(0, 10_000_000))
 
 
 @pytest.mark.parametrize("module", [english, lexicon, verbs])

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.core.fleet import Host
-from evener.core.plan import HostPlan, Plan, write_plan
-from evener.core.prediction import Cluster, HostRates, Option, Prediction, RankCost
-from evener.core.roster import Seat
+from evener.core.fleet_file import HostConfig
+from evener.core.host_vitals import Vitals
+from evener.core.prediction import Cluster, HostRates, PlanOption, Prediction, RankCost
+from evener.core.roster import RankSlot
+from evener.core.run_plan import HostPlan, Plan, write_plan
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
-from evener.core.step import StepCost
-from evener.core.vitals import Vitals
-from evener.watch import view
-from evener.watch.compare import compare_pieces, row_of
-from evener.watch.health import health
-from evener.watch.metrics import exposition
-from evener.watch.pages import all_pieces, rank_pieces, status, word_pieces
-from evener.watch.reader import Reader
+from evener.core.step_cost import StepCost
+from evener.watch import run_view
+from evener.watch.multi_run import comparison_fragments, overview_row
+from evener.watch.page_fragments import all_fragments, rank_fragments, state_fragments, tab_status
+from evener.watch.prometheus import exposition_text
+from evener.watch.run_health import assess_health
+from evener.watch.run_reader import RunReader
 from tests.unit.planner import job_of
 
 from ..sample_runs import MEASURED, STARTED
@@ -33,9 +33,9 @@ SHARED_FOLDER = [HealthCheck.function_scoped_fixture]  # which each example leav
 STEP_S = sum(value for value in MEASURED.values() if value)
 
 
-def read(run: RunWriter) -> Reader:
-    reader = Reader(RunDir(run.path))
-    while reader.look(1.0):
+def read(run: RunWriter) -> RunReader:
+    reader = RunReader(RunDir(run.path))
+    while reader.read_new(1.0):
         pass
     return reader
 
@@ -57,17 +57,37 @@ def add_steps(run: RunWriter, num: int, **cost: float) -> None:
 def predict(run: RunWriter, step_s: float, **of_host: float) -> None:
     """The planner had said so, and the fleet file that of each host."""
     roster = run.manifest().roster
-    seats = [Seat(host=member.host, device=member.device) for member in roster.members]
+    seats = [RankSlot(host=member.host, device=member.device) for member in roster.members]
     parts = StepCost(**(MEASURED | {"compute_s": step_s - STEP_S + 0.1}))
     cost = RankCost(cost=parts, sync_s=0.0, bytes=0, memory_bytes=None)
-    option = Option(name="ddp", roster=roster, ranks=[cost for _ in seats], step_s=step_s, tokens_per_s=1024 / step_s,
-                    speedup_vs_best_host=None, bytes_per_rank=0, loss_penalty=0.0)  # fmt: skip
+    option = PlanOption(
+        name="ddp",
+        roster=roster,
+        ranks=[cost for _ in seats],
+        step_s=step_s,
+        tokens_per_s=1024 / step_s,
+        speedup_vs_best_host=None,
+        bytes_per_rank=0,
+        loss_penalty=0.0,
+    )
     rates = HostRates(tokens_per_s={"fp32": 1e4}, **of_host)
     cluster = Cluster(seats=seats, hosts={"h": rates, **dict.fromkeys(roster.hosts, rates)})
     prediction = Prediction(job=job_of(model="tiny"), cluster=cluster, verdict="", recommended="ddp", chosen="ddp",
                             options=[option])  # fmt: skip
-    host = HostPlan(name="h", host=Host(address="local"), node_rank=0, first_rank=0, num_ranks=2, address="127.0.0.1",
-                    interface="lo", run=None, code=None, cwd="/", argv=["python"], env={})  # fmt: skip
+    host = HostPlan(
+        name="h",
+        host=HostConfig(address="local"),
+        node_rank=0,
+        first_rank=0,
+        num_ranks=2,
+        address="127.0.0.1",
+        interface="lo",
+        run=None,
+        code=None,
+        cwd="/",
+        argv=["python"],
+        env={},
+    )
     write_plan(RunDir(run.path), Plan(kind="train", spec=run.manifest().spec, roster=roster, hosts=[host],
                                       prediction=prediction))  # fmt: skip
 
@@ -81,43 +101,43 @@ SOON = STARTED + 60 * STEP_S + 1
 
 
 def test_one_that_is_well(run):
-    found = health(read(run), SOON)
-    assert (found.word, found.told, found.hint) == ("healthy", "step 60 of 60.", "")
+    found = assess_health(read(run), SOON)
+    assert (found.state, found.message, found.hint) == ("healthy", "step 60 of 60.", "")
 
 
 def test_one_that_became_slow_says_on_whom_and_in_what(run):
     add_steps(run, 12, compute_s=0.3)
-    found = health(read(run), SOON + 4)
-    assert found.word == "slow"
-    assert "forward, backward on rank 1 300 ms instead of 133 ms" in found.told
-    assert "2.2 times as long as the run's average (138 ms)" in found.told
+    found = assess_health(read(run), SOON + 4)
+    assert found.state == "slow"
+    assert "forward, backward on rank 1 300 ms instead of 133 ms" in found.message
+    assert "2.2 times as long as the run's average (138 ms)" in found.message
 
 
 def test_one_that_is_slower_than_predicted(run):
     predict(run, step_s=0.05)
-    found = health(read(run), SOON)
-    assert found.word == "slow"
-    assert "2.1 times as long as predicted (50 ms): forward, backward on rank" in found.told
-    assert "100 ms instead of 45 ms" in found.told
+    found = assess_health(read(run), SOON)
+    assert found.state == "slow"
+    assert "2.1 times as long as predicted (50 ms): forward, backward on rank" in found.message
+    assert "100 ms instead of 45 ms" in found.message
 
 
 def test_one_that_is_as_predicted(run):
     predict(run, step_s=0.09)
     reader = read(run)
-    assert health(reader, SOON).word == "healthy"
-    facts = {fact.name: fact for fact in view.facts(reader, health(reader, SOON))}
-    assert facts["step"].remark == "predicted 90 ms, +17%"
-    assert facts["tokens/s"].remark == "predicted 11.4k, −14%"
+    assert assess_health(reader, SOON).state == "healthy"
+    facts = {fact.name: fact for fact in run_view.key_figures(reader, assess_health(reader, SOON))}
+    assert facts["step"].note == "predicted 90 ms, +17%"
+    assert facts["tokens/s"].note == "predicted 11.4k, −14%"
 
 
 def test_one_that_hangs_names_the_rank_until_it_goes_on(run):
     hang = {"host": "laptop", "rank": 1, "error": "rank 1 on laptop is stopped, by a signal or a debugger",
             "hint": "on laptop: kill -CONT 17"}  # fmt: skip
     run.add_event("run.hang", **hang)
-    found = health(read(run), SOON)
-    assert (found.word, found.told, found.hint) == ("stuck", hang["error"] + ".", hang["hint"])
+    found = assess_health(read(run), SOON)
+    assert (found.state, found.message, found.hint) == ("stuck", hang["error"] + ".", hang["hint"])
     run.add_event("run.goes-on", after_s=12.0)
-    assert health(read(run), SOON).word != "stuck"
+    assert assess_health(read(run), SOON).state != "stuck"
 
 
 def test_a_step_taken_since_says_that_it_goes_on(tmp_path, write_run):
@@ -125,16 +145,16 @@ def test_a_step_taken_since_says_that_it_goes_on(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}], verdict="running")
     line = msgspec.json.encode({"event": "run.cut-off", "time": STARTED + 0.5, "error": "x", "hint": "y"})
     run.events_path.write_bytes(line + b"\n")
-    assert health(read(run), STARTED + 5).word == "healthy"
+    assert assess_health(read(run), STARTED + 5).state == "healthy"
 
 
 def test_one_that_says_nothing_any_more(run):
-    found = health(read(run), SOON + 3600)
-    assert found.word == "no word"
-    assert "for 1 h 00 min, after 60 steps" in found.told
+    found = assess_health(read(run), SOON + 3600)
+    assert found.state == "no word"
+    assert "for 1 h 00 min, after 60 steps" in found.message
     assert found.command == ""  # from what?
     run.add_event("checkpoint", step=50, val_loss=None)
-    assert health(read(run), time.time() + 3600).command == f"evener train --resume {run.path}"
+    assert assess_health(read(run), time.time() + 3600).command == f"evener train --resume {run.path}"
 
 
 def test_who_lost_a_peer_is_not_the_one_that_failed(run):
@@ -142,23 +162,23 @@ def test_who_lost_a_peer_is_not_the_one_that_failed(run):
     run.write_manifest(msgspec.structs.replace(run.manifest(), verdict="failed"))
     torchs = "[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:19. This is typically caused by a crash. GLHF!"
     run.add_event("run.peer-exit", rank=0, error=torchs, kind="RuntimeError", hint="")
-    found = health(read(run), time.time())
-    assert found.word == "no word"
-    assert found.told == ("rank 0 lost the connection to its peer: Connection closed by peer "
+    found = assess_health(read(run), time.time())
+    assert found.state == "no word"
+    assert found.message == ("rank 0 lost the connection to its peer: Connection closed by peer "
                           "[127.0.0.1]:19; waiting for its host to report why.")  # fmt: skip
-    assert health(read(run), time.time() + 60).word == "failed"
+    assert assess_health(read(run), time.time() + 60).state == "failed"
     run.add_event("failure", rank=1, error="killed by SIGKILL", kind="exit", hint="")
-    found = health(read(run), time.time())
-    assert (found.word, "killed by SIGKILL" in found.told, "rank 0" in found.told) == ("failed", True, False)
+    found = assess_health(read(run), time.time())
+    assert (found.state, "killed by SIGKILL" in found.message, "rank 0" in found.message) == ("failed", True, False)
 
 
 @pytest.mark.parametrize(("verdict", "mark"), [("finished", "done"), ("stopped", "idle"), ("failed", "bad")])
 def test_one_that_is_over(tmp_path, write_run, verdict, mark):
     run = write_run(tmp_path / "run", [{}], verdict=verdict)
     reader = read(run)
-    found = health(reader, SOON)
-    assert (found.word, found.mark, found.is_over) == (verdict, mark, True)
-    assert status(reader, "run", SOON).title.split() == [view_sign(mark), verdict, "·", "run", "·", "evener"]
+    found = assess_health(reader, SOON)
+    assert (found.state, found.mark, found.is_over) == (verdict, mark, True)
+    assert tab_status(reader, "run", SOON).title.split() == [view_sign(mark), verdict, "·", "run", "·", "evener"]
 
 
 def view_sign(mark: str) -> str:
@@ -166,9 +186,9 @@ def view_sign(mark: str) -> str:
 
 
 def test_one_that_has_not_begun(tmp_path):
-    reader = Reader(RunDir(tmp_path))
-    assert health(reader, SOON).word == "starting"
-    assert "it has not reported anything yet" in word_pieces(reader, SOON)["state"]
+    reader = RunReader(RunDir(tmp_path))
+    assert assess_health(reader, SOON).state == "starting"
+    assert "it has not reported anything yet" in state_fragments(reader, SOON)["state"]
 
 
 def test_what_is_left(run, tmp_path, write_run):
@@ -178,27 +198,27 @@ def test_what_is_left(run, tmp_path, write_run):
     train = msgspec.structs.replace(manifest.spec.train, steps=100)
     spec = msgspec.structs.replace(manifest.spec, train=train)
     other.write_manifest(msgspec.structs.replace(manifest, spec=spec))
-    assert view.left_s(read(other)) == pytest.approx(40 * 0.105)
-    assert view.progress(read(other)) == pytest.approx(0.6)
-    assert view.left_s(read(run)) == 0.0
+    assert run_view.time_left_s(read(other)) == pytest.approx(40 * 0.105)
+    assert run_view.progress_share(read(other)) == pytest.approx(0.6)
+    assert run_view.time_left_s(read(run)) == 0.0
 
 
 def test_curves_over_tokens_and_time(run):
     """Each of 60 steps takes 1024 tokens and 0.105 s."""
     reader = read(run)
-    assert view.loss(reader, "tokens").chart.lines[-1].x[-1] == 60 * 1024
-    by_time = view.loss(reader, "time")
+    assert run_view.loss_plot(reader, "tokens").chart.lines[-1].x[-1] == 60 * 1024
+    by_time = run_view.loss_plot(reader, "time")
     assert by_time.chart.x_title == "seconds spent in steps"
     assert by_time.chart.lines[-1].x[-1] == pytest.approx(60 * 0.105)
-    assert view.speed(reader).chart.lines[-1].y[-1] == pytest.approx(1024 / 0.105)
+    assert run_view.throughput_plot(reader).chart.lines[-1].y[-1] == pytest.approx(1024 / 0.105)
 
 
 def test_who_takes_part(run):
     run.add_event("start", step=0, ranks=2, sync="ddp")
-    assert view.hosts(read(run))[0][:3] == ["h", "0, 1", "16 of 16"]
+    assert run_view.host_rows(read(run))[0][:3] == ["h", "0, 1", "16 of 16"]
     run.add_event("rebalanced", step=30, shares=[11, 5], why="laptop is slow")
     run.add_event("world", step=40, number=1, hosts=["other"], why="h was lost")
-    rows = view.hosts(read(run))
+    rows = run_view.host_rows(read(run))
     assert [(row[0], row[-1]) for row in rows] == [("h", "is away"), ("other", "takes part")]
 
 
@@ -209,11 +229,11 @@ def test_how_the_machines_are_just_now(run):
     run.vitals_path("h").parent.mkdir()
     told = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     run.vitals_path("h").write_bytes(told + told[:40])
-    head, rows = view.machines(read(run), SOON)
+    head, rows = run_view.host_vitals_table(read(run), SOON)
     assert head == ["host", "processors busy", "memory", "sent"]
     assert rows == [["h", "25%", "3.0 GB of 8.0 GB", "11.5 MB/s"]]
-    assert "11.5 MB/s" in rank_pieces(read(run), SOON)["hosts"]
-    assert view.machines(read(run), SOON + 100)[1] == []
+    assert "11.5 MB/s" in rank_fragments(read(run), SOON)["hosts"]
+    assert run_view.host_vitals_table(read(run), SOON + 100)[1] == []
 
 
 NAMES = ["start", "world", "rebalanced", "evaluation", "checkpoint", "failure", "run.hang", "run.goes-on", "launched",
@@ -234,15 +254,15 @@ def test_no_event_ends_the_page(tmp_path, write_run, events, verdict):
     run = write_run(tmp_path / "run", [{}, {}], verdict=verdict)
     run.events_path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     reader = read(run)
-    assert all_pieces(reader, "time", SOON)["events"]
-    assert row_of("run", reader, SOON)["key"] == "run"
-    assert "evener_steps" in exposition({"run": reader})
+    assert all_fragments(reader, "time", SOON)["events"]
+    assert overview_row("run", reader, SOON)["key"] == "run"
+    assert "evener_steps" in exposition_text({"run": reader})
 
 
 def test_beside_each_other_they_tell_what_they_cost(run):
     """60 steps on one host of 400 W that costs 36 an hour; of none of them, no such column."""
-    assert "kWh" not in compare_pieces({"one": read(run)}, "step", SOON)["figures"]
+    assert "kWh" not in comparison_fragments({"one": read(run)}, "step", SOON)["figures"]
     predict(run, 0.1, watts=400.0, price_per_h=36.0)
-    told = compare_pieces({"one": read(run)}, "step", SOON)["figures"]
+    told = comparison_fragments({"one": read(run)}, "step", SOON)["figures"]
     assert f"{400 * 60 * STEP_S / 3.6e6:.3g} kWh" in told
     assert f">{36 * 60 * STEP_S / 3600:.2f}<" in told

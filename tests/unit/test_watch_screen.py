@@ -11,8 +11,8 @@ from rich.console import Console
 from evener.cli.watch import watch
 from evener.core.errors import UsageError
 from evener.core.rundir import RunDir
-from evener.watch import screen
-from evener.watch.reader import Reader
+from evener.watch import terminal_dashboard
+from evener.watch.run_reader import RunReader
 
 from ..sample_runs import STARTED
 
@@ -20,14 +20,14 @@ from ..sample_runs import STARTED
 def shown(readers, width=80, height=24) -> list[str]:
     where = Console(width=width, height=height, force_terminal=True, color_system=None, legacy_windows=False)
     with where.capture() as caught:
-        where.print(screen.frame(readers, width, height, STARTED + 10), soft_wrap=True)
+        where.print(terminal_dashboard.render_frame(readers, width, height, STARTED + 10), soft_wrap=True)
     return caught.get().rstrip("\n").split("\n")
 
 
-def read(*runs) -> dict[str, Reader]:
-    readers = {run.path.name: Reader(RunDir(run.path)) for run in runs}
+def read(*runs) -> dict[str, RunReader]:
+    readers = {run.path.name: RunReader(RunDir(run.path)) for run in runs}
     for reader in readers.values():
-        while reader.look(1.0):
+        while reader.read_new(1.0):
             pass
     return readers
 
@@ -63,7 +63,7 @@ def test_it_shows_the_state_the_curve_the_ranks_and_what_happens(tmp_path, write
 def test_a_curve_is_where_its_values_are():
     """Of a sine: its crest is in the middle of the first half, its trough in that of the second."""
     xs = list(range(200))
-    lines = screen.plotted(xs, [math.sin(2 * math.pi * x / 199) for x in xs], 40, 5)
+    lines = terminal_dashboard.braille_plot(xs, [math.sin(2 * math.pi * x / 199) for x in xs], 40, 5)
     filled = [[cell != "⠀" for cell in line] for line in lines]
     assert all(any(line[i] for line in filled) for i in range(40)), "no gap"
     crest = [i for i in range(40) if filled[0][i]]

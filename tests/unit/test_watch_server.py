@@ -16,11 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from evener.core.errors import HostError
-from evener.core.files import write_atomic
-from evener.watch.guard import HEADERS, Guard, user_token
-from evener.watch.hub import Hub, View
-from evener.watch.reader import Reader
-from evener.watch.server import Actions, Server
+from evener.core.file_io import write_atomic
+from evener.watch.auth import SECURITY_HEADERS, AuthMiddleware, user_token
+from evener.watch.dashboard import Dashboard, PageView
+from evener.watch.http_app import DashboardApp, RunActions
+from evener.watch.run_reader import RunReader
 
 from ..conftest import wait_until
 
@@ -38,8 +38,10 @@ def serve(tmp_path, write_run):
     def serve(*names, actions=None, verdict="running", **other):
         runs = [write_run(tmp_path / name, [{}, {}], verdict=verdict, evaluations={10: 2.0}, sync_s=0.02, **other)
                 for name in names or ("one",)]  # fmt: skip
-        hub = Hub(lambda: [run.path for run in runs])
-        app = Guard(Server(hub, actions or Actions(), samples_every_s=SAMPLES_EVERY_S).app(), TOKEN, 7447)
+        hub = Dashboard(lambda: [run.path for run in runs])
+        app = AuthMiddleware(
+            DashboardApp(hub, actions or RunActions(), samples_every_s=SAMPLES_EVERY_S).build(), TOKEN, 7447
+        )
         client = TestClient(app, base_url=BASE, follow_redirects=False).__enter__()
         opened.append(client)
         return client, hub, runs
@@ -111,8 +113,8 @@ def test_another_name_of_this_machine_is_refused(serve, host):
 def test_every_answer_says_what_it_may_do(serve):
     client, *_ = serve()
     for answer in (client.get("/"), let_in(client).get("/runs/one"), client.get("/nothing"), client.get("/static/x")):
-        assert HEADERS.items() <= dict(answer.headers).items()
-    policy = HEADERS["content-security-policy"]
+        assert SECURITY_HEADERS.items() <= dict(answer.headers).items()
+    policy = SECURITY_HEADERS["content-security-policy"]
     assert "unsafe-inline" not in policy.replace("style-src-attr 'unsafe-inline'", "")
     assert "unsafe-eval" not in policy
 
@@ -138,7 +140,9 @@ def test_the_token_is_kept_for_this_user_alone(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_another_site_cannot_press_a_button(serve, headers):
     pressed = []
-    client, *_ = serve(actions=Actions(stop=lambda reader: pressed.append(reader) or "", can_ask=lambda reader: True))
+    client, *_ = serve(
+        actions=RunActions(stop=lambda reader: pressed.append(reader) or "", can_control=lambda reader: True)
+    )
     assert let_in(client).post("/runs/one/stop", headers=headers).status_code == 403
     assert pressed == []
 
@@ -149,7 +153,7 @@ def test_paths_lead_nowhere(serve, tmp_path):
     client = let_in(serve()[0])
     rng = random.Random(7)
     pieces = ["..", "%2e%2e", "..%2f", "%2f", "secret", "one", "manifest.json", "steps", "static", "runs", "\\", "%00",
-              "etc", "passwd", "", ".", "stop", "~", "%25", "watch.py", "guard.py", "templates"]  # fmt: skip
+              "etc", "passwd", "", ".", "stop", "~", "%25", "hang_detector.py", "auth.py", "templates"]  # fmt: skip
     asked = ["/runs/one/../../secret", "/static/../guard.py", "/static/%2e%2e/guard.py", "/runs/%2e%2e%2fsecret",
              "/runs/one/manifest.json", "/static/watch.html", "/static/state.html", "/compare?run=../secret",
              f"/runs/{tmp_path}/secret", "/status?page=/runs/../secret", "/stream?page=/etc/passwd"]  # fmt: skip
@@ -220,29 +224,29 @@ def test_a_stream_begins_with_everything_and_ends_with_the_server(serve):
     told: list[str] = []
     thread = threading.Thread(target=lambda: told.append(client.get("/stream?page=/runs/one").text))
     thread.start()
-    wait_until(lambda: hub.is_drawn(View("run", ("one",))))
-    hub.close()
+    wait_until(lambda: hub.is_rendered(PageView("run", ("one",))))
+    hub.close_streams()
     thread.join(60)
     assert told
     assert told[0].startswith("retry: 1000\n\n")
     first = events_of(told[0])[0]
-    assert {"title", "mark", "word", "told", "assets", "pieces"} == first.keys()
+    assert {"title", "mark", "state", "message", "assets", "pieces"} == first.keys()
     assert {"state", "facts", "loss", "speed", "strips", "events"} <= first["pieces"].keys()
 
 
 def test_pieces_are_made_again_when_the_run_has_gone_on(serve, write_run):
     _, hub, (run,) = serve()
-    shown = View("run", ("one",))
-    hub.find()
-    hub.look(shown)
-    with hub.watched(shown):
-        first = dict(hub.pieces(shown))
-        assert hub.pieces(shown) == first
+    shown = PageView("run", ("one",))
+    hub.discover_runs()
+    hub.read_new(shown)
+    with hub.subscribe(shown):
+        first = dict(hub.render_fragments(shown))
+        assert hub.render_fragments(shown) == first
         text = run.steps_path(0).read_bytes().split(b"\n")[-2]
         with run.steps_path(0).open("ab") as file:
             file.write(text.replace(b'"step":19', b'"step":20') + b"\n")
-        wait_until(lambda: hub.look(shown) or "step 21 of 20" in hub.pieces(shown)["state"])
-        second = hub.pieces(shown)
+        wait_until(lambda: hub.read_new(shown) or "step 21 of 20" in hub.render_fragments(shown)["state"])
+        second = hub.render_fragments(shown)
     assert "step 20 of 20" in first["state"]
     assert second["events"] == first["events"]
 
@@ -270,11 +274,11 @@ def test_what_was_asked_differently_is_told_alone(serve, tmp_path, write_run):
 def test_stop_is_passed_on_and_what_it_says_is_told(serve):
     stopped = []
 
-    def stop(reader: Reader) -> str:
+    def stop(reader: RunReader) -> str:
         stopped.append(reader.rundir.path.name)
         return "it has ended"
 
-    client, *_ = serve("a", "b", actions=Actions(stop=stop, can_ask=lambda reader: True))
+    client, *_ = serve("a", "b", actions=RunActions(stop=stop, can_control=lambda reader: True))
     answer = let_in(client).post("/runs/b/stop", headers={"x-evener": "1", "origin": BASE})
     assert (answer.status_code, answer.json()["told"], stopped) == (200, "it has ended", ["b"])
     assert client.post("/runs/b/sample", headers={"x-evener": "1", "origin": BASE}).status_code == 404
@@ -285,17 +289,17 @@ def test_what_a_model_writes_stands_on_its_page(serve):
     """As text, whatever it writes; that of a later checkpoint above."""
     texts = {100: "once", 200: HOSTILE}
 
-    def sample(reader: Reader) -> str:
+    def sample(reader: RunReader) -> str:
         step, text = texts.popitem()
         reader.samples[step] = text
         return f"written after step {step}"
 
-    client, hub, _ = serve(actions=Actions(sample=sample, can_sample=lambda reader: True))
+    client, hub, _ = serve(actions=RunActions(sample=sample, can_sample=lambda reader: True))
     assert "let it write" in let_in(client).get("/runs/one").text
     for step in (200, 100):
         answer = client.post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE})
         assert answer.json()["told"] == f"written after step {step}"
-        wait_until(lambda step=step: f"after step {step}" in hub.pieces(View("run", ("one",)))["samples"])
+        wait_until(lambda step=step: f"after step {step}" in hub.render_fragments(PageView("run", ("one",)))["samples"])
     page = Page(client.get("/runs/one").text)
     assert page.scripts == []
     assert page.tags.count("blockquote") == 2
@@ -304,10 +308,10 @@ def test_what_a_model_writes_stands_on_its_page(serve):
 
 
 def test_a_stop_that_fails_says_why(serve):
-    def stop(reader: Reader) -> str:
+    def stop(reader: RunReader) -> str:
         raise HostError("attic cannot be reached", check="ssh.auth", host="attic", hint="is it on?")
 
-    client, *_ = serve(actions=Actions(stop=stop, can_ask=lambda reader: True))
+    client, *_ = serve(actions=RunActions(stop=stop, can_control=lambda reader: True))
     answer = let_in(client).post("/runs/one/stop", headers={"x-evener": "1", "origin": BASE})
     assert (answer.status_code, answer.json()["told"]) == (409, "attic cannot be reached; is it on?")
 
@@ -342,7 +346,7 @@ def test_whoever_was_asked_to_write_goes_on_while_somebody_looks_and_it_can(serv
         reader.samples[step] = "text"
         return "written"
 
-    client, hub, (run,) = serve(actions=Actions(sample=sample, can_sample=lambda reader: True))
+    client, hub, (run,) = serve(actions=RunActions(sample=sample, can_sample=lambda reader: True))
 
     def save(step):
         run.checkpoint_path(step).mkdir(parents=True)
@@ -351,7 +355,7 @@ def test_whoever_was_asked_to_write_goes_on_while_somebody_looks_and_it_can(serv
     assert let_in(client).post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE}).json() == {
         "told": "written"
     }
-    with hub.watched(View("run", ("one",))):
+    with hub.subscribe(PageView("run", ("one",))):
         save(20)
         wait_until(lambda: written == [10, 20])
         can[0] = False

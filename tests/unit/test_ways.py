@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from evener.core.fleet import Host
-from evener.hosts.facts import Address, Facts, GlooChoice, Interface, Kind
-from evener.hosts.ways import choose, in_order, ways_of
+from evener.core.fleet_file import HostConfig
+from evener.hosts.facts import GlooDefaultAddress, HostFacts, InterfaceAddress, InterfaceKind, NetworkInterface
+from evener.hosts.interfaces import candidate_interfaces, choose_interface, order_candidates
 
 
-def host(**interfaces: tuple[str, Kind]) -> Facts:
-    return Facts(
-        hostname="h", system="Linux", architecture="x86_64", workdir="/w", python="/p", cores=1, port=29500,
-        gloo=GlooChoice(hostname="h", candidates=[], address="127.0.0.1"),
-        interfaces=[Interface(name=name, addresses=[Address(address=address, prefix=24)], up=True, kind=kind)
-                    for name, (address, kind) in interfaces.items()],
-    )  # fmt: skip
+def host(**interfaces: tuple[str, InterfaceKind]) -> HostFacts:
+    return HostFacts(
+        hostname="h",
+        system="Linux",
+        architecture="x86_64",
+        workdir="/w",
+        python="/p",
+        cores=1,
+        port=29500,
+        gloo=GlooDefaultAddress(hostname="h", candidates=[], address="127.0.0.1"),
+        interfaces=[
+            NetworkInterface(name=name, addresses=[InterfaceAddress(address=address, prefix=24)], up=True, kind=kind)
+            for name, (address, kind) in interfaces.items()
+        ],
+    )
 
 
 def test_a_network_is_as_good_as_its_poorest_way() -> None:
@@ -22,6 +30,10 @@ def test_a_network_is_as_good_as_its_poorest_way() -> None:
         "a": host(eth0=("10.0.0.1", "wired"), eth1=("10.1.0.1", "wired")),
         "b": host(wlan0=("10.0.0.2", "wireless"), eth1=("10.1.0.2", "wired")),
     }
-    ordered = in_order({name: ways_of(one, Host(address=name)) for name, one in facts.items()}, facts)
-    chosen = {name: choose(ways, {way.address: 1 for way in ways}, 1, facts[name]) for name, ways in ordered.items()}
+    ordered = order_candidates(
+        {name: candidate_interfaces(one, HostConfig(address=name)) for name, one in facts.items()}, facts
+    )
+    chosen = {
+        name: choose_interface(ways, {way.address: 1 for way in ways}, 1, facts[name]) for name, ways in ordered.items()
+    }
     assert {name: way.interface for name, way in chosen.items()} == {"a": "eth1", "b": "eth1"}

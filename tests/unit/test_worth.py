@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.core.files import write_atomic
-from evener.core.link import Wire
+from evener.core.file_io import write_atomic
+from evener.core.link import LinkModel
 from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
-from evener.core.units import count
-from evener.report.page import run_page
-from evener.report.summary import summarize
-from evener.report.whatif import asked_again
-from evener.report.worth import worth
+from evener.core.units import format_count
+from evener.report.html_report import run_page
+from evener.report.run_summary import summarize_run
+from evener.report.speedup_verdict import speedup_verdict
+from evener.report.what_if import predict_alternatives
 from tests.unit.planner import changed, cluster_of, job_of, priced
 from tests.unit.test_fit import manifest, records
 
@@ -27,38 +27,38 @@ def told(tmp_path):
     """What is said of a run on hosts with these tokens/s, that took just as long as the planner prices it."""
 
     def make(*rates, bandwidth_Bps=1e9, job=JOB, **other):
-        wire = Wire(latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
+        wire = LinkModel(latency_s=0.0, bandwidth_Bps=bandwidth_Bps)
         option = priced(job, cluster_of(*rates, wire=wire, update_s=0.05, **other))
         run = RunWriter(tmp_path / "run")
         run.write_manifest(manifest(job, option))
         for rank, of_rank in enumerate(records(option)):
             write_atomic(run.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in of_rank))
-        summary = summarize(run)
+        summary = summarize_run(run)
         assert summary.step_p50_s == pytest.approx(option.step_s)
-        return worth(summary, asked_again(summary)), run
+        return speedup_verdict(summary, predict_alternatives(summary)), run
 
     return make
 
 
 def alone(rate):
     """Tokens/s of a host by itself: all of the batch at its rate, and the update."""
-    return count(TOKENS / (TOKENS / rate + 0.05))
+    return format_count(TOKENS / (TOKENS / rate + 0.05))
 
 
 def test_two_equal_hosts_on_a_fast_link(told):
     found, run = told(500.0, 500.0)
-    assert found.told.startswith("It was worth it: a and b trained ")
-    assert f"; a alone would have trained {alone(500.0)} tokens/s: together they are " in found.told
-    assert 1.8 < float(found.told.split("together they are ")[1].split(" times")[0]) <= 2.0
+    assert found.message.startswith("It was worth it: a and b trained ")
+    assert f"; a alone would have trained {alone(500.0)} tokens/s: together they are " in found.message
+    assert 1.8 < float(found.message.split("together they are ")[1].split(" times")[0]) <= 2.0
     text = run_page(run, now=0.0)
     assert text.index("It was worth it") < text.index("tokens/s</dt>")
 
 
 def test_a_link_that_is_too_slow(told):
     found, _ = told(500.0, 500.0, bandwidth_Bps=1e6)
-    assert found.told.startswith("It was not worth it: ")
-    assert " over 8 Mbit/s; a alone would have trained " in found.told
-    assert found.told.endswith("times as fast.")
+    assert found.message.startswith("It was not worth it: ")
+    assert " over 8 Mbit/s; a alone would have trained " in found.message
+    assert found.message.endswith("times as fast.")
     assert found.command.startswith("evener train --resume ")
     assert "--steps 20 " in found.command
 
@@ -66,21 +66,21 @@ def test_a_link_that_is_too_slow(told):
 def test_a_slow_host_beside_a_fast_one(told):
     """Half of the batch each: all wait for the host of a tenth of the speed."""
     found, _ = told(1000.0, 100.0, job=changed(JOB, shares="equal"))
-    assert f"; a alone would have trained {alone(1000.0)} tokens/s: a alone is " in found.told
-    times = float(found.told.split("a alone is ")[1].split(" times")[0])
+    assert f"; a alone would have trained {alone(1000.0)} tokens/s: a alone is " in found.message
+    times = float(found.message.split("a alone is ")[1].split(" times")[0])
     assert times == pytest.approx(5.0, rel=0.1)  # the whole batch in the time of a tenth, beside a half of it
 
 
 def test_a_host_that_brings_nothing(told):
     found, _ = told(1000.0, 1000.0, bandwidth_Bps=3.75 * SHAPE.num_params() / (TOKENS / 2000.0))
-    assert found.told.startswith("It made no difference: a and b trained ")
+    assert found.message.startswith("It made no difference: a and b trained ")
 
 
 def test_processes_of_one_host_are_told_how_to_find_out(told):
-    wire = Wire(latency_s=0.0, bandwidth_Bps=1e9)
+    wire = LinkModel(latency_s=0.0, bandwidth_Bps=1e9)
     found, _ = told(500.0, devices=("cpu", "cpu"), local=wire)
-    assert found.told.startswith("2 processes on a trained ")
-    assert "Whether one process is as fast was not measured" in found.told
+    assert found.message.startswith("2 processes on a trained ")
+    assert "Whether one process is as fast was not measured" in found.message
     assert found.command.endswith("--model char --batch 24 --ranks 1 --ranks 2")
 
 
@@ -92,6 +92,6 @@ def test_one_process(told):
 def test_of_a_model_of_the_users_own_only_the_whole_is_known(told):
     _, run = told(500.0, 500.0)
     run.write_manifest(msgspec.structs.replace(run.manifest(), shape=None))
-    summary = summarize(run)
-    found = worth(summary, asked_again(summary))
+    summary = summarize_run(run)
+    found = speedup_verdict(summary, predict_alternatives(summary))
     assert found.text.endswith("together; what one of them alone would have trained is not known.")

@@ -9,34 +9,34 @@ import pytest
 import torch
 from torch import nn
 
+from evener.core.run_spec import parse_args
 from evener.core.runwriter import RunWriter
-from evener.core.spec import parse_args
-from evener.worker import keeper
+from evener.worker import checkpointer
+from evener.worker.checkpointer import Checkpointer
 from evener.worker.clock import HostClock
-from evener.worker.group import Group
-from evener.worker.keeper import Keeper
-from evener.worker.spans import Spans
-from evener.worker.sync.alone import Alone
-from evener.worker.trained import Trained
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.span_recorder import SpanRecorder
+from evener.worker.sync.no_sync import NoSync
+from evener.worker.training_state import TrainingState
 
 EXCHANGES = 6  # of a checkpoint
 
 
-class Lossy(Group):
+class Lossy(ProcessGroups):
     """Two ranks that say the same; the world is lost in the exchange of this number."""
 
     def __init__(self) -> None:
         self.rank = self.local_rank = 0
-        self.world_size, self.numbers, self.is_in_world = 2, [0, 1], True
-        self.device, self.control = torch.device("cpu"), None
+        self.world_size, self.member_ranks, self.has_dynamic_membership = 2, [0, 1], True
+        self.device, self.control_group = torch.device("cpu"), None
         self.said: list[int] = []
         self.lost_at: int | None = None
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         if len(self.said) == self.lost_at:
             raise RuntimeError("remote process exit")
-        self.said.append(len(mine))
-        return [mine, mine]
+        self.said.append(len(payload))
+        return [payload, payload]
 
     def enter_next(self) -> None:
         self.said, self.lost_at = [], None
@@ -46,13 +46,13 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         (folder / "checkpoints").mkdir(parents=True)
         module = nn.Linear(3, 2)
-        trained = Trained(torch.amp.GradScaler("cuda", enabled=False))
+        trained = TrainingState(torch.amp.GradScaler("cuda", enabled=False))
         trained.models.append(module)
         trained.add_optimizer(torch.optim.SGD(module.parameters(), 0.1))
         self.group = Lossy()
         rundir = RunWriter(folder)
-        spans = Spans(rundir, 0, HostClock())
-        self.keeper = Keeper(rundir, parse_args([]), self.group, trained, Alone(), spans)
+        spans = SpanRecorder(rundir, 0, HostClock())
+        self.keeper = Checkpointer(rundir, parse_args([]), self.group, trained, NoSync(), spans)
 
     def attempt(self, lost_at: int | None, step: int = 20) -> bool:
         """Save; can it?"""
@@ -68,13 +68,13 @@ class Rank:
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Rank, Rank]:
     def gather_hashes(hashes: dict[str, str], world_size: int, group: Any) -> list[list[str]]:
         mine = [*hashes.values()]
-        ranks[group].group.gather(bytes(len(mine)))
+        ranks[group].group.all_gather_bytes(bytes(len(mine)))
         return [mine, mine]
 
-    monkeypatch.setattr(keeper, "gather_hashes", gather_hashes)
+    monkeypatch.setattr(checkpointer, "gather_hashes", gather_hashes)
     ranks = [Rank(tmp_path / name) for name in "ab"]
     for number, rank in enumerate(ranks):
-        rank.group.control = number
+        rank.group.control_group = number
     return ranks[0], ranks[1]
 
 
@@ -92,7 +92,7 @@ def test_whoever_was_further_in_a_checkpoint_does_all_of_it_again(pair: tuple[Ra
     assert not other.attempt(lost_at)
     for rank in pair:
         rank.group.enter_next()
-        rank.keeper.entered((one if is_saved else other).keeper.saved)
+        rank.keeper.reset_after_regroup((one if is_saved else other).keeper.history)
     for step in (20, 20, 40):  # once more the same: a run that ends there saves it again
         assert one.attempt(None, step)
         assert other.attempt(None, step)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.core.membership_epoch import AGENT_SPEC_FILE, EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, HostEntry
 from evener.core.rundir import RunDir
-from evener.core.world import AGENT_FILE, LEFT, NO_ROOM, OVER, Part
 
 from ..agents import AgentProcesses, Pulse, SimulatedAgents
 from ..tiers import exhaustive
@@ -74,8 +74,8 @@ def test_an_agent_that_is_killed_comes_back(hosts: MakeHosts) -> None:
     [
         ({}, "is stopped, by a signal or a debugger"),
         (
-            {"a": Pulse("loop.py:3 in train", waits=True), "b": Pulse("data.py:9 in read", waits=False)},
-            "does nothing, in data.py:9 in read, and the others wait for it",
+            {"a": Pulse("loop.py:3 in train", waits=True), "b": Pulse("token_blocks.py:9 in read", waits=False)},
+            "does nothing, in token_blocks.py:9 in read, and the others wait for it",
         ),
     ],
     ids=["stopped", "idle"],
@@ -99,10 +99,10 @@ def test_a_rank_that_holds_the_others_up_is_named_and_all_begin_again(
 def test_of_a_host_that_is_added_whoever_was_not_told_hears_from_the_others(hosts: MakeHosts, tmp_path: Path) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
-    fleet.parts |= {"c": Part(address="127.0.0.3", num_ranks=1)}
+    fleet.parts |= {"c": HostEntry(address="127.0.0.3", num_ranks=1)}
     fleet.edition += 1
     fleet.tell("a")
-    fleet.until(lambda: b'"c"' in (tmp_path / "b" / AGENT_FILE).read_bytes())
+    fleet.until(lambda: b'"c"' in (tmp_path / "b" / AGENT_SPEC_FILE).read_bytes())
     fleet.add("c")
     fleet.until(lambda: (tmp_path / "b" / "host" / "waiting").exists())
     fleet.kill_rank("a")
@@ -115,8 +115,8 @@ def test_what_fails_always_ends(hosts: MakeHosts) -> None:
     """What the ranks say would fail in any world, at once."""
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
-    fleet.end_ranks(str(OVER))
-    assert [fleet.wait(name) for name in "ab"] == [OVER, OVER]
+    fleet.end_ranks(str(EXIT_RUN_FAILED))
+    assert [fleet.wait(name) for name in "ab"] == [EXIT_RUN_FAILED, EXIT_RUN_FAILED]
 
 
 @pytest.mark.parametrize(("status", "times"), [("2", 1), ("1", 4)])
@@ -129,7 +129,7 @@ def test_what_fails_always_on_one_host_the_others_do_without(
     fleet.kill_rank("b")
     fleet.until_in(1, "abc")
     fleet.end_ranks(status, "c")
-    assert fleet.wait("c") == LEFT
+    assert fleet.wait("c") == EXIT_HOST_LEFT
     fleet.until_in(1 + times, "ab")
     (event,) = RunDir(tmp_path / "c").events()
     assert (event["event"], event["host"]) == ("run.leaves", "c")
@@ -145,7 +145,7 @@ def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(hosts: MakeH
     fleet.until_in(0, "abc")
     with (tmp_path / "ballast").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, 1 << 29)
-    fleet.end_ranks(str(NO_ROOM), "c")
+    fleet.end_ranks(str(EXIT_DISK_FULL), "c")
     fleet.until_in(1, "ab")
     (event,) = RunDir(tmp_path / "c").events()
     assert (event["event"], event["host"]) == ("run.no-room", "c")
@@ -164,7 +164,7 @@ def test_without_room_on_the_first_of_two_the_other_goes_on(hosts: MakeHosts, tm
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
     (tmp_path / "a" / "host" / "needs").write_text(str(1 << 60))
-    fleet.end_ranks(str(NO_ROOM), "a")
+    fleet.end_ranks(str(EXIT_DISK_FULL), "a")
     fleet.until_in(1, "b")
     assert f"its checkpoints need {(1 << 60) / 1e9:.2f} GB" in fleet.log("a")
     fleet.end_ranks("0", "b")
@@ -177,7 +177,7 @@ def test_where_all_leave_the_run_has_failed(hosts: MakeHosts) -> None:
     fleet.kill_rank("a")
     fleet.until_in(1, "ab")
     fleet.end_ranks("2")
-    assert OVER in [fleet.wait(name) for name in "ab"]  # of whoever was the last
+    assert EXIT_RUN_FAILED in [fleet.wait(name) for name in "ab"]  # of whoever was the last
 
 
 def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: MakeHosts, tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: MakeHosts, tmp_pat
     fleet.until_in(0, "abc")
     (tmp_path / "c" / "host" / "kept-out").write_text("its memory fails")
     fleet.kill_rank("a")
-    assert fleet.wait("c") == LEFT
+    assert fleet.wait("c") == EXIT_HOST_LEFT
     fleet.until(lambda: "is a, b\n" in fleet.log("b"))
     fleet.start("c")
-    assert fleet.wait("c") == LEFT
+    assert fleet.wait("c") == EXIT_HOST_LEFT
     assert fleet.log("c").count("has left the run: its memory fails\n") == 2
     fleet.end_ranks("")
     assert [fleet.wait(name) for name in "ab"] == [0, 0]

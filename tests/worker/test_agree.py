@@ -7,53 +7,53 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.machine import this_machine
-from evener.core.roster import Seat, first_roster
+from evener.core.host_info import local_host_info
+from evener.core.roster import RankSlot, initial_roster
+from evener.core.run_spec import RunSpec, parse_args
 from evener.core.rundir import RunDir
-from evener.core.spec import RunSpec, parse_args
-from evener.worker.agree import Identity, identity, mismatch, seated
-from evener.worker.group import Group
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.rank_consistency import RankFingerprint, find_mismatch, rank_fingerprint, starting_roster
 
-SEATS = [Seat(host=host, device="cpu") for host in "aab"]
-ROSTER = first_roster(RunSpec(), SEATS, None)
-SAME = Identity(
+SEATS = [RankSlot(host=host, device="cpu") for host in "aab"]
+ROSTER = initial_roster(RunSpec(), SEATS, None)
+SAME = RankFingerprint(
     rank=0,
     host="a",
-    code="c",
+    code_hash="c",
     torch="2.13.0",
     spec={"train.lr": 1e-3},
-    data="d",
-    tokenizer="t",
-    shapes="s",
+    corpus_hash="d",
+    tokenizer_hash="t",
+    shapes_hash="s",
     roster=ROSTER,
-    first=0,
+    first_step=0,
 )
 
 
 @pytest.mark.parametrize(
     ("change", "check", "what"),
     [
-        ({"code": "x"}, "code.mismatch", "evener's code"),
+        ({"code_hash": "x"}, "code.mismatch", "evener's code"),
         ({"torch": "2.12.0"}, "version.torch", "torch"),
-        ({"data": "x"}, "data.mismatch", "the corpus"),
-        ({"tokenizer": "x"}, "tokenizer.mismatch", "the tokenizer"),
+        ({"corpus_hash": "x"}, "data.mismatch", "the corpus"),
+        ({"tokenizer_hash": "x"}, "tokenizer.mismatch", "the tokenizer"),
         ({"spec": {"train.lr": 2e-3}}, "spec.mismatch", "train.lr (0.001 and 0.002)"),
-        ({"shapes": "x"}, "spec.mismatch", "the parameters' shapes"),
+        ({"shapes_hash": "x"}, "spec.mismatch", "the parameters' shapes"),
         ({"roster": ROSTER.with_weights([2, 1, 1], 0)}, "roster.mismatch", "who does what"),
-        ({"first": 20}, "checkpoint.mismatch", "the step to go on from (0 and 20)"),
+        ({"first_step": 20}, "checkpoint.mismatch", "the step to go on from (0 and 20)"),
     ],
 )
 def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> None:
     ranks = [SAME, *(msgspec.structs.replace(SAME, rank=rank, host=host) for rank, host in ((1, "a"), (2, "b")))]
-    assert mismatch(ranks) is None
+    assert find_mismatch(ranks) is None
     ranks[2] = msgspec.structs.replace(ranks[2], **change)
-    assert mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a", 2)
+    assert find_mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a", 2)
 
 
 def test_whose_it_is_most_of_them_tell() -> None:
-    one, other = SAME, msgspec.structs.replace(SAME, code="x")
+    one, other = SAME, msgspec.structs.replace(SAME, code_hash="x")
     for ranks, odd in (([one, other, one], 1), ([one, other, other], 0), ([one, other], None)):
-        found = mismatch([msgspec.structs.replace(each, rank=rank) for rank, each in enumerate(ranks)])
+        found = find_mismatch([msgspec.structs.replace(each, rank=rank) for rank, each in enumerate(ranks)])
         assert found is not None
         assert found[3] == odd
 
@@ -62,7 +62,10 @@ def test_places_are_a_hosts_own() -> None:
     """Each host has its corpus, its weights and its run somewhere else."""
     specs = [parse_args(["--model=gpt2", f"--init-from=/{host}/w", f"--data=/{host}/d", f"--out=/{host}/r"])
              for host in "ab"]  # fmt: skip
-    assert mismatch([identity(ROSTER, rank + 1, spec, None, [], 0) for rank, spec in enumerate(specs)]) is None
+    assert (
+        find_mismatch([rank_fingerprint(ROSTER, rank + 1, spec, None, [], 0) for rank, spec in enumerate(specs)])
+        is None
+    )
 
 
 def test_a_run_with_two_specs_does_not_begin(run_script: Any, tmp_path: Any) -> None:
@@ -70,7 +73,7 @@ def test_a_run_with_two_specs_does_not_begin(run_script: Any, tmp_path: Any) -> 
     done = run_script(
         f"""
 import os, sys, evener, torch
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 lr = 1e-3 if os.environ["RANK"] == "0" else 2e-3
 spec = parse_args(["--model=tiny", "--batch=2", f"--lr={{lr}}", "--out={tmp_path}/run"])
 class Data:
@@ -93,4 +96,7 @@ with evener.join(spec) as run:
 def test_a_program_of_ones_own_computes_in_what_it_says(dtype: str, expected: str) -> None:
     """evener does not run its forward: without a word its arithmetic is torch's own."""
     spec = parse_args(["--dtype", dtype, "--device", "cpu"])
-    assert seated(Group("cpu"), RunDir("absent"), this_machine(), spec, None).members[0].dtype == expected
+    assert (
+        starting_roster(ProcessGroups("cpu"), RunDir("absent"), local_host_info(), spec, None).members[0].dtype
+        == expected
+    )

@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from evener.cli.main import main
 from evener.core.errors import UsageError
-from evener.core.files import digest_of, write_atomic
-from evener.core.machine import this_machine
+from evener.core.file_io import file_digest, write_atomic
+from evener.core.host_info import local_host_info
 from evener.core.resolve import resolve
-from evener.core.roster import Seat, first_roster
-from evener.core.rundir import Checkpoint, Manifest, Rank
+from evener.core.roster import RankSlot, initial_roster
+from evener.core.run_spec import FLAGS, RunSpec, parse_args
+from evener.core.rundir import Checkpoint, Manifest, RankProcess
 from evener.core.runwriter import RunWriter
 from evener.core.shape import preset_shape
-from evener.core.spec import FLAGS, RunSpec, parse_args
-from evener.launch import here
+from evener.launch import local_run
 from evener.worker import __main__ as worker
 from evener.worker import loop
 
@@ -50,30 +50,40 @@ class Launched(Exception):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """A folder with a good corpus and a finished run."""
-    from evener.corpus.verbs import make_verbs
-    from evener.corpus.write import prepare
+    from evener.corpus.prepare_corpus import prepare
+    from evener.corpus.verbs import make_verb_corpus
 
     folder = tmp_path_factory.mktemp("world")
-    splits, files = make_verbs(0, 300, 0.1)
+    splits, files = make_verb_corpus(0, 300, 0.1)
     corpus = prepare(folder / "data" / "verbs", splits, tokenizer="byte", extra=files).corpus
     run = RunWriter(folder / "runs" / "good")
     shape = preset_shape("tiny", corpus.vocab_size)
-    machine = this_machine()
+    machine = local_host_info()
     spec = msgspec.structs.replace(RunSpec(), model=msgspec.structs.replace(RunSpec().model, model="tiny"))
     run.write_manifest(
         Manifest(
-            verdict="stopped", started=0.0, argv=[], versions={}, spec=spec, shape=shape, corpus=corpus, code_hash="",
-            params_by_group=shape.params_by_group(), num_params=shape.num_params(), compiled=False,
-            roster=first_roster(spec, [Seat(host=machine.host, device="cpu")], shape.block_size), sampler="epochs-1",
+            verdict="stopped",
+            started=0.0,
+            argv=[],
+            versions={},
+            spec=spec,
+            shape=shape,
+            corpus=corpus,
+            code_hash="",
+            params_by_group=shape.params_by_group(),
+            num_params=shape.num_params(),
+            compiled=False,
+            roster=initial_roster(spec, [RankSlot(host=machine.host, device="cpu")], shape.block_size),
+            sampler="epochs-1",
             hosts=[machine],
-            ranks=[Rank(rank=0, host=machine.host, device="cpu", threads=1, pid=0)],
+            ranks=[RankProcess(rank=0, host=machine.host, device="cpu", threads=1, pid=0)],
         )
-    )  # fmt: skip
+    )
     saved = run.checkpoint_path(3)
     write_atomic(saved / "weights.safetensors", b"weights")
     checkpoint = Checkpoint(
         step=3, world_size=1, val_loss=None, tensor_names=[], states={}, replica_hashes=[[]],
-        files={"weights.safetensors": digest_of(saved / "weights.safetensors")},
+        files={"weights.safetensors": file_digest(saved / "weights.safetensors")},
     )  # fmt: skip
     write_atomic(saved / "state.json", msgspec.json.encode(checkpoint))
     return folder
@@ -82,7 +92,7 @@ def world(tmp_path_factory):
 def call(*args: str) -> tuple[int, str]:
     """Exit status and stderr of `evener args`."""
     out, err = io.StringIO(), io.StringIO()
-    refuse = mock.patch.object(here, "stay_with", side_effect=Launched)
+    refuse = mock.patch.object(local_run, "run_attached", side_effect=Launched)
     argv = mock.patch.object(sys, "argv", ["evener", *args])
     with refuse, argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -340,8 +350,8 @@ def test_a_machine_needs_room_for_its_own_ranks_and_by_the_strategy_of_the_roste
 
     def start(sync: str, ranks_here: int, room: int) -> int:
         """The worker's exit status with room for three checkpoints and so much more a parameter."""
-        seats = [Seat(host=name, device="cpu") for name in "abcd"]
-        path.write_bytes(msgspec.json.encode(first_roster(parse_args([*flags, sync]), seats, 64)))
+        seats = [RankSlot(host=name, device="cpu") for name in "abcd"]
+        path.write_bytes(msgspec.json.encode(initial_roster(parse_args([*flags, sync]), seats, 64)))
         monkeypatch.setenv("EVENER_ROSTER", str(path))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=(36 + room) * params))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from evener.core.shape import preset_shape
-from evener.plan.sync import CODED_BUCKET_BYTES, buckets, gradients
+from evener.plan.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
 
 from ..tiers import exhaustively
 
@@ -48,7 +48,7 @@ print(json.dumps({"sizes": [size for size, _ in seen], "ready": [sorted(of)[2] f
 """
 
 
-@pytest.mark.parametrize("most_bytes", [None, CODED_BUCKET_BYTES])
+@pytest.mark.parametrize("most_bytes", [None, COMPRESSED_BUCKET_BYTES])
 @pytest.mark.parametrize(
     ("name", "vocab_size", "num_layers"), [("d4", 4096, 4), *exhaustively(("char", 512, 6), ("gpt2", 4000, 3))]
 )
@@ -56,7 +56,7 @@ def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_s
     done = run_script(SCRIPT, name, str(vocab_size), str(num_layers), str((most_bytes or 0) >> 20))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    expected = buckets(gradients(preset_shape(name, vocab_size, 64, num_layers=num_layers)), most_bytes)
+    expected = bucket_sizes(gradient_tensors(preset_shape(name, vocab_size, 64, num_layers=num_layers)), most_bytes)
     assert found["sizes"] == [size for size, _ in expected]
     assert found["ready"] == pytest.approx([ready for _, ready in expected], abs=0.15)  # of backward's time, by FLOPs
 
@@ -65,8 +65,8 @@ OF_A_PROGRAM = """
 import json, types
 import torch, torch.distributed as dist
 from torch import nn
-from evener.worker.sync.buckets import Buckets
-from evener.worker.sync.ddp import AllReduce
+from evener.worker.sync.gradient_sync import GradientSync
+from evener.worker.sync.allreduce_hook import AllReduceHook
 
 class Backwards(nn.Module):
     '''Its forward begins with the layer that was registered last.'''
@@ -79,12 +79,12 @@ class Backwards(nn.Module):
         return x
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = types.SimpleNamespace(world_size=1, gradients=dist.group.WORLD, control=dist.group.WORLD,
+group = types.SimpleNamespace(world_size=1, gradient_group=dist.group.WORLD, control_group=dist.group.WORLD,
                               device=torch.device("cpu"))
 clock = types.SimpleNamespace(mark=lambda: None)
-sync = Buckets(group, clock, lambda part: None, AllReduce(group, clock))
+sync = GradientSync(group, clock, lambda part: None, AllReduceHook(group, clock))
 model = Backwards()
-sync.wrap(model, uses_all=False)
+sync.wrap(model, all_params_used=False)
 sizes = []
 exchange = dist.all_reduce
 dist.all_reduce = lambda tensor, **kw: (len(tensor) > 100 and sizes.append(len(tensor)), exchange(tensor, **kw))[1]

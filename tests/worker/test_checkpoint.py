@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from evener.core.errors import CheckpointError, RunError, UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
+from evener.core.membership_epoch import CHECKPOINT_REQUEST_FILE
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.core.world import SAVE_FILE
-from evener.worker.checkpoint import load, load_weights, save, weights_of
-from evener.worker.verify import hash_tensors
+from evener.worker.checkpoint import load, load_weights, named_weights, save
+from evener.worker.replica_hashes import hash_tensors
 
 from ..conftest import ENV, wait_until
 
@@ -56,7 +56,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
     torch.manual_seed(1)
     module = Odd()
     module(torch.randn(5, 6))  # moves the buffers of the norms
-    folder = write(tmp_path, weights_of(module))
+    folder = write(tmp_path, named_weights(module))
 
     torch.manual_seed(2)
     other = Odd()
@@ -72,7 +72,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
     saved = load(folder).weights
     assert "first.weight" in saved
     assert "again.weight" not in saved  # one tensor, once
-    assert read_checkpoint(folder).tensor_names == list(weights_of(module))
+    assert read_checkpoint(folder).tensor_names == list(named_weights(module))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
     ],
 )
 def test_the_first_tensor_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, make, message):
-    folder = write(tmp_path, weights_of(nn.Sequential(nn.Linear(4, 2))))
+    folder = write(tmp_path, named_weights(nn.Sequential(nn.Linear(4, 2))))
     module = make()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
@@ -100,7 +100,7 @@ def test_extra_state_of_a_module_is_refused_not_lost():
             return {"scale": 3}
 
     with pytest.raises(UsageError, match=r"0\._extra_state"):
-        weights_of(nn.Sequential(Extra(2, 2)))
+        named_weights(nn.Sequential(Extra(2, 2)))
 
 
 def test_a_loaded_state_does_not_hold_on_to_the_file(tmp_path):
@@ -115,12 +115,12 @@ def test_a_loaded_state_does_not_hold_on_to_the_file(tmp_path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_never_the_newest_checkpoint(tmp_path, bad):
     module = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-    write(tmp_path, weights_of(module), step=10)
+    write(tmp_path, named_weights(module), step=10)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     with torch.no_grad():
         module[0].weight[1, 2] = bad
     with pytest.raises(RunError, match=r"after step 20: 0\.weight is not finite: 1 of 8 values"):
-        write(tmp_path, weights_of(module), step=20)
+        write(tmp_path, named_weights(module), step=20)
     assert RunDir(tmp_path).checkpoint_steps() == [10]
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
@@ -136,10 +136,10 @@ def test_one_of_a_world_that_was_lost_gives_way_to_the_next_ones(tmp_path):
 def test_a_running_mean_of_nan_is_refused_a_mask_of_infinities_is_not(tmp_path):
     module = nn.BatchNorm1d(2)
     module.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
-    write(tmp_path, weights_of(module), step=10)
+    write(tmp_path, named_weights(module), step=10)
     module.running_mean[0] = float("nan")
     with pytest.raises(RunError, match="running_mean is not finite: 1 of 2 values"):
-        write(tmp_path, weights_of(module), step=20)
+        write(tmp_path, named_weights(module), step=20)
 
 
 def test_a_state_that_cannot_be_saved_leaves_no_half_checkpoint(tmp_path):
@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(tmp_path):
 
 OWN_LOOP = """
 import sys, numpy, torch, evener
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 300))
@@ -244,10 +244,10 @@ def test_a_checkpoint_that_is_asked_for_is_written_and_changes_nothing(start, tr
     flags = ["--steps", "60", "--batch", "4", "--checkpoint-every", "0", "--verify-every", "0"]
     asked = start(tmp_path / "asked", *flags, ranks=2)
     asked.wait_for_step(3)
-    write_atomic(asked.dir.path / SAVE_FILE, b"")
-    wait_until(lambda: asked.dir.saved_step() is not None, asked.text)
-    assert 4 <= asked.dir.saved_step() < 60
-    wait_until(lambda: not (asked.dir.path / SAVE_FILE).exists(), asked.text)
+    write_atomic(asked.dir.path / CHECKPOINT_REQUEST_FILE, b"")
+    wait_until(lambda: asked.dir.last_saved_step() is not None, asked.text)
+    assert 4 <= asked.dir.last_saved_step() < 60
+    wait_until(lambda: not (asked.dir.path / CHECKPOINT_REQUEST_FILE).exists(), asked.text)
     assert asked.wait() == 0, asked.text()
     assert [event["step"] for event in asked.dir.events() if event["event"] == "checkpoint"][1:] == [60], "once"
     alone = train(tmp_path / "alone", *flags, ranks=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.core.plan import read_plan
+from evener.core.run_plan import read_plan
 from evener.core.rundir import RunDir
 
 from ..conftest import ENV, TIMEOUT_S, wait_until

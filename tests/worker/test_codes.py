@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from evener.core.roster import parse_sync
-from evener.plan.penalty import Watch
-from evener.worker.sync import codes
-from evener.worker.sync.codes import FRAME, Bf16, Scaled
+from evener.plan.penalty import CompressionErrorMonitor
+from evener.worker.sync import codecs
+from evener.worker.sync.codecs import FRAME_NUMEL, Bf16Codec, BlockwiseIntCodec
 
 from ..tiers import exhaustively
 
-CODES = {"bf16": Bf16(), "int8": Scaled(8), "int4": Scaled(4)}
+CODES = {"bf16": Bf16Codec(), "int8": BlockwiseIntCodec(8), "int4": BlockwiseIntCodec(4)}
 NUM = (1 << 18) + 3 * 256  # a piece and a bit
 
 
 def coded(code, values):
-    payload = torch.zeros(code.num_bytes(len(values)), dtype=torch.uint8)
+    payload = torch.zeros(code.payload_bytes(len(values)), dtype=torch.uint8)
     left, told = values.clone(), torch.zeros_like(values)
     code.encode(left, payload)
-    code.add(payload, told)
+    code.decode_add(payload, told)
     return told, left
 
 
@@ -45,26 +45,26 @@ def test_the_error_is_at_most_half_a_step_of_the_blocks_scale(name, largest):
 
 
 @pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("num", [3 * 256, FRAME, *exhaustively(5 * FRAME, 4 * FRAME + 512)])
+@pytest.mark.parametrize("num", [3 * 256, FRAME_NUMEL, *exhaustively(5 * FRAME_NUMEL, 4 * FRAME_NUMEL + 512)])
 def test_what_travels_does_not_depend_on_how_much_a_device_works_on_at_once(name, num, monkeypatch):
     """A GPU works on many frames at a time, and what it sends is read by a processor that works on one."""
     values = torch.randn(num, generator=torch.Generator().manual_seed(3))
     told, left = coded(CODES[name], values)
-    payload = torch.zeros(CODES[name].num_bytes(num), dtype=torch.uint8)
-    monkeypatch.setitem(codes.PIECE, "cpu", codes.PIECE["cuda"])
+    payload = torch.zeros(CODES[name].payload_bytes(num), dtype=torch.uint8)
+    monkeypatch.setitem(codecs.CHUNK_NUMEL, "cpu", codecs.CHUNK_NUMEL["cuda"])
     assert all(torch.equal(one, other) for one, other in zip(coded(CODES[name], values), (told, left), strict=True))
     kept = torch.zeros(num)
-    CODES[name].encode(values, payload, kept=kept)
-    monkeypatch.setitem(codes.PIECE, "cpu", FRAME)
+    CODES[name].encode(values, payload, decoded_out=kept)
+    monkeypatch.setitem(codecs.CHUNK_NUMEL, "cpu", FRAME_NUMEL)
     read = torch.zeros(num)
-    CODES[name].add(payload, read)
+    CODES[name].decode_add(payload, read)
     assert torch.equal(read, told)
     assert torch.equal(kept, told)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("int8", 8 + 16 / 256), ("int4", 4 + 16 / 64)])
 def test_a_payload_has_the_stated_bytes(name, bits):
-    assert CODES[name].num_bytes(1 << 20) == bits / 8 * (1 << 20)
+    assert CODES[name].payload_bytes(1 << 20) == bits / 8 * (1 << 20)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -85,7 +85,7 @@ def test_whole_multiples_of_a_scale_come_back_as_they_are_and_zeros_stay_zero(na
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_what_bf16_makes_of_fp32_gradients_is_no_more_than_its_limit(ranks):
     """What each rank's coding lost is added to its next gradient, and of more than two to the next sums as well."""
-    draw, watch = torch.Generator().manual_seed(4), Watch(parse_sync("bf16"), 2)
+    draw, watch = torch.Generator().manual_seed(4), CompressionErrorMonitor(parse_sync("bf16"), 2)
     left, left_of_sums, errors = [torch.zeros(NUM) for _ in range(ranks)], torch.zeros(NUM), []
     for _ in range(6):
         exact, total = torch.zeros(NUM), torch.zeros(NUM)
@@ -98,8 +98,8 @@ def test_what_bf16_makes_of_fp32_gradients_is_no_more_than_its_limit(ranks):
             total, left_of_sums = coded(CODES["bf16"], left_of_sums + total)
         errors.append(float((total - exact).norm() / exact.norm()))
     assert min(errors) > 1e-3
-    assert all(watch.hear(error) is None for error in errors)
-    assert any(watch.hear(2 * error) is not None for error in errors)
+    assert all(watch.add_sample(error) is None for error in errors)
+    assert any(watch.add_sample(2 * error) is not None for error in errors)
 
 
 def test_bf16_is_torchs_own_rounding():
@@ -115,10 +115,10 @@ def test_who_sends_keeps_what_the_others_decode_to_the_bit(name):
     code = CODES[name]
     values = torch.randn(NUM, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.randint(-30, 5, (NUM,))
     values[7], values[70_000] = float("nan"), float("inf")
-    payload, left, kept = torch.zeros(code.num_bytes(NUM), dtype=torch.uint8), values.clone(), torch.empty(NUM)
-    code.encode(left, payload, kept=kept)
+    payload, left, kept = torch.zeros(code.payload_bytes(NUM), dtype=torch.uint8), values.clone(), torch.empty(NUM)
+    code.encode(left, payload, decoded_out=kept)
     told = torch.zeros(NUM)
-    code.add(payload, told)
+    code.decode_add(payload, told)
     assert torch.equal(told.isfinite(), kept.isfinite())
     finite = kept.isfinite()
     assert torch.equal(told[finite], kept[finite])

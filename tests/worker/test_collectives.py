@@ -12,10 +12,17 @@ import msgspec
 import psutil
 import pytest
 
-from evener.core.collective import COLLECTIVES, CollectiveSpec, Row, Stopped, Told, World
+from evener.core.collective_results import (
+    COLLECTIVES,
+    CollectiveBenchGroup,
+    CollectiveBenchMessage,
+    CollectiveBenchSpec,
+    CollectiveResult,
+    SkippedSizes,
+)
 from evener.core.errors import UsageError
-from evener.launch.lines import lines_here
-from evener.plan.collectives import bus_factor
+from evener.launch.distributed_program import local_program_lines
+from evener.plan.collective_cost import bus_factor
 
 from ..conftest import TIMEOUT_S, wait_until
 from ..integration.pseudo import ESCAPE, in_terminal
@@ -24,18 +31,19 @@ from ..tiers import exhaustive, exhaustively
 SIZES = (1000, 65536, 1 << 20)  # the first is no multiple of anything
 
 
-def measure(ranks: int, **fields: object) -> tuple[World, list[Row], list[Stopped]]:
+def measure(ranks: int, **fields: object) -> tuple[CollectiveBenchGroup, list[CollectiveResult], list[SkippedSizes]]:
     """What `ranks` processes tell."""
-    spec = CollectiveSpec(**({"sizes": SIZES, "seconds": 10.0} | fields))  # type: ignore[arg-type]
+    spec = CollectiveBenchSpec(**({"sizes": SIZES, "seconds": 10.0} | fields))  # type: ignore[arg-type]
     arg = msgspec.json.encode(spec).decode()
     told = [
-        msgspec.json.decode(line, type=Told) for line in lines_here(ranks, "evener.worker.collectives", arg, threads=1)
+        msgspec.json.decode(line, type=CollectiveBenchMessage)
+        for line in local_program_lines(ranks, "evener.worker.collective_bench", arg, threads=1)
     ]
-    assert isinstance(told[0], World)
+    assert isinstance(told[0], CollectiveBenchGroup)
     return (
         told[0],
-        [one for one in told if isinstance(one, Row)],
-        [one for one in told if isinstance(one, Stopped)],
+        [one for one in told if isinstance(one, CollectiveResult)],
+        [one for one in told if isinstance(one, SkippedSizes)],
     )
 
 
@@ -61,7 +69,7 @@ def test_every_collective_is_right_at_every_size(ranks, dtype, in_place):
 
 @exhaustive
 def test_wrong_values_are_counted():
-    _, rows, _ = measure(2, sizes=(65536,), spoil=7)
+    _, rows, _ = measure(2, sizes=(65536,), corrupt_results=7)
     assert [row.num_wrong for row in rows] == [7] * len(COLLECTIVES)
 
 

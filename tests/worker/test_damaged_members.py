@@ -16,20 +16,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.agent.__main__ import Agent
-from evener.agent.council import Kept, Vote
-from evener.agent.ranks import Ranks
+from evener.agent.__main__ import HostAgent
+from evener.agent.consensus import AcceptorState, ConsensusState
+from evener.agent.rank_processes import RankProcesses
 from evener.core.errors import EvenerError
-from evener.core.plan import told_roster
+from evener.core.json_files import read_json
+from evener.core.membership_epoch import AgentSpec, HostEntry, MembershipEpoch, RankStatus, Rendezvous, read_rendezvous
 from evener.core.roster import Member, Roster, parse_sync
-from evener.core.stored import read_stored
-from evener.core.world import AgentSpec, Meeting, Part, Saying, World, told_meeting
-from evener.worker.membership.limits import Killed, Memory, State, read_beside_world
+from evener.core.run_plan import read_launcher_roster
+from evener.worker.membership.memory_limits import KilledRanks, RankMemoryLimit, SupervisorOomState, read_host_file
 from tests.unit.test_damaged_files import damage, remove
 
 NUM, SEED, HANGS_S = 2000, 20261124, 60
-PARTS = {name: Part(address="127.0.0.1", num_ranks=1) for name in "abc"}
-WORLD = World(number=3, hosts=["b", "a"], others=["c"], is_fresh=False, why="c is out of reach", step=17)
+PARTS = {name: HostEntry(address="127.0.0.1", num_ranks=1) for name in "abc"}
+WORLD = MembershipEpoch(
+    number=3, hosts=["b", "a"], standby_hosts=["c"], is_cold_start=False, why="c is out of reach", step=17
+)
 MEMBERS = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=4, micro_batch=4)
            for rank, host in enumerate("abc")]  # fmt: skip
 
@@ -38,15 +40,15 @@ MEMBERS = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=4, mic
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder on host a."""
     spec = AgentSpec(run="r", host="a", hosts=PARTS, first=["a", "b"], port=1, key="k",
-                     program=["-m", "evener.worker"], lives=True)  # fmt: skip
+                     program=["-m", "evener.worker"], is_elastic=True)  # fmt: skip
     files = {
         "host/agent.json": spec,
-        "host/kept.json": Kept(WORLD, Vote((2, "b"), (1, "a"), WORLD), life=2),
-        "host/world.json": Meeting(world=WORLD, address="127.0.0.1", port=2, first_rank=1, world_size=2),
-        "host/sayings/0": Saying(pid=7, world=3, step=17),
-        "host/killed.json": Killed({0: 12.5}),
-        "host/memory-0.json": Memory(8, 4, 12.5),
-        "host/state.json": State(12.0),
+        "host/kept.json": ConsensusState(WORLD, AcceptorState((2, "b"), (1, "a"), WORLD), life=2),
+        "host/world.json": Rendezvous(epoch=WORLD, address="127.0.0.1", port=2, first_rank=1, world_size=2),
+        "host/sayings/0": RankStatus(pid=7, epoch_number=3, step=17),
+        "host/killed.json": KilledRanks({0: 12.5}),
+        "host/memory-0.json": RankMemoryLimit(8, 4, 12.5),
+        "host/state.json": SupervisorOomState(12.0),
         "roster.json": Roster(members=MEMBERS, sync=parse_sync("ddp"), backend="gloo"),
     }
     (tmp_path / "host" / "sayings").mkdir(parents=True)
@@ -59,15 +61,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read_all(folder: Path) -> None:
     """As agent and ranks do."""
-    agent = Agent(read_stored(folder / "host" / "agent.json", AgentSpec), folder)
-    agent._read_spec()
-    told_meeting()
-    told_roster()
-    for name, kind in (("killed.json", Killed), ("memory-0.json", Memory), ("state.json", State)):
-        read_beside_world(name, kind)
-    ranks = Ranks.__new__(Ranks)
-    ranks._sayings = folder / "host" / "sayings"
-    ranks.sayings()
+    agent = HostAgent(read_json(folder / "host" / "agent.json", AgentSpec), folder)
+    agent._reload_spec()
+    read_rendezvous()
+    read_launcher_roster()
+    for name, kind in (
+        ("killed.json", KilledRanks),
+        ("memory-0.json", RankMemoryLimit),
+        ("state.json", SupervisorOomState),
+    ):
+        read_host_file(name, kind)
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._status_folder = folder / "host" / "sayings"
+    ranks.rank_statuses()
 
 
 def error_of(folder: Path) -> EvenerError | None:
@@ -96,8 +102,8 @@ def bounded() -> Iterator[None]:
 
 def test_what_nobody_damaged_is_read(folder: Path) -> None:
     read_all(folder)
-    assert told_meeting().world == WORLD
-    assert read_beside_world("killed.json", Killed) == Killed({0: 12.5})
+    assert read_rendezvous().epoch == WORLD
+    assert read_host_file("killed.json", KilledRanks) == KilledRanks({0: 12.5})
 
 
 def test_what_is_damaged_is_an_error_in_words_or_nothing(folder: Path) -> None:

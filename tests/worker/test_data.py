@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evener.core.corpus import load_corpus
-from evener.worker.data import TokenBlocks
+from evener.worker.token_blocks import TokenBlocks
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("batch", [1, 12, 480, 4096])
 def test_batches_hold_what_follows_their_positions(corpus, sampling, batch):
     data = load_corpus(corpus)
-    text = np.fromfile(data.file("val"), dtype=data.dtype).astype(np.int64)
+    text = np.fromfile(data.split_path("val"), dtype=data.dtype).astype(np.int64)
     blocks = TokenBlocks(data, "val", 16, sampling)
     positions = blocks.global_batch(7, 3, batch)
     inputs, targets = blocks.load(positions, CPU)
@@ -34,7 +34,7 @@ def test_the_first_and_the_last_token_are_read(corpus, sampling):
     last = data.val_tokens - 16 - 1
     positions = np.concatenate([blocks.global_batch(7, step, 512) for step in range(1000)])
     assert (positions.min(), positions.max()) == (0, last)
-    text = np.fromfile(data.file("val"), dtype=data.dtype)
+    text = np.fromfile(data.split_path("val"), dtype=data.dtype)
     assert blocks.load(np.array([last]), CPU)[1][0, -1] == text[-1]
 
 

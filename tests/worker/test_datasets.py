@@ -22,8 +22,8 @@ from torch.utils.data import (
 
 from evener.core.decoding import from_json
 from evener.core.errors import UsageError
-from evener.core.spec import RunSpec
-from evener.worker.datasets import Fingerprint, Indexed, as_dataset, fingerprint, to_device
+from evener.core.run_spec import RunSpec
+from evener.worker.datasets import DataFingerprint, MapStyleDataset, as_dataset, fingerprint_data, to_device
 
 CPU = torch.device("cpu")
 DATA = TensorDataset(torch.arange(50.0)[:, None], torch.arange(50))
@@ -169,9 +169,9 @@ def test_ranks_see_whether_they_have_the_same_data(change, is_like):
     }  # fmt: skip
     other = {name: change.get(name, lambda value: value)(value) for name, value in batch.items()}
     samples = np.arange(8)
-    ours, theirs = (fingerprint(SimpleNamespace(load=lambda *_, one=one: one), samples) for one in (batch, other))
-    assert from_json(msgspec.json.encode(ours), Fingerprint).is_like(theirs) == is_like
-    assert not ours.is_like(fingerprint(SimpleNamespace(load=lambda *_: batch), samples + 1))
+    ours, theirs = (fingerprint_data(SimpleNamespace(load=lambda *_, one=one: one), samples) for one in (batch, other))
+    assert from_json(msgspec.json.encode(ours), DataFingerprint).is_same_data(theirs) == is_like
+    assert not ours.is_same_data(fingerprint_data(SimpleNamespace(load=lambda *_: batch), samples + 1))
 
 
 def test_of_a_sample_that_is_drawn_anew_nobody_can_tell():
@@ -179,5 +179,5 @@ def test_of_a_sample_that_is_drawn_anew_nobody_can_tell():
         def __getitem__(self, index):
             return torch.rand(3)
 
-    noisy = Indexed(Noisy(torch.zeros(40)), default_collate, shuffle=False)
-    assert fingerprint(noisy, np.arange(8)) is None
+    noisy = MapStyleDataset(Noisy(torch.zeros(40)), default_collate, shuffle=False)
+    assert fingerprint_data(noisy, np.arange(8)) is None

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from evener.core.device_rates import DeviceRatesSpec, model_rate
+from evener.core.host_probe import HostProbeSpec, model_rate
 from evener.core.roster import MICRO_BATCH_TOKENS
 from evener.core.shape import PRESETS
-from evener.worker import sustained
-from evener.worker.loopback import INTERFACE, SIZE_BYTES, loopback_rates
+from evener.worker import sustained_bench
+from evener.worker.loopback_bench import INTERFACE_ENV, SIZE_BYTES, loopback_rates_Bps
 
 CPU = torch.device("cpu")
 UPDATE_S = 0.002
@@ -34,17 +34,17 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
     num_steps = itertools.count()
 
     class Trainer:
-        shape, dtype, most = PRESETS["char"], "fp32", MICRO_BATCH_TOKENS // PRESETS["char"].block_size
+        shape, dtype, max_sequences = PRESETS["char"], "fp32", MICRO_BATCH_TOKENS // PRESETS["char"].block_size
 
         def __init__(self, *_: object) -> None: ...
 
-        def step(self, micro_batch: int) -> tuple[float, float, float]:
+        def train_step(self, micro_batch: int) -> tuple[float, float, float]:
             took_s = pass_s + micro_batch * sequence_s + (first_s if next(num_steps) == 0 else 0.0)
             clock[0] += took_s + UPDATE_S
             return took_s, 1.5 * took_s, UPDATE_S
 
-    monkeypatch.setattr(sustained, "Trainer", Trainer)
-    monkeypatch.setattr(sustained, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(sustained_bench, "PresetTrainer", Trainer)
+    monkeypatch.setattr(sustained_bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     return []
 
 
@@ -58,7 +58,7 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
 )
 def test_the_line_comes_back(monkeypatch, sequence_s, pass_s, large):
     said = device_of(monkeypatch, pass_s=pass_s, sequence_s=sequence_s, first_s=3.0)
-    found = sustained.train(DeviceRatesSpec(host="h", model="char"), CPU, said.append)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
     rate = model_rate(found)
     assert found.large.micro_batch == large
     assert (rate.pass_s, rate.tokens_per_s) == pytest.approx((pass_s, 256 / sequence_s), rel=1e-6)
@@ -69,24 +69,24 @@ def test_the_line_comes_back(monkeypatch, sequence_s, pass_s, large):
 
 def test_smaller_passes_leave_the_device_at_work(monkeypatch):
     device_of(monkeypatch, pass_s=0.005, sequence_s=1e-4)
-    found = sustained.train(DeviceRatesSpec(host="h", model="char"), CPU, print)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, print)
     smaller_s = sum(one.passes * one.pass_p50_s for one in found.smaller)
-    assert smaller_s < 1.1 * sustained.SMALLER_SHARE * 12.0
+    assert smaller_s < 1.1 * sustained_bench.SMALLER_SHARE * 12.0
     assert min(one.passes for one in found.smaller) > 20
 
 
 @pytest.mark.parametrize(("sequence_s", "whole_s"), [(5.0, 5 * 5), (20.0, 20 * 4)])
 def test_a_slow_host_is_asked_for_little_and_told_so(monkeypatch, sequence_s, whole_s):
     said = device_of(monkeypatch, pass_s=0.0, sequence_s=sequence_s)
-    found = sustained.train(DeviceRatesSpec(host="h", model="char"), CPU, said.append)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
     assert (found.large.passes, found.smaller) == (3, [])
     assert model_rate(found).pass_s is None
     assert len(said) == 1
-    assert sustained.time.perf_counter() == pytest.approx(whole_s, rel=0.01)
+    assert sustained_bench.time.perf_counter() == pytest.approx(whole_s, rel=0.01)
 
 
 def test_a_preset_really_trains():
-    found = sustained.train(DeviceRatesSpec(host="h", model="tiny", seconds=2.0), CPU, print)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="tiny", seconds=2.0), CPU, print)
     assert found.large.passes >= 3
     assert found.updates == found.large.passes + sum(one.passes for one in found.smaller)
     rate = model_rate(found)
@@ -96,9 +96,9 @@ def test_a_preset_really_trains():
 
 
 def test_two_ranks_on_loopback_send_what_the_clocks_say(monkeypatch):
-    monkeypatch.setenv(INTERFACE, "eth-of-the-run")
-    sync_Bps, loopback_Bps = loopback_rates()
-    assert os.environ[INTERFACE] == "eth-of-the-run"
+    monkeypatch.setenv(INTERFACE_ENV, "eth-of-the-run")
+    sync_Bps, loopback_Bps = loopback_rates_Bps()
+    assert os.environ[INTERFACE_ENV] == "eth-of-the-run"
     # Both ranks together keep at most as many processors busy as there are: S/sync_Bps is one rank's part of that.
     assert 2 * SIZE_BYTES / sync_Bps <= 1.05 * (os.cpu_count() or 1) * SIZE_BYTES / loopback_Bps
     assert loopback_Bps > 1e7

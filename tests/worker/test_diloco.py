@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evener.core.machine import this_machine
-from evener.core.roster import NO_SYNC, Seat, first_roster
+from evener.core.host_info import local_host_info
+from evener.core.roster import NO_SYNC, RankSlot, initial_roster
+from evener.core.run_spec import parse_args
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.core.spec import parse_args
-from evener.worker.own import load_own
+from evener.worker.rank_state import load_rank_state
 from tests.conftest import flags_of
 
 from ..tiers import exhaustively
@@ -29,7 +29,7 @@ import json, os, sys, types
 import torch, torch.distributed as dist
 from torch import nn
 from evener.core.roster import parse_sync
-from evener.plan import sync as plan
+from evener.plan import sync_traffic as plan
 from evener.worker.clock import HostClock
 from evener.worker.sync import diloco
 
@@ -37,7 +37,7 @@ plan.FRAGMENT_BYTES = 8000  # several fragments
 rounds = 24
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORLD, control=dist.group.WORLD,
+group = types.SimpleNamespace(rank=rank, world_size=n, gradient_group=dist.group.WORLD, control_group=dist.group.WORLD,
                               backend="gloo", device=torch.device("cpu"))
 
 def gathered(tensor):
@@ -49,7 +49,7 @@ def found_of(spec):
     torch.manual_seed(rank)  # rank 0's weights are everybody's
     module = nn.Sequential(nn.Linear(40, 70), nn.LayerNorm(70), nn.Linear(70, 30), nn.Linear(30, 11))
     sync = diloco.DiLoCo(group, HostClock(), lambda part: None, spec)
-    sync.wrap(module, uses_all=True)
+    sync.wrap(module, all_params_used=True)
     parameters = list(module.parameters())
     plain = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     outer = torch.optim.SGD(plain, momentum=0.5, nesterov=True)
@@ -64,45 +64,45 @@ def found_of(spec):
         first = float(n == 2)  # of three, rank 0 has no share; the others' change
         in_step = [first] + [float(one * (1 + (step + one) % 3)) for one in range(1, n)]
         tokens = [had + more for had, more in zip(tokens, in_step)]
-        sync.after_update(in_step[rank], sum(in_step))
+        sync.after_optimizer_step(in_step[rank], sum(in_step))
         if (step + 1) % spec.every == 0:
             for ours, theirs in zip(plain, parameters):
                 parts = zip(gathered(theirs), tokens)
                 ours.grad = sum((ours.detach() - one) * (weight / sum(tokens)) for one, weight in parts)
             done = step // spec.every  # the momentum grows; torch's optimizer has none to begin with where it is 0
             full = (1 - sum((one / sum(tokens)) ** 1.5 for one in tokens)) ** 0.5
-            momentum = min(full, done / (done + diloco.MOMENTUM_ROUNDS))
+            momentum = min(full, done / (done + diloco.MOMENTUM_WARMUP_ROUNDS))
             outer.param_groups[0].update(momentum=max(1e-30, momentum), lr=1 / (1 + momentum))
             outer.step()
             tokens = [0.0] * n
         else:
             drifted = max(drifted, float((parameters[0] - gathered(parameters[0])[0]).abs().max()))
         sync.after_step(step)
-        sent.append(sync.take_cost().bytes)
-        if (fidelity := sync.take_samples().fidelity) is not None:
+        sent.append(sync.take_comm_stats().sent_bytes)
+        if (fidelity := sync.take_gradient_stats().fidelity) is not None:
             compared.append([step // spec.every, *fidelity.tolist()])
         if (step + 1) % spec.every == 0:
             for ours, theirs in zip(plain, parameters):
                 same &= all(torch.equal(one, theirs) for one in gathered(theirs))
                 worst = max(worst, float((ours - theirs).abs().max()))
-    agreed, would = sync.is_agreed(), sync.would_conclude()
+    agreed, would = sync.is_synced(), sync.needs_merge()
     with torch.no_grad():
         for parameter in parameters:
             if rank:
                 parameter.add_(torch.randn_like(parameter) * 1e-3)
     tokens = [float(one) for one in range(n)]
-    sync.after_update(tokens[rank], sum(tokens))
+    sync.after_optimizer_step(tokens[rank], sum(tokens))
     left = {parameter: torch.zeros(parameter.numel()) for parameter in parameters}
-    for parameter, more in sync._narrow.left_over() if sync._narrow else ():
+    for parameter, more in sync._quantized.residuals() if sync._quantized else ():
         left[parameter] += more
     most_left = max(float(one.abs().max()) for one in left.values())
     mean = {parameter: sum(one * (weight / sum(tokens)) for one, weight in zip(gathered(parameter), tokens)) -
                        sum(gathered(left[parameter])).view(parameter.shape) for parameter in parameters}
-    sync.conclude()
+    sync.merge_replicas()
     off = max(float((mean[parameter] - parameter).abs().max()) for parameter in parameters)
-    saved = sync.agreed(dict(module.named_parameters()))
+    saved = sync.synced_weights(dict(module.named_parameters()))
     same &= all(torch.equal(saved[name], parameter) for name, parameter in module.named_parameters())
-    same &= agreed and sync.is_agreed() and not sync.would_conclude()
+    same &= agreed and sync.is_synced() and not sync.needs_merge()
     return {"same": same, "would": would, "worst": worst, "drifted": drifted, "sent": sent,
             "compared": compared, "off": off, "left": most_left, "fragments": len(sync._fragments),
             "num": sum(parameter.numel() for parameter in parameters)}
@@ -153,16 +153,16 @@ import torch, torch.distributed as dist
 from torch import nn
 from evener.core.roster import parse_sync
 from evener.worker.clock import HostClock
-from evener.worker.sync.streamed import Streamed
+from evener.worker.sync.streaming_diloco import StreamingDiLoCo
 
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORLD, control=dist.group.WORLD,
+group = types.SimpleNamespace(rank=rank, world_size=n, gradient_group=dist.group.WORLD, control_group=dist.group.WORLD,
                               backend="gloo", device=torch.device("cpu"))
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(40, 70), nn.LayerNorm(70), nn.Linear(70, 30), nn.Linear(30, 11))
-sync = Streamed(group, HostClock(), lambda part: None, parse_sync(sys.argv[1]), momentum=lambda tokens: 0.0)
-sync.wrap(module, uses_all=True)
+sync = StreamingDiLoCo(group, HostClock(), lambda part: None, parse_sync(sys.argv[1]), momentum=lambda tokens: 0.0)
+sync.wrap(module, all_params_used=True)
 began = [parameter.detach().double() for parameter in module.parameters()]
 learned = [torch.zeros_like(one) for one in began]
 tokens = [float(rank + 1) for rank in range(n)]
@@ -174,9 +174,9 @@ for step in range(43):
             before = parameter.double()
             parameter.add_(torch.randn_like(parameter) * 1e-2)
             sums += parameter.double() - before
-    sync.after_update(tokens[rank], sum(tokens))
+    sync.after_optimizer_step(tokens[rank], sum(tokens))
     sync.after_step(step)
-sync.conclude()
+sync.merge_replicas()
 off = 0.0
 for parameter, first, sums in zip(module.parameters(), began, learned):
     sums *= tokens[rank] / sum(tokens)
@@ -204,11 +204,11 @@ def test_nothing_that_streams_is_lost_or_counted_twice(run_script, sync, ranks):
 CLOSED = """
 import functools, sys, numpy, torch, evener
 from torch import nn
-from evener.core.spec import parse_args
-from evener.worker.sync import choose
+from evener.core.run_spec import parse_args
+from evener.worker.sync import sync_factory
 from evener.worker.sync.diloco import DiLoCo
 
-choose.DiLoCo = functools.partial(DiLoCo, momentum=lambda tokens: 0.0)
+sync_factory.DiLoCo = functools.partial(DiLoCo, momentum=lambda tokens: 0.0)
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))
@@ -340,8 +340,8 @@ def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with
     flags = f"--batch 64 --steps 2000 --eval-every 0 --max-s 0 --loss-budget {budget} --sync".split()
     flags = ["--width", "128", "--num-layers", "4", *flags]  # as large as what was measured, about
     spec = parse_args([*flags, "diloco:10:int8:streamed"])
-    seat = Seat(host=this_machine().host, device="cpu")
-    (tmp_path / "roster.json").write_bytes(msgspec.json.encode(first_roster(spec, [seat] * 2, 64)))
+    seat = RankSlot(host=local_host_info().host, device="cpu")
+    (tmp_path / "roster.json").write_bytes(msgspec.json.encode(initial_roster(spec, [seat] * 2, 64)))
     env = {"EVENER_ROSTER": str(tmp_path / "roster.json")}
     argv = [*flags_of(corpus, tmp_path / "run"), *flags, "auto"]
     ended = server.run(tmp_path / "said", argv, 2, env, module="evener.worker")
@@ -384,7 +384,7 @@ def test_a_stop_where_a_checkpoint_is_due_makes_one_model_too(tmp_path, train):
     flags = (*FLAGS, "--sync", "diloco:30", "--checkpoint-every", "1", "--shares", "3:1")
     run = train(tmp_path / "run", *flags, "--max-s", "0", ranks=2)  # stops after its first step
     assert run.checkpoint_steps() == [1]
-    own = [load_own(run, rank, 1)["sync"]["weights"] for rank in (0, 1)]
+    own = [load_rank_state(run, rank, 1)["sync"]["weights"] for rank in (0, 1)]
     for name, weight in weights(run).items():
         torch.testing.assert_close(weight, 0.75 * own[0][name] + 0.25 * own[1][name], rtol=1e-5, atol=1e-7)
     assert any(not torch.equal(own[0][name], own[1][name]) for name in own[0])
@@ -394,10 +394,10 @@ def test_a_replica_without_a_share_does_not_lag_behind_what_streams_in(tmp_path,
     """It has nothing of its own that half of its weights could keep."""
     flags = (*FLAGS, "--sync", "diloco:4:streamed", "--steps", "14", "--checkpoint-every", "10", "--shares", "1:0")
     run = train(tmp_path / "run", *flags, ranks=2)
-    own = load_own(run, 1, 10)["sync"]
+    own = load_rank_state(run, 1, 10)["sync"]
     assert own["weights"].keys() == own["agreed"].keys()
     assert all(torch.equal(own["weights"][name], agreed) for name, agreed in own["agreed"].items())
-    busy = load_own(run, 0, 10)["sync"]
+    busy = load_rank_state(run, 0, 10)["sync"]
     assert not any(torch.equal(busy["weights"][name], agreed) for name, agreed in busy["agreed"].items())
 
 

@@ -37,7 +37,7 @@ def test_one_two_and_three_ranks_have_the_same_losses(tmp_path, train, micro_bat
     assert tokens == [6 * 64, 5 * 64, 5 * 64]
 
     compared = subprocess.run(
-        [sys.executable, "-m", "evener.worker.compare", str(tmp_path / "1"), str(tmp_path / "3")],
+        [sys.executable, "-m", "evener.worker.compare_weights", str(tmp_path / "1"), str(tmp_path / "3")],
         capture_output=True,
         text=True,
         check=True,
@@ -54,7 +54,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path, train):
 def test_bf16_learns_nearly_the_same(tmp_path, train):
     fp32 = train(tmp_path / "fp32", "--steps", "20")
     bf16 = train(tmp_path / "bf16", "--steps", "20", "--dtype", "bf16", ranks=2)
-    assert bf16.manifest().roster.dtypes == "bf16"
+    assert bf16.manifest().roster.dtypes_text == "bf16"
     assert bf16.records(0)[-1].loss == pytest.approx(fp32.records(0)[-1].loss, rel=0.02)
 
 

@@ -13,7 +13,7 @@ import transformers
 from evener.cli.main import app
 from evener.core.rundir import RunDir
 from evener.corpus.tokenizer import load_tokenizer
-from evener.worker.checkpoint import load_weights, read_tensors
+from evener.worker.checkpoint import load_weights, read_safetensors
 from evener.worker.model import GPT
 
 from ..tiers import exhaustive, exhaustively
@@ -51,7 +51,7 @@ def test_logits_are_equal_to_the_bit(tmp_path: Path, train: Callable[..., RunDir
 @exhaustive
 def test_training_begins_with_what_was_exported_and_with_a_run(tmp_path: Path, train: Callable[..., RunDir]) -> None:
     first = train(tmp_path / "run", *FLAGS, "--steps", "6", "--lr", "0.01")
-    weights = read_tensors(first.checkpoint_path(6) / "weights.safetensors")
+    weights = read_safetensors(first.checkpoint_path(6) / "weights.safetensors")
     assert evener("export", str(tmp_path / "run")) == 0
     for number, place in enumerate(
         ("run", "run/export", "run/checkpoints/step-000006", "run/export/model.safetensors")
@@ -59,7 +59,7 @@ def test_training_begins_with_what_was_exported_and_with_a_run(tmp_path: Path, t
         again = train(
             tmp_path / f"again-{number}", *FLAGS, "--steps", "1", "--lr", "0", "--init-from", str(tmp_path / place)
         )
-        taken = read_tensors(again.checkpoint_path(1) / "weights.safetensors")
+        taken = read_safetensors(again.checkpoint_path(1) / "weights.safetensors")
         assert all(torch.equal(weights[name], taken[name]) for name in weights), place
 
 

@@ -15,16 +15,25 @@ import pytest
 import torch
 
 from evener.core.errors import HopelessError, NonFiniteError
-from evener.core.roster import Seat, first_roster
+from evener.core.membership_epoch import (
+    EXIT_DISK_FULL,
+    EXIT_HOST_LEFT,
+    EXIT_HOST_NOT_RETRYABLE,
+    EXIT_PEER_FAILED,
+    EXIT_REGROUP,
+    EXIT_RUN_FAILED,
+    MembershipEpoch,
+    Rendezvous,
+)
+from evener.core.roster import RankSlot, initial_roster
+from evener.core.run_spec import parse_args
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.core.spec import parse_args
-from evener.core.world import FOLLOWS, LEFT, NO_ROOM, OVER, REFUSED, REGROUP, Meeting, World
 from evener.worker.checkpoint import load
 from evener.worker.clock import HostClock
-from evener.worker.membership.back import Regroup, going_back
-from evener.worker.record import OnHost, Recorder
-from evener.worker.spans import Spans
+from evener.worker.membership.rollback import RegroupExit, rollback_on_failure
+from evener.worker.span_recorder import SpanRecorder
+from evener.worker.step_recorder import HostCopy, StepRecorder
 from tests.conftest import TIMEOUT_S
 from tests.worker.test_worlds import Training, alone, pytestmark  # noqa: F401
 
@@ -33,9 +42,9 @@ from ..tiers import exhaustive, exhaustively
 # evener's own worker with a fault: before each update, `spoil` may change what a host holds.
 SPOILED = """
 import os, pathlib, runpy, sys, torch
-from evener.worker.step import Step
+from evener.worker.train_step import TrainStep
 
-update, home, host = Step.update, pathlib.Path(sys.argv[-1]), os.environ["EVENER_HOST"]
+update, home, host = TrainStep.update, pathlib.Path(sys.argv[-1]), os.environ["EVENER_HOST"]
 
 def times(most):
     "Is it one of the first times that this host is asked?"
@@ -48,7 +57,7 @@ def spoiled(self, optimizer):
         spoil(self.index, optimizer.param_groups[0]["params"][0], self)
     update(self, optimizer)
 
-Step.update = spoiled
+TrainStep.update = spoiled
 exec(sys.argv.pop(1))
 sys.argv[0] = "evener.worker"
 runpy.run_module("evener.worker", run_name="__main__")
@@ -138,7 +147,7 @@ def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
 @exhaustive
 def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by("if step == 27: self._loss_sum *= float('nan')", tmp_path, corpus)
-    assert fleet.wait() == [OVER] * 3
+    assert fleet.wait() == [EXIT_RUN_FAILED] * 3
     for events in fleet.events("run.nonfinite"):
         assert [(event["world"], event["step"], event["goes_back"]) for event in events] == [
             (0, 27, True),
@@ -157,23 +166,23 @@ class Seat0:
     """The group of one rank, on a host of its own, of which the other host has told this."""
 
     rank = local_rank = 0
-    is_in_world = keeps = True
-    world = World(number=3, hosts=["a", "b"])
+    has_dynamic_membership = is_writer = True
+    membership_epoch = MembershipEpoch(number=3, hosts=["a", "b"])
 
     def __init__(self, other: list[dict[str, Any]]) -> None:
         self._other = other
 
-    def gather(self, mine: bytes) -> list[bytes]:
-        return [mine, json.dumps(self._other).encode()]
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload, json.dumps(self._other).encode()]
 
 
 @pytest.mark.parametrize(
     ("here", "there", "expected"),
     [
-        ([], [], Regroup),
+        ([], [], RegroupExit),
         ([5], [], HopelessError),
         ([], [5], HopelessError),  # this host was away
-        ([4], [6], Regroup),
+        ([4], [6], RegroupExit),
     ],
 )
 def test_whichever_host_knows_of_it_all_come_to_the_same(
@@ -185,23 +194,33 @@ def test_whichever_host_knows_of_it_all_come_to_the_same(
     for step in here:
         run.add_event("run.nonfinite", step=step, world=1, run="r2")
     group: Any = Seat0([{"event": "run.nonfinite", "step": step, "world": 2, "run": "r2"} for step in there])
-    with pytest.raises(expected) as raised, going_back(run, group):
+    with pytest.raises(expected) as raised, rollback_on_failure(run, group):
         raise NonFiniteError("step 5: the loss of rank 1 is not finite", step=5, ranks=[1])
-    assert raised.value.code == 75 if expected is Regroup else raised.value.exit_status == 2
-    assert run.events()[-1]["goes_back"] == (expected is Regroup)
+    assert raised.value.code == 75 if expected is RegroupExit else raised.value.exit_status == 2
+    assert run.events()[-1]["goes_back"] == (expected is RegroupExit)
 
 
 def test_before_a_checkpoint_all_steps_are_known_also_where_records_lag(tmp_path: Path) -> None:
     """As of a GPU, whose steps are read while the next one runs."""
-    roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cuda:0")], None)
+    roster = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cuda:0")], None)
     rundir, clock = RunWriter(tmp_path / "run"), HostClock()
-    recorder = Recorder(rundir, 0, roster, clock, None, Spans(rundir, 0, clock))
+    recorder = StepRecorder(rundir, 0, roster, clock, None, SpanRecorder(rundir, 0, clock))
     for step, loss in enumerate((1.0, math.nan)):
-        recorder.begin()
-        assert recorder.hear() is False
-        recorder.pause()
-        recorder.end(wish=0.0, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
-                     loss_sum=OnHost(torch.tensor(loss)), grad_norm=None)  # fmt: skip
+        recorder.begin_step()
+        assert recorder.receive_due_reports() is False
+        recorder.stop_timers()
+        recorder.end_step(
+            stop_request=0.0,
+            sync_s=lambda: 0.0,
+            step=step,
+            epoch=0,
+            tokens=2,
+            global_tokens=4,
+            bytes=0,
+            lr=0.0,
+            loss_sum=HostCopy(torch.tensor(loss)),
+            grad_norm=None,
+        )
     with pytest.raises(NonFiniteError, match="step 1: the loss of rank 0 is not finite"):
         recorder.flush()
 
@@ -214,7 +233,7 @@ FLIP = "if step == 27 and host == '{}' and times({}): weight.view(-1).view(torch
 def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
     """The first time all go back, the second time the others go on alone; nothing of it is left in what was learned."""
     fleet = Spoiled.by(FLIP.format("c", 2), tmp_path, corpus)
-    assert fleet.wait() == [0, 0, LEFT], fleet.log("a")
+    assert fleet.wait() == [0, 0, EXIT_HOST_LEFT], fleet.log("a")
     assert list(fleet.losses().values()) == pytest.approx(undisturbed, rel=1e-5)
     events = fleet.events("run.diverged")
     assert events[0] == events[1] == events[2]
@@ -234,7 +253,7 @@ def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: 
 @exhaustive
 def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by(FLIP.format("b", 9), tmp_path, corpus, "ab")
-    assert fleet.wait() == [OVER] * 2, fleet.log("a")
+    assert fleet.wait() == [EXIT_RUN_FAILED] * 2, fleet.log("a")
     for events in fleet.events("run.diverged"):
         assert [(event["step"], event["odd"], event["goes_back"]) for event in events] == [
             (40, [], True),
@@ -273,26 +292,26 @@ def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
 @pytest.mark.parametrize(
     ("error", "world", "status"),
     [
-        ("UsageError('no')", 0, OVER),
-        ("UsageError('no')", 1, REFUSED),
-        ("HopelessError('no')", 1, OVER),
+        ("UsageError('no')", 0, EXIT_RUN_FAILED),
+        ("UsageError('no')", 1, EXIT_HOST_NOT_RETRYABLE),
+        ("HopelessError('no')", 1, EXIT_RUN_FAILED),
         ("RunError('no')", 1, 1),
-        ("RunError('no', of_rank=2)", 1, REGROUP),
-        ("NoRoomError('no')", 1, NO_ROOM),
-        ("NoRoomError('no')", 0, OVER),
-        ("torch_says", 1, FOLLOWS),
+        ("RunError('no', failed_rank=2)", 1, EXIT_REGROUP),
+        ("NoRoomError('no')", 1, EXIT_DISK_FULL),
+        ("NoRoomError('no')", 0, EXIT_RUN_FAILED),
+        ("torch_says", 1, EXIT_PEER_FAILED),
     ],
 )
 def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help(
     tmp_path: Path, error: str, world: int, status: int
 ) -> None:
-    meeting = Meeting(world=World(number=world, hosts=["a"]))
+    meeting = Rendezvous(epoch=MembershipEpoch(number=world, hosts=["a"]))
     (tmp_path / "world.json").write_bytes(msgspec.json.encode(meeting))
-    imports = "from evener.core import errors; from evener.worker.mistakes import tell_in_words"
+    imports = "from evener.core import errors; from evener.worker.user_errors import install_excepthook"
     lost = "errors.torch_says = RuntimeError('Connection closed by peer [10.0.0.2]:41')"
-    program = f"{imports}; tell_in_words(); {lost}; raise errors.{error}"
+    program = f"{imports}; install_excepthook(); {lost}; raise errors.{error}"
     argv, env = [sys.executable, "-c", program], {"EVENER_WORLD": str(tmp_path / "world.json")}
     done = subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    first = "Traceback (most recent call last):" if status == FOLLOWS else "error: no"  # torch's own words
+    first = "Traceback (most recent call last):" if status == EXIT_PEER_FAILED else "error: no"  # torch's own words
     assert (done.returncode, done.stderr.splitlines()[0]) == (status, first)
     assert subprocess.run(argv, capture_output=True, timeout=TIMEOUT_S).returncode == 1  # as Python's own

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evener.corpus.text import Document, split_by_fraction
-from evener.corpus.write import prepare
+from evener.corpus.documents import Document, split_by_fraction
+from evener.corpus.prepare_corpus import prepare
 
 from ..conftest import ENV, TIMEOUT_S
 from ..tiers import exhaustive
@@ -41,7 +41,7 @@ import torch
 from evener.core.errors import RunError
 from evener.core.resolve import resolve
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 from evener.worker import loop, optim
 from evener.worker.model import GPT
 
@@ -71,7 +71,7 @@ def scaled(factor):
 
 
 def train(name, flags, **broken):
-    places = {"sampler": "evener.worker.data.epoch_positions", "schedule": "evener.worker.optim.learning_rate",
+    places = {"sampler": "evener.worker.token_blocks.epoch_positions", "schedule": "evener.worker.optim.learning_rate",
               "optimizer": "evener.worker.loop.adamw", "scale": "evener.worker.model.GPT.forward"}
     out = f"{folder}/{name}"
     with contextlib.ExitStack() as stack:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from evener.core.machine import this_machine
+from evener.core.host_info import local_host_info
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.runwriter import RunWriter
-from evener.worker.membership.limits import limited, note_end, note_end_before
+from evener.worker.membership.memory_limits import detect_previous_oom, limit_micro_batches, record_oom
 
-HERE = this_machine().host
+HERE = local_host_info().host
 MEMBERS = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=share, micro_batch=16)
            for rank, (host, share) in enumerate((("elsewhere", 6), (HERE, 8), (HERE, 5)))]  # fmt: skip
 ROSTER = Roster(members=MEMBERS, sync=parse_sync("ddp"), backend="gloo")
@@ -23,7 +23,8 @@ ROSTER = Roster(members=MEMBERS, sync=parse_sync("ddp"), backend="gloo")
 def group(local_rank: int = 0) -> types.SimpleNamespace:
     """The others have had no trouble."""
     return types.SimpleNamespace(
-        local_rank=local_rank, gather=lambda mine: [mine if rank == 1 + local_rank else b"0" for rank in range(3)]
+        local_rank=local_rank,
+        all_gather_bytes=lambda mine: [mine if rank == 1 + local_rank else b"0" for rank in range(3)],
     )
 
 
@@ -40,24 +41,24 @@ def killed(rundir: RunWriter, at: float, oom_at: float | None, local_rank: int =
 
 
 def micro_batches(local_rank: int = 0) -> list[list[int]]:
-    return [member.micro_batches for member in limited(ROSTER, group(local_rank)).members]
+    return [member.micro_batch_sizes for member in limit_micro_batches(ROSTER, group(local_rank)).members]
 
 
 def test_it_halves_once_for_each_time(rundir: RunWriter) -> None:
     assert micro_batches() == [[6], [8], [5]]
     for at, expected in ((100.0, [4, 4]), (100.0, [4, 4]), (300.0, [2, 2, 2, 2]), (500.0, [1] * 8), (700.0, [1] * 8)):
         killed(rundir, at, at + 1.5)
-        note_end_before(rundir, ROSTER, group())
+        detect_previous_oom(rundir, ROSTER, group())
         assert micro_batches() == [[6], expected, [5]]
     assert [event["rank"] for event in rundir.events()] == [1] * 4
 
 
 def test_the_others_of_its_host_go_on_as_before(rundir: RunWriter) -> None:
     killed(rundir, 100.0, 100.0, local_rank=1)
-    note_end_before(rundir, ROSTER, group(0))
+    detect_previous_oom(rundir, ROSTER, group(0))
     assert micro_batches(0) == [[6], [8], [5]]
     assert micro_batches(1) == [[6], [8], [5]]
-    note_end_before(rundir, ROSTER, group(1))
+    detect_previous_oom(rundir, ROSTER, group(1))
     assert micro_batches(1) == [[6], [8], [2, 2, 1]]
     assert [event["rank"] for event in rundir.events()] == [2]
 
@@ -66,21 +67,21 @@ def test_what_it_holds_is_the_same_for_a_larger_share(rundir: RunWriter) -> None
     """One of the others is gone."""
     assert micro_batches() == [[6], [8], [5]]
     killed(rundir, 100.0, 100.0)
-    note_end_before(rundir, ROSTER, group())
-    larger = limited(ROSTER.with_shares([0, 14, 5], 7, None, why="", is_trial=False), group()).members
-    assert [member.micro_batches for member in larger] == [[], [4, 4, 3, 3], [5]]
+    detect_previous_oom(rundir, ROSTER, group())
+    larger = limit_micro_batches(ROSTER.with_shares([0, 14, 5], 7, None, why="", is_trial=False), group()).members
+    assert [member.micro_batch_sizes for member in larger] == [[], [4, 4, 3, 3], [5]]
 
 
 @pytest.mark.parametrize("oom_at", [None, 50.0, 200.0])
 def test_who_was_killed_by_somebody_else_goes_on_as_before(rundir: RunWriter, oom_at: float | None) -> None:
     killed(rundir, 100.0, oom_at)
-    note_end_before(rundir, ROSTER, group())
+    detect_previous_oom(rundir, ROSTER, group())
     assert micro_batches() == [[6], [8], [5]]
     assert rundir.events() == []
 
 
 def test_a_gpu_s_memory_counts_as_well(rundir: RunWriter) -> None:
-    note_end(RuntimeError("another"), 0)
+    record_oom(RuntimeError("another"), 0)
     assert micro_batches() == [[6], [8], [5]]
-    note_end(torch.OutOfMemoryError("CUDA out of memory"), 0)
+    record_oom(torch.OutOfMemoryError("CUDA out of memory"), 0)
     assert micro_batches() == [[6], [4, 4], [5]]

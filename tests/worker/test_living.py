@@ -39,14 +39,14 @@ class Drifting(Living):
 STUCK = """
 import os, pathlib, sys, time
 from evener.worker.__main__ import main
-from evener.worker.sync.buckets import Buckets
-mark, abandon = pathlib.Path(sys.argv[-1], "was-stuck"), Buckets.abandon
+from evener.worker.sync.gradient_sync import GradientSync
+mark, abandon = pathlib.Path(sys.argv[-1], "was-stuck"), GradientSync.abort
 def stuck(sync):
     if os.environ["EVENER_HOST"] == "b" and not mark.exists():
         mark.touch()
         time.sleep(1000)
     abandon(sync)
-Buckets.abandon = stuck
+GradientSync.abort = stuck
 raise SystemExit(main())
 """
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from evener.core.rundir import RunDir
-from evener.core.step import PARTS
-from evener.report.summary import summarize
+from evener.core.step_cost import PHASES
+from evener.report.run_summary import summarize_run
 
 from ..conftest import ENV, wait_until
 from ..ranks import Server
@@ -29,7 +29,7 @@ def test_parts_sum_to_the_step_within_one_percent(tmp_path, train):
         assert statistics.quantiles(gaps, n=10)[-1] < 0.01
         assert sum(r.cost.total_s for r in records) == pytest.approx(sum(r.wall_s for r in records), rel=0.01)
         for record in records:
-            assert all(getattr(record.cost, part) is not None for part in PARTS)
+            assert all(getattr(record.cost, part) is not None for part in PHASES)
             assert record.sync_s > 0
             assert record.epoch == 0
 
@@ -44,7 +44,7 @@ def test_transfer_is_the_same_on_all_ranks_and_never_negative(tmp_path, train):
 SLOW_RANK = """
 import sys, time, torch, evener
 from torch import nn
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): import numpy; return numpy.arange(num) + step
@@ -70,7 +70,7 @@ def test_waiting_is_charged_to_the_rank_that_waits(tmp_path, run_script):
     middle = {
         (rank, part): statistics.median(getattr(record.cost, part) for record in run.records(rank))
         for rank in range(2)
-        for part in PARTS
+        for part in PHASES
     }
     late_s = middle[1, "compute_s"] - middle[0, "compute_s"]
     assert middle[1, "compute_s"] >= 0.5
@@ -155,7 +155,7 @@ def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, alone, sync, r
 
 def test_the_summary_holds_what_the_records_say(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "20", "--contention", ranks=2)
-    summary = summarize(run)
+    summary = summarize_run(run)
     assert summary.num_steps == 20
     assert summary.tokens_per_step == 16 * 64
     assert summary.tokens_per_s == pytest.approx(summary.tokens_per_step / summary.step_p50_s)

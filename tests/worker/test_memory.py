@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from evener.core.corpus import Meta
+from evener.core.corpus import CorpusMeta
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.core.shape import preset_shape
 from evener.plan import memory as plan
-from evener.plan.sync import CODED_BUCKET_BYTES, buckets, fragment_bytes, gradients
+from evener.plan.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, fragment_bytes, gradient_tensors
 from evener.worker import model as worker
 from evener.worker.model import GPT
-from evener.worker.sync import choose, narrow, packed
-from evener.worker.sync.diloco import fragments
-from evener.worker.sync.lane import Slots
+from evener.worker.sync import packed, quantized, sync_factory
+from evener.worker.sync.bucket_queue import GradBucketSlice
+from evener.worker.sync.diloco import split_into_fragments
 
 from ..conftest import module_argv
 from ..tiers import exhaustive
@@ -66,16 +66,16 @@ def test_what_autograd_saves_of_a_block_is_counted_to_the_byte(preset, change, d
         casts = 2 * 12 * 64 * 64 if dtype == "bf16" else 0
         biases = {place for place, tensor in kept.items() if tensor.dtype == torch.bfloat16 and tensor.dim() == 1}
         found = sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in shared | biases)
-        assert found - casts == sum(plan.saved(shape, layer, 2 * 160, 4 if dtype == "fp32" else 2))
+        assert found - casts == sum(plan.saved_tensor_bytes(shape, layer, 2 * 160, 4 if dtype == "fp32" else 2))
 
 
 SMALL = preset_shape("gpt2", 6000, 64, num_layers=2, num_heads=4, width=256)
 
 
-def of_strategy(sync: str, num_ranks: int) -> plan.Memory:
+def of_strategy(sync: str, num_ranks: int) -> plan.MemoryBreakdown:
     members = [Member(rank=rank, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1)
                for rank in range(num_ranks)]  # fmt: skip
-    return plan.memory(SMALL, Roster(members=members, sync=parse_sync(sync), backend="gloo"), 0)
+    return plan.peak_memory(SMALL, Roster(members=members, sync=parse_sync(sync), backend="gloo"), 0)
 
 
 def echo(group: Any, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> int:
@@ -88,15 +88,15 @@ def echo(group: Any, outgoing: list[torch.Tensor], incoming: list[torch.Tensor])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("sync", ["packed", "bf16", "int8", "int4"])
 def test_what_an_exchange_keeps_for_its_largest_bucket_is_counted(monkeypatch, sync, num_ranks):
-    for module in (packed, narrow):
-        monkeypatch.setattr(module, "swap", echo)
+    for module in (packed, quantized):
+        monkeypatch.setattr(module, "pairwise_all_to_all", echo)
     group = types.SimpleNamespace(rank=0, world_size=num_ranks, device=torch.device("cpu"))
-    exchange: Any = choose._exchange(parse_sync(sync), group)
-    for i, (size, _) in enumerate(buckets(gradients(SMALL), CODED_BUCKET_BYTES)):
+    exchange: Any = sync_factory._make_algorithm(parse_sync(sync), group)
+    for i, (size, _) in enumerate(bucket_sizes(gradient_tensors(SMALL), COMPRESSED_BUCKET_BYTES)):
         gradient = torch.randn(size // 4 // num_ranks * num_ranks)
-        exchange.run(Slots(i, (torch.nn.Parameter(gradient),), [gradient], is_rehearsal=False))
+        exchange.run(GradBucketSlice(i, (torch.nn.Parameter(gradient),), [gradient], is_warmup=False))
     kept = [*exchange._outgoing, *exchange._incoming, *([] if sync == "packed" else [exchange._total])]
-    held = sum(scratch._kept.nbytes for scratch in kept)
+    held = sum(scratch._buffer.nbytes for scratch in kept)
     if sync == "packed" and num_ranks > 2:
         held += gradient.nbytes // num_ranks  # its own part, beside the sums; the last bucket is the largest
     assert of_strategy(sync, num_ranks).buckets == pytest.approx(held, rel=0.01)
@@ -105,7 +105,7 @@ def test_what_an_exchange_keeps_for_its_largest_bucket_is_counted(monkeypatch, s
 @pytest.mark.parametrize("sync", ["diloco:4:streamed", "diloco:30:streamed"])
 def test_the_fragment_on_its_way_is_as_large_as_the_largest(sync):
     parameters = list(GPT(SMALL).parameters())
-    found = fragments(parameters, fragment_bytes(parse_sync(sync), sum(one.nbytes for one in parameters)))
+    found = split_into_fragments(parameters, fragment_bytes(parse_sync(sync), sum(one.nbytes for one in parameters)))
     largest = max(sum(one.nbytes for one in several) for several in found)
     assert (
         of_strategy(sync, 2).sync - of_strategy(sync.removesuffix(":streamed"), 2).sync == 2 * largest
@@ -118,7 +118,7 @@ def random_corpus(folder: Path, vocab_size: int) -> Path:
     for split in ("train", "val"):
         draw.integers(vocab_size, size=4000, dtype=np.uint16).tofile(folder / f"{split}.bin")
     (folder / "tokenizer.json").write_text("{}\n")
-    meta = Meta(
+    meta = CorpusMeta(
         format=1,
         name=folder.name,
         tokenizer="bpe",
@@ -152,8 +152,8 @@ def peak(out: Path, vocab_size: int, flags: str, ranks: int, env: dict[str, str]
     return manifest, max(manifest.result.peak_memory_bytes)
 
 
-def predict(manifest: Any) -> plan.Memory:
-    return plan.memory(manifest.shape, manifest.roster, 0, recompute=manifest.spec.model.recompute)
+def predict(manifest: Any) -> plan.MemoryBreakdown:
+    return plan.peak_memory(manifest.shape, manifest.roster, 0, recompute=manifest.spec.model.recompute)
 
 
 CHAR = "--model char --block-size 256"
@@ -184,4 +184,4 @@ def test_without_holes_in_the_heap_the_causes_add_up(tmp_path):
     flags = f"{CHAR} --num-layers 3 --dtype fp32 --batch 2 --micro-batch 2"
     manifest, measured = peak(tmp_path / "run", 256, flags, 1, ENV | {"MALLOC_MMAP_THRESHOLD_": "131072"})
     predicted = predict(manifest)
-    assert predicted.total - predicted.heap == pytest.approx(measured, rel=0.03)
+    assert predicted.total - predicted.fragmentation == pytest.approx(measured, rel=0.03)

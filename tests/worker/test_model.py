@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from evener.core.errors import CheckpointError, UsageError
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 from evener.worker.gpt2 import load_gpt2
-from evener.worker.model import GPT, STRIP_ROWS, Dropout, attend, rotary_angles, rotate
+from evener.worker.model import GPT, STRIP_ROWS, FastCpuDropout, apply_rotary, causal_attention, rotary_angles
 
 from ..tiers import exhaustive
 
@@ -157,7 +157,7 @@ def test_rotated_products_depend_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
     cos, sin = (x.double() for x in rotary_angles(40, 64, torch.device("cpu")))
     positions = (1, 40, 1, 64)
-    q, k = rotate(q.expand(positions), cos, sin)[0, :, 0], rotate(k.expand(positions), cos, sin)[0, :, 0]
+    q, k = apply_rotary(q.expand(positions), cos, sin)[0, :, 0], apply_rotary(k.expand(positions), cos, sin)[0, :, 0]
     products = q @ k.T  # (40, 40): query position, key position
     for distance in (-5, 0, 1, 17):
         diagonal = products.diagonal(distance)
@@ -184,25 +184,25 @@ def test_activation_checkpointing_gives_the_same_gradients(name, dropout):
 def test_dropout_drops_its_share_and_keeps_the_mean():
     torch.manual_seed(0)
     x = torch.ones(1001, 999, requires_grad=True)
-    y = Dropout(0.2)(x)
+    y = FastCpuDropout(0.2)(x)
     n = x.numel()
     assert (y == 0).sum() / n == pytest.approx(0.2, abs=5 * math.sqrt(0.2 * 0.8 / n))
     assert y.unique().tolist() == pytest.approx([0, 1.25], rel=1e-5)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
-    assert Dropout(0.2).eval()(x) is x
-    assert Dropout(0.0)(x).equal(x)
+    assert FastCpuDropout(0.2).eval()(x) is x
+    assert FastCpuDropout(0.0)(x).equal(x)
 
 
 def test_neighbours_are_dropped_independently():
     torch.manual_seed(0)
-    dropped = (Dropout(0.5)(torch.ones(400_000)) == 0).float() - 0.5
+    dropped = (FastCpuDropout(0.5)(torch.ones(400_000)) == 0).float() - 0.5
     for lag in range(1, 9):  # four neighbours share one random word
         correlation = 4 * (dropped[lag:] * dropped[:-lag]).mean().item()
         assert abs(correlation) < 5 / math.sqrt(dropped.numel())
 
 
-class DropNothing(Dropout):
+class DropNothing(FastCpuDropout):
     """Asks for dropout, and so for strips, but keeps everything."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +214,7 @@ def test_attention_in_strips_is_attention(num_positions):
     torch.manual_seed(0)
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 3, num_positions, 8).unbind(0))
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    in_strips = attend(q, k, v, DropNothing(0.5))
+    in_strips = causal_attention(q, k, v, DropNothing(0.5))
     torch.testing.assert_close(in_strips, reference, rtol=1e-5, atol=1e-6)
     upstream = torch.randn_like(reference)
     for ours, theirs in zip(
@@ -229,8 +229,8 @@ def test_attention_drops_weights_while_training_alone():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 40, 8).unbind(0)
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert torch.equal(attend(q, k, v, Dropout(0.5).eval()), reference)
-    dropped = attend(q, k, v, Dropout(0.5))
+    assert torch.equal(causal_attention(q, k, v, FastCpuDropout(0.5).eval()), reference)
+    dropped = causal_attention(q, k, v, FastCpuDropout(0.5))
     first = (dropped[:, :, 0] / v[:, :, 0]).unique()  # the first position sees itself alone, or nothing
     assert all(value in (0, 2) for value in first.round(decimals=4).tolist())
     assert not torch.equal(dropped, reference)
@@ -241,7 +241,7 @@ def test_dropout_is_where_nanogpt_has_it():
     model, (tokens, targets) = build(shape), batch(shape)
     dropped = []
     for name, module in model.named_modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, FastCpuDropout):
             module.register_forward_hook(lambda _module, _args, y, name=name: dropped.append((name, tuple(y.shape))))
     model(tokens, targets)
     stream, weights = (4, 16, 32), (4, 2, 16, 16)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evener.worker.buffers import MovingBuffers
+from evener.worker.buffers import BufferAverager
 
 
 def test_running_statistics_are_those_of_the_mean_over_micro_batches():
@@ -15,14 +15,14 @@ def test_running_statistics_are_those_of_the_mean_over_micro_batches():
     norm = nn.BatchNorm1d(3, momentum=0.3)
     batches = torch.randn(4, 8, 3) * 2 + 1
     before = norm.running_mean.clone()
-    ranks = [MovingBuffers(norm, ["num_batches_tracked", "running_mean"]) for _ in range(2)]
+    ranks = [BufferAverager(norm, ["num_batches_tracked", "running_mean"]) for _ in range(2)]
     for i, batch in enumerate(batches):  # rank 0 has three of them
         norm(batch)
-        ranks[i == 3].take()
+        ranks[i == 3].accumulate()
         assert torch.equal(norm.running_mean, before)
     sums = [rank._total for rank in ranks]
     for rank in ranks:
-        rank.settle(lambda own: sums[0] + sums[1])
+        rank.average(lambda own: sums[0] + sums[1])
         expected = 0.7 * before + 0.3 * batches.mean(dim=(0, 1))
         assert norm.running_mean.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
         assert norm.num_batches_tracked == 1
@@ -45,13 +45,13 @@ def test_a_tensor_that_takes_a_buffers_place_counts_as_the_buffer():
     torch.manual_seed(0)
     module = nn.Sequential(Average())
     buffer, batches = module[0].mean, torch.randn(4, 8, 2)
-    moving = MovingBuffers(module, ["0.mean", "0.cache"])
+    moving = BufferAverager(module, ["0.mean", "0.cache"])
     for batch in batches:
         module(batch.requires_grad_())
-        moving.take()
+        moving.accumulate()
         assert module[0].mean is buffer
         assert buffer.tolist() == [1.0, 2.0]
-    moving.settle(lambda own: own)
+    moving.average(lambda own: own)
     expected = 0.9 * torch.tensor([1.0, 2.0]) + 0.1 * batches.mean(dim=(0, 1))
     assert module[0].mean is buffer
     assert buffer.tolist() == pytest.approx(expected.tolist(), rel=1e-6)

@@ -12,11 +12,11 @@ SPREADS = """
 import os, pathlib, sys, torch
 from evener.core.runwriter import RunWriter
 from evener.worker.checkpoint import load, save
-from evener.worker.group import Group
-from evener.worker.membership.worlds import newest_anywhere
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.membership.regroup import replicate_newest_checkpoint
 
 os.environ["LOCAL_RANK"] = "0"  # a host of its own
-group = Group("cpu")
+group = ProcessGroups("cpu")
 run = RunWriter(pathlib.Path(sys.argv[1]) / "abc"[group.rank])
 for word in sys.argv[2 + group.rank].split():  # such as 10=1.5: the checkpoint of step 10 holds 1.5
     step, value = word.split("=")
@@ -25,7 +25,7 @@ for word in sys.argv[2 + group.rank].split():  # such as 10=1.5: the checkpoint 
     run.manifest_path.write_text("{}")
 exec(sys.argv[5])
 try:
-    found = newest_anywhere(run, group)
+    found = replicate_newest_checkpoint(run, group)
     held = None if found is None else float(load(run.checkpoint_path(found.step)).weights["w"].unique())
     told = f"{None if found is None else found.step} {held} {run.is_run()}"
 except Exception as error:

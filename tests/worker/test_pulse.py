@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from evener.worker.pulse import moved
+from evener.worker.heartbeat import transferred_bytes
 from tests.conftest import TIMEOUT_S
 
 
@@ -19,12 +19,12 @@ def test_what_connections_have_moved_is_what_was_sent_and_received() -> None:
         socket.create_connection(listener.getsockname()) as one,
         listener.accept()[0] as other,
     ):
-        before, deadline = moved(), time.monotonic() + TIMEOUT_S
+        before, deadline = transferred_bytes(), time.monotonic() + TIMEOUT_S
         assert before is not None
         one.sendall(bytes(100_000))
         left = 100_000
         while left:
             left -= len(other.recv(left))
-        while moved() != before + 2 * 100_000:  # acknowledged to one end, received by the other
-            assert time.monotonic() < deadline, (before, moved())
+        while transferred_bytes() != before + 2 * 100_000:  # acknowledged to one end, received by the other
+            assert time.monotonic() < deadline, (before, transferred_bytes())
             time.sleep(0.01)

@@ -15,42 +15,42 @@ import faulthandler, json, math, os, random, sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch import nn
-from evener.core.failure import is_consequence
+from evener.core.peer_failure import is_peer_failure
 from evener.core.roster import parse_sync
-from evener.plan import sync as plan
+from evener.plan import sync_traffic as plan
 from evener.worker.clock import HostClock
-from evener.worker.group import Group, _sockets
+from evener.worker.process_groups import ProcessGroups, _open_sockets
 from evener.worker.sync.diloco import DiLoCo
-from evener.worker.sync.streamed import Streamed
+from evener.worker.sync.streaming_diloco import StreamingDiLoCo
 
 plan.FRAGMENT_BYTES = 8000  # several fragments
 spec, CUTS, place, n = parse_sync(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 chance = random.Random(f"{spec} {n} {place}")
 
-class World(Group):
+class World(ProcessGroups):
     def __init__(self):
         self.device, self.number_of_world = torch.device("cpu"), -1
 
     def begin(self):
         self.number_of_world += 1
-        self.rank, self.world_size, self.numbers, self.backend = place, n, list(range(n)), "gloo"
-        self._sockets_before, self._sockets = _sockets(), None
+        self.rank, self.world_size, self.member_ranks, self.backend = place, n, list(range(n)), "gloo"
+        self._sockets_before, self._epoch_sockets = _open_sockets(), None
         mine = dist.PrefixStore(str(self.number_of_world), store)
         dist.init_process_group("gloo", store=mine, rank=place, world_size=n)
         soon = timedelta(seconds=2)  # Gloo misses an end now and then
-        self.control, self.gradients = (dist.new_group(backend="gloo", timeout=soon) for _ in range(2))
+        self.control_group, self.gradient_group = (dist.new_group(backend="gloo", timeout=soon) for _ in range(2))
         dist.barrier()  # no world is lost before all are in it
-        self._sockets = _sockets() - self._sockets_before
+        self._epoch_sockets = _open_sockets() - self._sockets_before
         if self.number_of_world <= CUTS and self.number_of_world % n == place:
-            threading.Timer(chance.uniform(0.0, 0.05) + (not self.number_of_world), self.shut).start()
+            threading.Timer(chance.uniform(0.0, 0.05) + (not self.number_of_world), self.shut_down_connections).start()
 
 group = World()
 group.begin()
 torch.manual_seed(0)
 module = nn.Sequential(nn.Linear(40, 70), nn.LayerNorm(70), nn.Linear(70, 30), nn.Linear(30, 11))
 momentum = None if sys.argv[3] == "its own" else lambda tokens: 0.0
-sync = (Streamed if spec.streamed else DiLoCo)(group, HostClock(), lambda part: None, spec, momentum=momentum)
+sync = (StreamingDiLoCo if spec.streamed else DiLoCo)(group, HostClock(), lambda part: None, spec, momentum=momentum)
 mine = torch.Generator().manual_seed(place)
 parameters, stop, step = list(module.parameters()), math.inf, 0
 began = torch.cat([one.detach().reshape(-1) for one in parameters])
@@ -60,18 +60,18 @@ tokens = float(1 + place)
 def meet():
     global stop
     while True:
-        group.shut()
-        sync.abandon()
-        group.leave_world()
+        group.shut_down_connections()
+        sync.abort()
+        group.leave_epoch()
         try:
             group.begin()
             sync.regroup([])
             if group.number_of_world > CUTS:
-                told = [json.loads(one) for one in group.gather(json.dumps([stop, step]).encode())]
+                told = [json.loads(one) for one in group.all_gather_bytes(json.dumps([stop, step]).encode())]
                 stop = min(min(stop for stop, _ in told), max(step for _, step in told) + 2 * spec.every)
             return
         except RuntimeError as error:
-            if not is_consequence(error):
+            if not is_peer_failure(error):
                 raise
 
 def again(do, *args):
@@ -79,7 +79,7 @@ def again(do, *args):
         try:
             return do(*args)
         except RuntimeError as error:
-            if not is_consequence(error):
+            if not is_peer_failure(error):
                 raise
             meet()
 
@@ -92,10 +92,10 @@ while step < stop:
         for parameter, move in zip(parameters, moves):
             parameter.add_(move)
     went += torch.cat([move.double().reshape(-1) for move in moves])
-    sync.after_update(tokens, sum(1.0 + one for one in range(n)))
+    sync.after_optimizer_step(tokens, sum(1.0 + one for one in range(n)))
     again(sync.after_step, step)
     step += 1
-again(sync.conclude)
+again(sync.merge_replicas)
 held = torch.cat([one.detach().reshape(-1) for one in parameters] + [one.momentum for one in sync._fragments])
 everyone = [torch.empty_like(held) for _ in range(n)]
 dist.all_gather(everyone, held)

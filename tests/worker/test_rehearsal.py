@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from evener.core.errors import UsageError
-from evener.worker.rehearsal import Rehearsal, kind_of
-from evener.worker.trained import Trained
+from evener.worker.training_state import TrainingState
+from evener.worker.warmup import WarmupStep, classify_loss_reduction
 
-GROUP = types.SimpleNamespace(device=torch.device("cpu"), gather=lambda mine: [mine])
+GROUP = types.SimpleNamespace(device=torch.device("cpu"), all_gather_bytes=lambda mine: [mine])
 NUM_PROGRAMS = 4
 LOSSES = {
     "cross-entropy": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
@@ -24,8 +24,8 @@ LOSSES = {
 }
 
 
-def trained(module: nn.Module) -> Trained:
-    found = Trained(torch.amp.GradScaler("cpu", enabled=False))
+def trained(module: nn.Module) -> TrainingState:
+    found = TrainingState(torch.amp.GradScaler("cpu", enabled=False))
     found.models.append(module)
     return found
 
@@ -35,13 +35,13 @@ def rehearse(module, loss, size: int, things=(), *, is_compiled: bool = False) -
     known = trained(module)
     for name, thing in things:
         known.add_state(f"user/{name}", thing)
-    rehearsal = Rehearsal(known, GROUP, is_own=True, is_compiled=is_compiled)
+    rehearsal = WarmupStep(known, GROUP, is_user_program=True, is_compiled=is_compiled)
     exchanged = []
-    for part, exchanges in rehearsal.parts(np.arange(100, 100 + size), [size]):
-        rehearsal.note([float(loss(module, torch.from_numpy(part)).detach())])
+    for part, exchanges in rehearsal.micro_batches(np.arange(100, 100 + size), [size]):
+        rehearsal.record_losses([float(loss(module, torch.from_numpy(part)).detach())])
         exchanged.append(exchanges)
     assert exchanged == [False] * (len(exchanged) - 1) + [True]
-    rehearsal.end(True, None)
+    rehearsal.finish(True, None)
     return len(exchanged)
 
 
@@ -94,7 +94,7 @@ def test_a_loss_that_is_noise_alone_is_hardly_ever_taken_for_a_mean():
     refused = 0
     for _ in range(4000):
         trials: list[tuple[float, float]] = []
-        while (found := kind_of(trials)) is None:
+        while (found := classify_loss_reduction(trials)) is None:
             trials.append((draw.normal(), draw.normal() * 2**0.5))
         refused += found != "sum"
     assert refused <= 4  # ten losses of one sign are one in 512, and then their ratio decides

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from evener.core.files import digest_of
+from evener.core.file_io import file_digest
 from evener.core.rundir import RunDir
 
 from ..conftest import ENV
@@ -128,7 +128,7 @@ def test_one_rank_that_recorded_something_else_is_named(run):
 @pytest.mark.parametrize("hashed", [True, *exhaustively(False)])
 def test_a_weight_that_was_changed_is_found_in_the_first_step(run, hashed):
     """One that the ranks had hashed otherwise, and one that they had like that, too."""
-    from evener.worker.verify import hash_tensors
+    from evener.worker.replica_hashes import hash_tensors
 
     folder = run.checkpoint_path(20)
     weights = load_file(folder / "weights.safetensors")
@@ -137,7 +137,7 @@ def test_a_weight_that_was_changed_is_found_in_the_first_step(run, hashed):
     save_file(weights, folder / "weights.safetensors")
     state = json.loads((folder / "state.json").read_text())
     assert "damaged" in verify(run, "--replay", "10", status=2).stderr
-    state["files"]["weights.safetensors"] = digest_of(folder / "weights.safetensors")
+    state["files"]["weights.safetensors"] = file_digest(folder / "weights.safetensors")
     if hashed:
         hashes = hash_tensors((one, weights[one]) for one in state["tensor_names"])
         state["replica_hashes"] = [list(hashes.values())] * 2
@@ -163,18 +163,18 @@ def test_changed_bytes_of_the_corpus_are_found(run):
 WRONG = """
 import sys, torch
 from evener.core.resolve import resolve
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 from evener.worker.loop import train
-from evener.worker.sync.ddp import AllReduce
+from evener.worker.sync.allreduce_hook import AllReduceHook
 
-start = AllReduce.start
+start = AllReduceHook.start
 def wrong(self, bucket, **more):
     result = start(self, bucket, **more)
     if int(sys.argv[1]) and self.steps >= int(sys.argv[1]):
         result = result.then(lambda future: future.value() * torch.linspace(0, 2, len(future.value())))
-    self.steps += not more["is_rehearsal"]
+    self.steps += not more["is_warmup"]
     return result
-AllReduce.start, AllReduce.steps = wrong, 0
+AllReduceHook.start, AllReduceHook.steps = wrong, 0
 train(resolve(parse_args(sys.argv[2:])))
 """
 

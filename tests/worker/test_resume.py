@@ -15,7 +15,7 @@ import pytest
 from evener.core.errors import CheckpointError
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
-from evener.report.summary import summarize
+from evener.report.run_summary import summarize_run
 
 from ..conftest import TIMEOUT_S, wait_until
 from ..tiers import exhaustive, exhaustively
@@ -84,7 +84,7 @@ def test_figures_are_those_since_the_settings_changed(tmp_path, train, before, n
         assert run.manifest().since == since
     both = [[record for record in run.records(rank) if record.step >= since + 3] for rank in range(2)]
     assert both[0][-1].step == 27
-    found, step_s = summarize(run), statistics.median(record.wall_s for record in both[0])
+    found, step_s = summarize_run(run), statistics.median(record.wall_s for record in both[0])
     assert (found.num_steps, found.step_p50_s) == (28, step_s)
     assert found.tokens_per_step == sum(of_rank[-1].tokens for of_rank in both)
     assert found.tokens_per_s == found.tokens_per_step / step_s
@@ -165,7 +165,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path, train, start):
 OWN_LOOP = """
 import sys, numpy, torch, evener
 from torch import nn
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))
@@ -200,7 +200,7 @@ def test_a_loop_of_the_users_own_resumes_bit_for_bit(tmp_path, run_script):
 STOPS = """
 import os, sys, evener, torch
 from torch import nn
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return torch.ones(num, 2).numpy()
@@ -216,7 +216,7 @@ with evener.join(parse_args(flags)) as run:
         for batch in step.micro_batches():
             step.backward(model(batch).sum())
         if step.index == 4 and run.rank == 1:
-            run._stopping.wanted = True
+            run._stop_signals.is_requested = True
         step.update(optimizer)
 """
 
@@ -233,7 +233,7 @@ def test_a_stop_on_a_checkpoint_step_where_each_host_has_a_disk(tmp_path, run_sc
 
 KILLED_AS_IT_SAVES = """
 import os, signal, sys
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 from evener.core.resolve import resolve
 from evener.worker import checkpoint
 from evener.worker.loop import train

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import torch
 
-from evener.core.roster import Seat, first_roster, parse_sync
+from evener.core.roster import RankSlot, initial_roster, parse_sync
+from evener.core.run_spec import parse_args
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
-from evener.core.spec import parse_args
-from evener.core.step import BLOCKED
+from evener.core.step_cost import BLOCKED
 from evener.worker.clock import HostClock
-from evener.worker.membership.fixed import Fixed
-from evener.worker.record import News, OnHost, Recorder
-from evener.worker.spans import Spans
+from evener.worker.membership.fixed import FixedMembership
+from evener.worker.span_recorder import SpanRecorder
+from evener.worker.step_recorder import HostCopy, StepRecorder, StepReport
 
 from ..tiers import exhaustive, exhaustively
 
@@ -56,7 +56,7 @@ def test_unequal_shares_learn_what_one_process_learns(tmp_path, train, one_rank,
 RESHARED = """
 import sys
 from evener.core.resolve import resolve
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 from evener.worker import loop
 from evener.worker.run import Run
 
@@ -65,9 +65,9 @@ steps = Run.steps
 def reweighing(run, dataset):
     for step in steps(run, dataset):
         if step.index == 19 and run.rank == 0:
-            run.weigh(24)  # rank 1 goes on to weigh 8, its share
+            run.set_share_weight(24)  # rank 1 goes on to weigh 8, its share
         if step.index == 29 and run.rank == 1:
-            run.weigh(0)
+            run.set_share_weight(0)
         yield step
 
 Run.steps = reweighing
@@ -98,17 +98,17 @@ TIMED = """
 import sys
 import msgspec
 from evener.core.resolve import resolve
-from evener.core.spec import parse_args
-from evener.worker import loop, record
+from evener.core.run_spec import parse_args
+from evener.worker import loop, step_recorder
 
-row = record.News.row
+row = step_recorder.StepReport.to_row
 
 def as_if_timed(news):
     "Rank 1 takes as long as rank 0 for a sequence, three times as long in steps 10 to 24, and forty times from 25 on."
     import torch.distributed as dist
     share = shares[int(news.step)] if news.step >= 0 else 0
     slow = 1 if dist.get_rank() == 0 or news.step < 10 else 3 if news.step < 25 else 40
-    return row(msgspec.structs.replace(news, took_s=0.01 * slow * share, update_s=0.0))
+    return row(msgspec.structs.replace(news, work_s=0.01 * slow * share, optimizer_s=0.0))
 
 shares = {}
 made = loop.Run.steps
@@ -118,7 +118,7 @@ def steps(run, dataset):
         shares[step.index] = step.member.share
         yield step
 
-record.News.row, loop.Run.steps = as_if_timed, steps
+step_recorder.StepReport.to_row, loop.Run.steps = as_if_timed, steps
 loop.train(resolve(parse_args(sys.argv[1:])))
 """
 
@@ -171,17 +171,17 @@ OWN = """
 import os, sys
 import msgspec, numpy, torch, evener
 from torch import nn
-from evener.worker import record
+from evener.worker import step_recorder
 
-row, shares = record.News.row, {}
+row, shares = step_recorder.StepReport.to_row, {}
 
 def as_if_timed(news):
     "Rank 1 takes twice as long for a sequence as rank 0."
     share = shares[int(news.step)] if news.step >= 0 else 0
     slow = 2 if os.environ.get("RANK") == "1" else 1
-    return row(msgspec.structs.replace(news, took_s=0.01 * slow * share, update_s=0.0))
+    return row(msgspec.structs.replace(news, work_s=0.01 * slow * share, optimizer_s=0.0))
 
-record.News.row = as_if_timed
+step_recorder.StepReport.to_row = as_if_timed
 spec, normed = evener.parse_args(sys.argv[2:]), sys.argv[1] == "batch-norm"
 
 class Numbers:
@@ -215,123 +215,137 @@ def test_a_program_of_ones_own_is_balanced_and_learns_the_same(tmp_path, run_scr
 
 
 def news(*took_s, step=5, **of_rank_0):
-    told = [News(step=float(step), took_s=one) for one in took_s]
+    told = [StepReport(step=float(step), work_s=one) for one in took_s]
     return [msgspec.structs.replace(told[0], **of_rank_0), *told[1:]]
 
 
 def heard(fixed, steps, *took_s):
     """The first Roster that follows from news of these steps."""
-    return next((roster for step in steps if (roster := fixed.hear(news(*took_s, step=step), step + 1))), None)
+    return next((roster for step in steps if (roster := fixed.update_roster(news(*took_s, step=step), step + 1))), None)
 
 
 def fixed_of(*flags):
-    seats = [Seat(host=host, device="cpu") for host in "ab"]
-    return Fixed(first_roster(parse_args([*flags]), seats, 64))
+    seats = [RankSlot(host=host, device="cpu") for host in "ab"]
+    return FixedMembership(initial_roster(parse_args([*flags]), seats, 64))
 
 
 def test_a_program_that_weighs_its_ranks_is_balanced_no_more():
     fixed = fixed_of("--batch", "16")
     assert heard(fixed, range(30), 1.0, 2.0) is None  # nobody asked for it
-    fixed.balance(one_size=False)
+    fixed.enable_balancing(fixed_micro_batch_size=False)
     assert heard(fixed, range(30, 60), 1.0, 2.0).shares == [11, 5]
-    assert fixed.hear(news(1.0, 1.0, step=60, weight=5.0), 61).shares == [8, 8]  # 5 and the other's 5
+    assert fixed.update_roster(news(1.0, 1.0, step=60, share_weight=5.0), 61).shares == [8, 8]  # 5 and the other's 5
     assert heard(fixed, range(61, 120), 1.0, 9.0) is None
 
 
 def test_weights_of_replicas_that_drift_are_a_steps_and_not_a_rounds():
     fixed = fixed_of("--batch", "16", "--sync", "diloco:10")
-    fixed.balance(one_size=False)
+    fixed.enable_balancing(fixed_micro_batch_size=False)
     roster = heard(fixed, range(30), 1.0, 2.0)
     assert roster.round_shares == [107, 53]
-    assert fixed.hear(news(1.0, 1.0, step=30, weight=5.3), 31).shares == [8, 8]  # 5.3, and the other's 5.3
+    # 5.3, and the other's 5.3
+    assert fixed.update_roster(news(1.0, 1.0, step=30, share_weight=5.3), 31).shares == [8, 8]
 
 
 def test_shares_stay_where_a_model_has_several_sizes():
     """Compiled for 9 and 8 sequences, it would be compiled again for others."""
     fixed = fixed_of("--batch", "32", "--shares", "17:15", "--micro-batch", "16")
-    assert fixed.balance(one_size=True).startswith("shares stay 17 : 15 whatever the ranks' speed: micro-batches of 8")
+    assert fixed.enable_balancing(fixed_micro_batch_size=True).startswith(
+        "shares stay 17 : 15 whatever the ranks' speed: micro-batches of 8"
+    )
     assert heard(fixed, range(60), 1.0, 9.0) is None
     fixed = fixed_of("--batch", "16")
-    told = fixed.balance(one_size=True)  # one each: nothing to choose
+    told = fixed.enable_balancing(fixed_micro_batch_size=True)  # one each: nothing to choose
     assert "micro-batches of 8 sequences" in told
     assert told.endswith("with --micro-batch 4 they would follow it")
     fixed = fixed_of("--batch", "32", "--micro-batch", "4")
-    assert fixed.balance(one_size=True) == ""
+    assert fixed.enable_balancing(fixed_micro_batch_size=True) == ""
     roster = heard(fixed, range(60), 1.0, 4.0)
-    assert [member.micro_batches for member in roster.members] == [[4] * 7, [4]]
+    assert [member.micro_batch_sizes for member in roster.members] == [[4] * 7, [4]]
 
 
 def test_a_compiled_model_begins_in_whole_micro_batches_where_the_batch_consists_of_such():
     fixed = fixed_of("--batch", "16", "--shares", "11:5", "--micro-batch", "2")  # else [2, 2, 2, 2, 2, 1], [2, 2, 1]
-    assert fixed.balance(one_size=True) == ""
-    assert [member.micro_batches for member in fixed.roster.members] == [[2] * 6, [2] * 2]
+    assert fixed.enable_balancing(fixed_micro_batch_size=True) == ""
+    assert [member.micro_batch_sizes for member in fixed.roster.members] == [[2] * 6, [2] * 2]
     assert fixed.roster.epoch == fixed.roster.from_step == 0
     assert heard(fixed, range(60), 2.0, 0.5).shares == [6, 10]  # 167 and 125 ms a sequence
     fixed = fixed_of("--batch", "16", "--shares", "15:1", "--micro-batch", "4")  # nothing would be left for one
-    assert fixed.balance(one_size=True).startswith("shares stay 15 : 1 ")
+    assert fixed.enable_balancing(fixed_micro_batch_size=True).startswith("shares stay 15 : 1 ")
     assert fixed.roster.shares == [15, 1]
 
 
 def recorder_of(folder, roster):
     rundir, clock = RunWriter(folder), HostClock()
-    return Recorder(rundir, 0, roster, clock, None, Spans(rundir, 0, clock))
+    return StepRecorder(rundir, 0, roster, clock, None, SpanRecorder(rundir, 0, clock))
 
 
 def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
     """On a GPU a step's news are a step late: what is flushed before a checkpoint must not take its place."""
-    member = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cuda:0")], None)
+    member = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cuda:0")], None)
     recorder = recorder_of(tmp_path / "run", member)
     for step, weight in ((0, math.nan), (1, 2.0)):
-        recorder.begin()
-        recorder.hear()
-        recorder.pause()
-        recorder.end(wish=0.0, weight=weight, sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4,
-                     bytes=0, lr=0.0, loss_sum=OnHost(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
+        recorder.begin_step()
+        recorder.receive_due_reports()
+        recorder.stop_timers()
+        recorder.end_step(
+            stop_request=0.0,
+            share_weight=weight,
+            sync_s=lambda: 0.0,
+            step=step,
+            epoch=0,
+            tokens=2,
+            global_tokens=4,
+            bytes=0,
+            lr=0.0,
+            loss_sum=HostCopy(torch.tensor(1.0)),
+            grad_norm=None,
+        )
     assert recorder.flush() is False
-    assert (recorder.news[0].step, recorder.news[0].weight) == (1.0, 2.0)
+    assert (recorder.reports[0].step, recorder.reports[0].share_weight) == (1.0, 2.0)
 
 
 def test_who_had_no_share_and_is_left_alone_writes_down_a_step_of_which_nobody_knows_the_loss(tmp_path):
     """Whoever had all of the batch is gone before it told."""
-    told = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
+    told = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cpu")], None)
     roster = msgspec.structs.replace(told, sync=parse_sync("diloco:10"))
     recorder = recorder_of(tmp_path / "run", roster)
-    recorder.begin()
-    recorder.pause()
-    recorder.end(wish=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=0, global_tokens=4, bytes=0, lr=0.0,
-                 loss_sum=OnHost(torch.tensor(0.0)), grad_norm=None)  # fmt: skip
-    recorder.begin()
-    recorder.enter(roster, 0, None, -1)
-    recorder.catch_up()
+    recorder.begin_step()
+    recorder.stop_timers()
+    recorder.end_step(stop_request=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=0, global_tokens=4, bytes=0, lr=0.0,
+                 loss_sum=HostCopy(torch.tensor(0.0)), grad_norm=None)  # fmt: skip
+    recorder.begin_step()
+    recorder.enter_epoch(roster, 0, None, -1)
+    recorder.receive_all_reports()
     recorder.close()
     assert [(record.step, record.loss) for record in RunDir(tmp_path / "run").records(0)] == [(0, None)]
 
 
 def test_what_a_rank_tells_of_its_share_is_input_and_computing_and_its_update_beside_it(tmp_path):
-    roster = first_roster(parse_args(["--batch", "4"]), [Seat(host="a", device="cpu")], None)
+    roster = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cpu")], None)
     recorder = recorder_of(tmp_path / "run", roster)
-    recorder.begin()
+    recorder.begin_step()
     for part in ("data_s", "compute_s", BLOCKED, "data_s", "compute_s", "optimizer_s"):
         recorder.lap(part)
-    recorder.pause()
-    recorder.end(wish=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
-                 loss_sum=OnHost(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
-    recorder.hear()
-    cost = recorder.last.cost
-    assert recorder.news[0].took_s == pytest.approx(cost.data_s + cost.compute_s)
-    assert recorder.news[0].update_s == pytest.approx(cost.optimizer_s)
-    assert 0 < recorder.news[0].took_s < recorder.last.wall_s
+    recorder.stop_timers()
+    recorder.end_step(stop_request=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
+                 loss_sum=HostCopy(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
+    recorder.receive_due_reports()
+    cost = recorder.last_record.cost
+    assert recorder.reports[0].work_s == pytest.approx(cost.data_s + cost.compute_s)
+    assert recorder.reports[0].optimizer_s == pytest.approx(cost.optimizer_s)
+    assert 0 < recorder.reports[0].work_s < recorder.last_record.wall_s
     recorder.close()
 
 
 @exhaustive
 def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, start, monkeypatch):
     """EVENER_ROSTER names a file; what it says counts, whatever the flags say, as long as it is of these ranks."""
-    from evener.core.machine import this_machine
+    from evener.core.host_info import local_host_info
 
-    here = Seat(host=this_machine().host, device="cpu")
+    here = RankSlot(host=local_host_info().host, device="cpu")
     spec = parse_args(["--batch", "16", "--shares", "3:1", "--dtype", "fp32"])
-    good, bad = (first_roster(spec, [here, seat], 64) for seat in (here, Seat(host="laptop", device="cpu")))
+    good, bad = (initial_roster(spec, [here, seat], 64) for seat in (here, RankSlot(host="laptop", device="cpu")))
     for name, roster in (("good", good), ("bad", bad)):
         (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(roster))
 
@@ -348,13 +362,13 @@ def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, 
 
 def test_steps_of_a_round_need_not_be_alike_and_leave_no_sample_out(tmp_path, train, start, monkeypatch):
     """Where nothing is learned, a step's loss tells of which samples it was: those that one process has."""
-    from evener.core.machine import this_machine
+    from evener.core.host_info import local_host_info
 
     flags = ("--steps", "12", "--batch", "11", "--lr", "1e-30", "--dropout", "0", "--micro-batch", "3")
     alone = train(tmp_path / "alone", *flags, ranks=1)
     spec = parse_args([*flags, "--sync", "diloco:4:int8", "--dtype", "fp32"])
-    seat = Seat(host=this_machine().host, device="cpu")
-    roster = first_roster(spec, [seat] * 3, 64).divided([25, 17, 2])
+    seat = RankSlot(host=local_host_info().host, device="cpu")
+    roster = initial_roster(spec, [seat] * 3, 64).replace_shares([25, 17, 2])
     (tmp_path / "roster.json").write_bytes(msgspec.json.encode(roster))
     monkeypatch.setitem(start.__globals__["ENV"], "EVENER_ROSTER", str(tmp_path / "roster.json"))
     started = start(tmp_path / "run", *flags, "--sync", "diloco:4:int8", "--shares", "equal", ranks=3)
@@ -370,20 +384,20 @@ def test_steps_of_a_round_need_not_be_alike_and_leave_no_sample_out(tmp_path, tr
 RECORDERS = """
 import os, sys, torch
 import torch.distributed as dist
-from evener.core.roster import Seat, first_roster
+from evener.core.roster import RankSlot, initial_roster
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
-from evener.core.step import BLOCKED
+from evener.core.run_spec import parse_args
+from evener.core.step_cost import BLOCKED
 from evener.worker.clock import HostClock
-from evener.worker.record import OnHost, Recorder
-from evener.worker.spans import Spans
+from evener.worker.step_recorder import HostCopy, StepRecorder
+from evener.worker.span_recorder import SpanRecorder
 
 class QueueClock(HostClock):
     "As of a device that is a step behind: asked for step k while step k + 1 has not been queued, it would wait."
     newest = None
-    def seconds(self, begin, end):
+    def elapsed_s(self, begin, end):
         self.check(end)
-        return super().seconds(begin, end)
+        return super().elapsed_s(begin, end)
     def check(self, moment):
         assert self.newest is None or moment < self.newest, "waits for the step that was just queued"
 
@@ -399,25 +413,25 @@ class Queued:
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-seats = [Seat(host="a", device="cuda:0"), Seat(host="b", device="cpu")]
-roster = first_roster(parse_args(["--batch", "4"]), seats, None)
+seats = [RankSlot(host="a", device="cuda:0"), RankSlot(host="b", device="cpu")]
+roster = initial_roster(parse_args(["--batch", "4"]), seats, None)
 clock = QueueClock() if rank == 0 else HostClock()
 rundir = RunDir(sys.argv[1])
-recorder = Recorder(rundir, rank, roster, clock, dist.group.WORLD, Spans(rundir, rank, clock))
+recorder = StepRecorder(rundir, rank, roster, clock, dist.group.WORLD, SpanRecorder(rundir, rank, clock))
 for step in range(5):
-    recorder.begin()
+    recorder.begin_step()
     if rank == 0:
         clock.newest = clock.mark() if step else None
-    recorder.hear()
+    recorder.receive_due_reports()
     for part in ("data_s", "compute_s", BLOCKED, "optimizer_s"):
         recorder.lap(part)
-    recorder.pause()
-    held = [Queued(value, clock) if rank == 0 else OnHost(torch.tensor(value, dtype=torch.float64))
+    recorder.stop_timers()
+    held = [Queued(value, clock) if rank == 0 else HostCopy(torch.tensor(value, dtype=torch.float64))
             for value in (10.0 * step + rank, 2.0, 3.0, [0.5, 0.9])]
     begin, end = clock.mark(), clock.mark()
-    recorder.end(wish=0.0, sync_s=lambda begin=begin, end=end: clock.seconds(begin, end), step=step, epoch=0,
-                 tokens=2, global_tokens=4, bytes=0, lr=0.0, loss_sum=held[0], grad_norm=held[1],
-                 mine_sq=held[2], whole_sq=held[1], fidelity=held[3])
+    recorder.end_step(stop_request=0.0, sync_s=lambda begin=begin, end=end: clock.elapsed_s(begin, end), step=step,
+                 epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0, loss_sum=held[0], grad_norm=held[1],
+                 local_grad_sq=held[2], global_grad_sq=held[1], fidelity=held[3])
 clock.newest = None
 recorder.flush()
 recorder.close()
@@ -443,33 +457,34 @@ def test_ranks_of_different_devices_lag_alike(tmp_path, run_script):
 DRIFTING = """
 import os, sys, math, torch
 import torch.distributed as dist
-from evener.core.roster import Seat, first_roster
+from evener.core.roster import RankSlot, initial_roster
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 from evener.worker.clock import HostClock
-from evener.worker.record import STOP, OnHost, Recorder
-from evener.worker.spans import Spans
+from evener.worker.step_recorder import STOP, HostCopy, StepRecorder
+from evener.worker.span_recorder import SpanRecorder
 
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-seats = [Seat(host=host, device="cpu") for host in "ab"]
-roster = first_roster(parse_args(["--batch", "4", "--sync", "diloco:10"]), seats, None)
+seats = [RankSlot(host=host, device="cpu") for host in "ab"]
+roster = initial_roster(parse_args(["--batch", "4", "--sync", "diloco:10"]), seats, None)
 rundir, clock = RunDir(sys.argv[1]), HostClock()
-recorder = Recorder(rundir, rank, roster, clock, dist.group.WORLD, Spans(rundir, rank, clock))
+recorder = StepRecorder(rundir, rank, roster, clock, dist.group.WORLD, SpanRecorder(rundir, rank, clock))
 for step in range(4):
-    recorder.begin()
-    assert not recorder.hear()
-    recorder.pause()
+    recorder.begin_step()
+    assert not recorder.receive_due_reports()
+    recorder.stop_timers()
     if rank == 0:
         store.set(f"step {step}", "begun")
     elif step < 3:
         store.wait([f"step {step + 1}"])  # ends no step before the other has begun the next
-    recorder.end(wish=STOP if step == 3 and rank == 0 else 0.0, weight=5.0 if step == 2 and rank == 1 else math.nan,
+    recorder.end_step(stop_request=STOP if step == 3 and rank == 0 else 0.0,
+                 share_weight=5.0 if step == 2 and rank == 1 else math.nan,
                  sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
-                 loss_sum=OnHost(torch.tensor(10.0 * step + rank)), grad_norm=None)
+                 loss_sum=HostCopy(torch.tensor(10.0 * step + rank)), grad_norm=None)
 assert recorder.flush()
-assert [(news.step, news.weight) for news in recorder.news][1] == (3.0, 5.0), recorder.news
+assert [(news.step, news.share_weight) for news in recorder.reports][1] == (3.0, 5.0), recorder.reports
 assert [record.step for record in recorder.completed] == [2, 3]
 recorder.close()
 dist.barrier()

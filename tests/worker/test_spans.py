@@ -10,13 +10,13 @@ from torch import nn
 
 from evener.core.rundir import RunDir
 from evener.core.runwriter import RunWriter
-from evener.core.spans import EVERY, LAST
-from evener.report.clocks import Clocks
-from evener.report.profile import read_profile, read_profiles
+from evener.core.step_spans import RECORD_EVERY_STEPS, RECORD_LAST_STEPS
+from evener.report.chrome_trace import write_trace
+from evener.report.clock_offsets import RankClocks
 from evener.report.timeline import read_timeline
-from evener.report.trace import write_trace
+from evener.report.torch_profile import read_profile, read_profiles
 from evener.worker.clock import HostClock
-from evener.worker.spans import MOST_GROUPS, Passes, layer_groups
+from evener.worker.span_recorder import MAX_LAYER_GROUPS, LayerTracer, layer_groups
 
 from .. import traces
 from ..tiers import exhaustively
@@ -49,7 +49,7 @@ def test_spans_sum_to_the_records_and_a_trace_of_them_is_whole(tmp_path, train, 
     run = train(tmp_path / "run", "--steps", "105", "--batch", "6", "--micro-batch", "1", "--sync", sync,
                 "--eval-every", "50", "--checkpoint-every", "40", *flags, ranks=ranks)  # fmt: skip
     timeline = read_timeline(run)
-    assert timeline.recorded == [(0, 0), (20, 39), (60, 79), (85, 104)]
+    assert timeline.recorded_ranges == [(0, 0), (20, 39), (60, 79), (85, 104)]
     write_trace(run, timeline, tmp_path / "trace.json")
     trace = traces.read(tmp_path / "trace.json")
     check_sums(run, trace, ranks)
@@ -58,7 +58,7 @@ def test_spans_sum_to_the_records_and_a_trace_of_them_is_whole(tmp_path, train, 
         buckets = [one for (process, track), found in trace.slices.items() for one in found
                    if process == f"rank {rank}" and track.startswith("bucket")]  # fmt: skip
         # Of a round of replicas that drift, all steps are in the stretches; else exchanges are those of the step.
-        steps = [one.spans for stretch in timeline.stretches for of_step in stretch.steps.values()
+        steps = [one.spans for stretch in timeline.segments for of_step in stretch.steps.values()
                  for one in [of_step[rank]]]  # fmt: skip
         assert sum(one.args["bytes sent"] for one in buckets) == sum(records[one.step]["bytes"] for one in steps)
         beside = {one.name for one in trace.of(f"rank {rank}", "beside")}
@@ -66,10 +66,10 @@ def test_spans_sum_to_the_records_and_a_trace_of_them_is_whole(tmp_path, train, 
         passes = trace.of(f"rank {rank}", "layers")
         assert {one.name for one in passes} >= {"blocks.0 forward", "blocks.0 backward", "token_embedding forward"}
         of_groups = [step for step in steps if step.passes]
-        assert [step.step for step in of_groups] == [0, EVERY]
+        assert [step.step for step in of_groups] == [0, RECORD_EVERY_STEPS]
         for step in of_groups:  # as many as there are micro-batches
             forwards = [one for one in step.passes if one.group == "blocks.1" and not one.is_backward]
-            assert len(forwards) == len([lap for lap in step.laps if lap.part == "data_s"]) > 1
+            assert len(forwards) == len([lap for lap in step.laps if lap.phase == "data_s"]) > 1
     assert trace.other["steps not recorded"] == "1-19, 40-59, 80-84"
     arrows = [(one, other) for (one, _), (other, _) in trace.arrows]
     assert arrows
@@ -79,7 +79,7 @@ def test_spans_sum_to_the_records_and_a_trace_of_them_is_whole(tmp_path, train, 
 SLOW_RANK = """
 import sys, time, torch, evener
 from torch import nn
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): import numpy; return numpy.arange(num) + step
@@ -109,7 +109,7 @@ def test_arrows_lead_from_the_slow_rank(tmp_path, run_script):
     check_sums(run, trace, 2)
     assert len(trace.arrows) == 6
     spans = {rank: run.spans(rank) for rank in range(2)}
-    clocks, first = Clocks(spans, {0: "a", 1: "b"}), spans[0][2]  # as if nobody knew that they are on one host
+    clocks, first = RankClocks(spans, {0: "a", 1: "b"}), spans[0][2]  # as if nobody knew that they are on one host
     offset = clocks.offset(0, 1, first.begun_s, first.begun_s + 0.2)
     assert abs(offset.add_s) <= offset.error_s < 0.1  # though rank 1 comes 0.2 s late to every bucket
     for (process, last), (waiting, first) in trace.arrows:
@@ -134,9 +134,9 @@ def test_what_torchs_profiler_records_lies_where_our_marks_say(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "30", "--profile", "2", "--profile-ranks", "1", ranks=2)
     assert read_profile(run, 0) is None
     profiles = read_profiles(run)
-    assert profiles[1].joint.steps == [3, 4]
-    timeline = read_timeline(run, most=5, also=[3, 4])
-    assert timeline.shown == [(3, 4), (25, 29)]
+    assert profiles[1].clock_sync.steps == [3, 4]
+    timeline = read_timeline(run, max_steps=5, extra_steps=[3, 4])
+    assert timeline.shown_ranges == [(3, 4), (25, 29)]
     write_trace(run, timeline, tmp_path / "trace.json", profiles)
     trace = traces.read(tmp_path / "trace.json")
     check_sums(run, trace, 2)
@@ -163,9 +163,9 @@ def test_two_ranks_on_one_machine_have_one_clock_by_what_their_collectives_say(t
     """Asked as if they were hosts that nobody knows anything of: the kernel's monotonic clock is one for all."""
     run = train(tmp_path / "run", "--steps", "60", ranks=2)
     spans = {rank: run.spans(rank) for rank in range(2)}
-    clocks = Clocks(spans, {0: "a", 1: "b"})
+    clocks = RankClocks(spans, {0: "a", 1: "b"})
     first, other = spans[0][-1], spans[1][-1]
-    offset = clocks.offset(clocks.of(0, first), clocks.of(1, other), first.begun_s, first.begun_s + 0.1)
+    offset = clocks.offset(clocks.clock_of(0, first), clocks.clock_of(1, other), first.begun_s, first.begun_s + 0.1)
     assert offset.error_s is not None
     assert abs(offset.add_s) <= offset.error_s
     assert offset.error_s < 0.1  # in fact a millisecond; processors may be busy
@@ -175,9 +175,9 @@ def test_a_resumed_run_drops_spans_of_steps_that_it_takes_again(tmp_path, train)
     out = tmp_path / "run"
     train(out, "--steps", "30", "--checkpoint-every", "20")
     assert [one.step for one in RunWriter(out).spans(0)] == list(range(30))
-    RunWriter(out).keep_records_before(0, 20)
+    RunWriter(out).truncate_records(0, 20)
     assert [one.step for one in RunWriter(out).spans(0)] == list(range(20))
-    assert LAST == 20
+    assert RECORD_LAST_STEPS == 20
 
 
 def test_layers_are_marked_from_outside_and_change_nothing():
@@ -189,7 +189,7 @@ def test_layers_are_marked_from_outside_and_change_nothing():
     model.zero_grad()
     hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())
     clock = HostClock()
-    with Passes(layer_groups(model), clock) as passes:
+    with LayerTracer(layer_groups(model), clock) as passes:
         for _ in range(2):
             model(tokens).square().sum().backward()
             passes.end_lap(clock.mark())
@@ -199,10 +199,10 @@ def test_layers_are_marked_from_outside_and_change_nothing():
                 assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
     names = [name for name, *_ in layer_groups(model)]
     assert names == ["0-1", "2-3", "4-5", "6-7", "8-9", "10-11"]
-    assert len(names) <= MOST_GROUPS
+    assert len(names) <= MAX_LAYER_GROUPS
     once = [(name, False) for name in names] + [(name, True) for name in reversed(names)]
-    assert [(name, is_backward) for name, is_backward, *_ in passes.found] == once * 2
-    times = [time for *_, begin, end in passes.found for time in (begin, end)]
+    assert [(name, is_backward) for name, is_backward, *_ in passes.spans] == once * 2
+    times = [time for *_, begin, end in passes.spans for time in (begin, end)]
     assert times == sorted(times)
     assert hooks == sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()) == 0
 

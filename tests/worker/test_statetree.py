@@ -18,13 +18,13 @@ from torch.optim import lr_scheduler
 from evener.core.errors import UsageError
 from evener.core.runwriter import RunWriter
 from evener.worker.checkpoint import load, save
-from evener.worker.statetree import DTYPES, pack, unpack
+from evener.worker.state_serialization import STORABLE_DTYPES, flatten_state, unflatten_state
 
 
 def there_and_back(state):
     """Through the very bytes of a file."""
-    node, tensors = pack(state, "mine")
-    return unpack(msgspec.json.decode(msgspec.json.encode(node)), tensors)
+    node, tensors = flatten_state(state, "mine")
+    return unflatten_state(msgspec.json.decode(msgspec.json.encode(node)), tensors)
 
 
 def same(a, b) -> bool:
@@ -103,13 +103,13 @@ class Foo:
 )
 def test_anything_else_is_refused_by_name(state, message):
     with pytest.raises(UsageError) as caught:
-        pack(state, "user/scheduler")
+        flatten_state(state, "user/scheduler")
     assert str(caught.value) == message
     assert caught.value.hint == "checkpoints hold tensors, numbers, text, None, and lists, tuples and dicts of them"
 
 
 def test_every_dtype_that_is_packed_can_be_written(tmp_path):
-    state = {str(dtype): torch.arange(3).to(dtype) for dtype in DTYPES}
+    state = {str(dtype): torch.arange(3).to(dtype) for dtype in STORABLE_DTYPES}
     folder = write(tmp_path, {}, {"all": state})
     loaded = load(folder).states["all"]
     assert {name: (t.dtype, t.view(torch.uint8).tolist()) for name, t in loaded.items()} == {

@@ -11,17 +11,17 @@ import time
 
 import pytest
 
-from evener.worker.stopping import ECHO_S, Stopping
+from evener.worker.stop_signals import DUPLICATE_SIGNAL_S, StopSignals
 
 from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
 from ..tiers import exhaustively
 
 HANGS = """
 import torch, torch.distributed as dist
-from evener.worker.stopping import Stopping
+from evener.worker.stop_signals import StopSignals
 
 dist.init_process_group("gloo")
-stopping = Stopping()
+stopping = StopSignals()
 dist.barrier()
 print("here", flush=True)
 if dist.get_rank() == 0:
@@ -75,9 +75,12 @@ def waits(pid: int) -> bool:
 
 
 def test_one_request_passed_on_twice_is_one():
-    stopping = Stopping()
+    stopping = StopSignals()
     try:
-        assert [stopping._is_second(at) for at in (100.0, 100.0 + ECHO_S / 2, 100.0 + ECHO_S)] == [False, False, True]
+        assert [
+            stopping._is_second_request(at)
+            for at in (100.0, 100.0 + DUPLICATE_SIGNAL_S / 2, 100.0 + DUPLICATE_SIGNAL_S)
+        ] == [False, False, True]
     finally:
         stopping.close()
 
@@ -87,9 +90,9 @@ def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
     heard = []
     before = signal.signal(signum, lambda *_: heard.append("the program's own"))
     try:
-        stopping = Stopping()
+        stopping = StopSignals()
         os.kill(os.getpid(), signum)
-        wait_until(lambda: stopping.wanted)
+        wait_until(lambda: stopping.is_requested)
         assert heard == []
         stopping.close()
         stopping.close()  # does nothing
@@ -104,17 +107,17 @@ def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
 def test_outside_of_the_main_thread_signals_stay_as_they_are():
     handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
     made = []
-    thread = threading.Thread(target=lambda: made.append(Stopping()))
+    thread = threading.Thread(target=lambda: made.append(StopSignals()))
     thread.start()
     thread.join()
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == handlers
     made[0].close()
-    assert made[0].wanted is False
+    assert made[0].is_requested is False
 
 
 def test_a_forked_child_can_be_ended_and_is_not_heard():
     """A worker that loads data: the program terminates it, and has not been asked to stop itself."""
-    stopping = Stopping()
+    stopping = StopSignals()
     try:
         read, write = os.pipe()
         child = os.fork()
@@ -125,7 +128,7 @@ def test_a_forked_child_can_be_ended_and_is_not_heard():
         assert os.read(read, 4) == b"here"
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert stopping._first is None
-        assert not stopping.wanted
+        assert stopping._first_signal_at is None
+        assert not stopping.is_requested
     finally:
         stopping.close()

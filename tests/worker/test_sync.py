@@ -17,20 +17,20 @@ from evener.core.errors import UsageError
 from evener.core.roster import Member, Roster, parse_sync
 from evener.core.rundir import RunDir
 from evener.plan import penalty
-from evener.report.events import tell
-from evener.report.summary import summarize
+from evener.report.event_log import describe_event
+from evener.report.run_summary import summarize_run
 from evener.worker.clock import HostClock
-from evener.worker.sync import Traits
-from evener.worker.sync.alone import Alone
-from evener.worker.sync.buckets import Buckets
-from evener.worker.sync.choose import make_sync
-from evener.worker.sync.codes import Scaled
-from evener.worker.sync.ddp import AllReduce
-from evener.worker.sync.lane import Lane, Slots
-from evener.worker.sync.narrow import Narrow
-from evener.worker.sync.packed import Packed
+from evener.worker.sync import CompressionTraits
+from evener.worker.sync.allreduce_hook import AllReduceHook
+from evener.worker.sync.bucket_queue import BucketQueue, GradBucketSlice
+from evener.worker.sync.codecs import BlockwiseIntCodec
+from evener.worker.sync.dense_rest import DenseAllReduce
+from evener.worker.sync.gradient_sync import GradientSync
+from evener.worker.sync.no_sync import NoSync
+from evener.worker.sync.packed import PackedAllReduce
 from evener.worker.sync.powersgd import PowerSGD
-from evener.worker.sync.whole import Whole
+from evener.worker.sync.quantized import QuantizedAllReduce
+from evener.worker.sync.sync_factory import make_sync
 
 from ..tiers import exhaustively
 
@@ -44,16 +44,16 @@ import json, os, sys, types
 import torch, torch.distributed as dist
 from torch import nn
 from evener.core.roster import parse_sync
-from evener.worker.sync.choose import _exchange
-from evener.worker.sync.lane import Slots
+from evener.worker.sync.sync_factory import _make_algorithm
+from evener.worker.sync.bucket_queue import GradBucketSlice
 
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORLD, backend="gloo",
+group = types.SimpleNamespace(rank=rank, world_size=n, gradient_group=dist.group.WORLD, backend="gloo",
                               device=torch.device("cpu"))
 
 def found_of(name):
-    exchange = _exchange(parse_sync(name), group)
+    exchange = _make_algorithm(parse_sync(name), group)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((40, 70), (11,), (300,), (64, 64))]
     draw = torch.Generator().manual_seed(rank)
     given, same, sent = [torch.zeros(p.numel(), dtype=torch.float64) for p in parameters], True, 0
@@ -64,7 +64,7 @@ def found_of(name):
             views = [view.bfloat16().float() if i % 2 else view for i, view in enumerate(views)]
         for total, view in zip(given, views):
             total += view
-        sent += exchange.run(Slots(0, tuple(parameters), views, is_rehearsal=False))
+        sent += exchange.run(GradBucketSlice(0, tuple(parameters), views, is_warmup=False))
         for total, view in zip(got, views):
             total += view
         for view in views:
@@ -73,7 +73,7 @@ def found_of(name):
             same &= all(torch.equal(view, other) for other in others)
     names = {p: str(i) for i, p in enumerate(parameters)}
     left = [torch.zeros_like(one) for one in given]
-    for kind, found in exchange.own_state(names).items():
+    for kind, found in exchange.rank_state_dict(names).items():
         if kind != "factors":
             for i, tensor in found.items():
                 left[int(i)] += tensor.reshape(-1)
@@ -179,15 +179,17 @@ def test_what_ranks_left_that_are_no_more_goes_on_with_the_others(tmp_path, trai
     run = train(tmp_path / "run", *flags, "--resume", ranks=after)
     assert run.manifest().result.replicas_agree is True
     assert [record.step for record in run.records(0)] == list(range(40))
-    told = [tell(event, run.manifest()).what for event in run.events() if event["event"] == "own.missing"]
+    told = [
+        describe_event(event, run.manifest()).description for event in run.events() if event["event"] == "own.missing"
+    ]
     assert told == ["step 1: unsent gradients of 1 rank are missing: a host that saved them left the run"] * is_lost
 
 
 BEYOND = """
 import runpy, sys
 from evener.plan import penalty
-from evener.worker.sync import lane
-penalty.BF16_ROUNDING, lane.COMPARED_EVERY = 1e-4, 1
+from evener.worker.sync import bucket_queue
+penalty.BF16_ROUNDING, bucket_queue.COMPARE_EVERY = 1e-4, 1
 sys.argv[0] = "evener.worker"
 runpy.run_module("evener.worker", run_name="__main__")
 """
@@ -202,7 +204,7 @@ def test_a_way_that_loses_more_than_it_did_where_it_was_measured_says_so(tmp_pat
     run = RunDir(tmp_path / "run")
     compared = [record for record in run.records(0) if record.fidelity]
     (told,) = [event for event in run.events() if event["event"] == "sync.fidelity"]
-    assert told["step"] == compared[penalty.Watch.SEEN - 1].step
+    assert told["step"] == compared[penalty.CompressionErrorMonitor.NUM_SAMPLES - 1].step
     assert told["error"] == sorted(record.fidelity.error for record in compared[:5])[2]
     assert 1e-3 < told["error"] < 2**-8  # what the nearest bf16 is off
     assert re.fullmatch(r"--sync bf16: the sums of gradients are 0\.\d% off the exact sums; .*", told["why"])
@@ -257,13 +259,13 @@ def test_weights_that_are_not_fp32_are_refused_but_by_ddp(sync):
     with pytest.raises(UsageError, match=r"0\.weight is torch\.float64"):
         make_sync(roster, group, None, lambda part: None, module)
     ddp = msgspec.structs.replace(roster, sync=parse_sync("ddp"))
-    assert isinstance(make_sync(ddp, group, HostClock(), lambda part: None, module), Buckets)
+    assert isinstance(make_sync(ddp, group, HostClock(), lambda part: None, module), GradientSync)
 
 
 CHANGES = """
 import os, runpy, sys
 from evener.core.roster import parse_sync
-from evener.worker.membership.fixed import Fixed
+from evener.worker.membership.fixed import FixedMembership
 CHANGES = {10: "packed", 20: "int8", 30: "powersgd:4", 40: "ddp"}
 if sys.argv.pop(1) == "change":
     def hear(self, news, next_step):
@@ -271,7 +273,7 @@ if sys.argv.pop(1) == "change":
             return None
         self.roster = self.roster.with_sync(parse_sync(CHANGES[next_step]), 0, next_step, why="the link is another")
         return self.roster
-    Fixed.hear = hear
+    FixedMembership.update_roster = hear
 sys.argv[0] = "evener.worker"
 runpy.run_module("evener.worker", run_name="__main__")
 """
@@ -300,7 +302,7 @@ def test_a_run_changes_its_way_to_agree_between_two_steps(tmp_path, corpus, run_
     assert [len(set(sent[low + 1 : low + 10])) for low in (0, 10, 20, 30, 40)] == [1] * 5
     assert sent[35] < sent[25] < sent[5] == sent[45]
     assert runs["change"].manifest().since == 40
-    assert summarize(runs["change"]).ranks[0].bytes == sent[45]
+    assert summarize_run(runs["change"]).ranks[0].bytes == sent[45]
 
 
 HANDED_ON = """
@@ -309,11 +311,11 @@ import torch, torch.distributed as dist
 from torch import nn
 from evener.core.roster import Roster, parse_sync
 from evener.worker.clock import HostClock
-from evener.worker.sync.choose import change_sync, make_sync
+from evener.worker.sync.sync_factory import change_sync, make_sync
 
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
-group = types.SimpleNamespace(rank=rank, world_size=n, gradients=dist.group.WORLD, control=dist.group.WORLD,
+group = types.SimpleNamespace(rank=rank, world_size=n, gradient_group=dist.group.WORLD, control_group=dist.group.WORLD,
                               backend="gloo", device=torch.device("cpu"))
 
 def roster(name):
@@ -322,7 +324,7 @@ def roster(name):
 def off(name, by_turns):
     module = nn.ModuleList([nn.Linear(70, 40), nn.Linear(64, 64, bias=False)])
     sync = make_sync(roster(name), group, HostClock(), lambda part: None, module)
-    sync.wrap(module, uses_all=not by_turns)
+    sync.wrap(module, all_params_used=not by_turns)
     draw = torch.Generator().manual_seed(rank)
     parameters = list(module.parameters())
     given, got = ([torch.zeros(p.shape, dtype=torch.float64) for p in parameters] for _ in range(2))
@@ -334,7 +336,7 @@ def off(name, by_turns):
         used = set(module[step % 2].parameters() if by_turns and 0 < step < 8 else parameters)
         sync.backward(sum((p * g).sum() for p, g in zip(parameters, gradients) if p in used))
         if step == 0:
-            sync.settle()  # the rehearsal: nothing of it is remembered
+            sync.finish_warmup()  # the rehearsal: nothing of it is remembered
             continue
         for total, g, parameter, summed in zip(given, gradients, parameters, got):
             assert (parameter.grad is not None) == (parameter in used)
@@ -370,9 +372,9 @@ def test_what_one_way_has_not_sent_the_next_one_sends(run_script, ranks, which):
 def test_what_several_ranks_had_not_sent_one_rank_adds_to_its_first_gradient():
     module = nn.Linear(3, 2, bias=False)
     left = {name: torch.randn(6) for name in ("mine", "sums", "left", "unused")}
-    alone = Alone()
-    alone.wrap(module, uses_all=True)
-    alone.load_own_state({"mine": {"weight": left["mine"]}, "sums": {"weight": left["sums"]}},
+    alone = NoSync()
+    alone.wrap(module, all_params_used=True)
+    alone.load_rank_state_dict({"mine": {"weight": left["mine"]}, "sums": {"weight": left["sums"]}},
                          [{"left": {"weight": left["left"].view(2, 3)}, "factors": {"weight": torch.ones(1)}},
                           {"unused": {"weight": left["unused"]}}, {"agreed": {}, "left": {"mine": {}}}])  # fmt: skip
     for step in range(3):
@@ -381,45 +383,45 @@ def test_what_several_ranks_had_not_sent_one_rank_adds_to_its_first_gradient():
         expected = torch.ones(2, 3) + (sum(left.values()).view(2, 3) if step == 1 else 0.0)
         torch.testing.assert_close(module.weight.grad, expected)
         if step == 0:  # the rehearsal
-            alone.settle()
+            alone.finish_warmup()
 
 
 def test_a_part_without_numbers_is_packed():
     """Of a bucket with fewer numbers than ranks."""
-    packed = Packed(types.SimpleNamespace(world_size=4, rank=0))
-    assert packed.pack([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
+    packed = PackedAllReduce(types.SimpleNamespace(world_size=4, rank=0))
+    assert packed.pack_views([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
 
 
-TAKES = [(Whole, ()), (Packed, ()), (Narrow, ("mine", "sums")), (PowerSGD, ("left",))]
+TAKES = [(DenseAllReduce, ()), (PackedAllReduce, ()), (QuantizedAllReduce, ("mine", "sums")), (PowerSGD, ("left",))]
 
 
 @pytest.mark.parametrize(("exchange", "takes"), TAKES)
 def test_what_another_way_had_not_sent_goes_out_with_the_next_gradients(exchange, takes):
     """A run that died between a change of its way and the next checkpoint goes on from a state of the way before."""
     group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
-    more = {Narrow: (Scaled(8),), PowerSGD: (4,)}.get(exchange, ())
-    lane = Lane(group, HostClock(), exchange(group, *more), frozenset())
-    buckets = Buckets(group, HostClock(), lambda part: None, lane)
+    more = {QuantizedAllReduce: (BlockwiseIntCodec(8),), PowerSGD: (4,)}.get(exchange, ())
+    lane = BucketQueue(group, HostClock(), exchange(group, *more), frozenset())
+    buckets = GradientSync(group, HostClock(), lambda part: None, lane)
     buckets._module = nn.ParameterDict({"weight": torch.zeros(40, 70)})
     parts = {kind: torch.full((40, 70) if kind == "left" else (2800,), 10.0**i)
              for i, kind in enumerate(("mine", "sums", "left", "unused"))}  # fmt: skip
-    buckets.load_own_state({kind: {"weight": part} for kind, part in parts.items()}, [])
-    kept = sum(float(flat.mean()) for flat in buckets._left.values())
+    buckets.load_rank_state_dict({kind: {"weight": part} for kind, part in parts.items()}, [])
+    kept = sum(float(flat.mean()) for flat in buckets._residuals.values())
     assert kept == sum(float(part.mean()) for kind, part in parts.items() if kind not in takes)
-    assert kept + sum(float(flat.mean()) for _, flat in lane.left_over()) == 1111.0
-    buckets.load_own_state({"agreed": {}, "left": {"mine": {}}}, [])  # replicas that drifted kept something else
-    assert buckets._left == {}
+    assert kept + sum(float(flat.mean()) for _, flat in lane.residuals()) == 1111.0
+    buckets.load_rank_state_dict({"agreed": {}, "left": {"mine": {}}}, [])  # replicas that drifted kept something else
+    assert buckets._residuals == {}
 
 
 def test_what_is_left_of_a_parameter_twice_is_kept_whole():
     """As of a rank that had left something of its gradients and of sums before its way changed."""
     group = types.SimpleNamespace(world_size=2, rank=0)
-    buckets = Buckets(group, HostClock(), lambda part: None, AllReduce(group, HostClock()))
+    buckets = GradientSync(group, HostClock(), lambda part: None, AllReduceHook(group, HostClock()))
     buckets._module = nn.ParameterDict({"weight": torch.zeros(4)})
     weight = buckets._module["weight"]
-    buckets._leave([(weight, torch.ones(4)), (weight, 10 * torch.ones(4))])
-    buckets.load_own_state(buckets.own_state(), [])
-    assert sum(float(flat.sum()) for flat in buckets._left.values()) == 44.0
+    buckets._add_residuals([(weight, torch.ones(4)), (weight, 10 * torch.ones(4))])
+    buckets.load_rank_state_dict(buckets.rank_state_dict(), [])
+    assert sum(float(flat.sum()) for flat in buckets._residuals.values()) == 44.0
 
 
 def test_a_table_that_goes_whole_is_coded_from_the_second_pass_on_also_where_a_way_begins_in_a_run():
@@ -427,16 +429,16 @@ def test_a_table_that_goes_whole_is_coded_from_the_second_pass_on_also_where_a_w
     group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
     tables = [nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(6, 4))]
     coded: list[tuple[nn.Parameter, ...]] = []
-    exchange = types.SimpleNamespace(traits=Traits(), run=lambda slots: coded.append(slots.parameters) or 0)
-    lane = Lane(group, HostClock(), exchange, frozenset(tables))
-    lane._rows = types.SimpleNamespace(run=lambda table: (0, len(table) == 6))
+    exchange = types.SimpleNamespace(traits=CompressionTraits(), run=lambda slots: coded.append(slots.parameters) or 0)
+    lane = BucketQueue(group, HostClock(), exchange, frozenset(tables))
+    lane._sparse_all_reduce = types.SimpleNamespace(run=lambda table: (0, len(table) == 6))
     gradients = torch.zeros(56)
     bucket = types.SimpleNamespace(
         parameters=lambda: tables, index=lambda: 0, buffer=lambda: gradients,
         gradients=lambda: [gradients[:32].view(8, 4), gradients[32:].view(6, 4)])  # fmt: skip
     for _ in range(2):
-        lane.start(bucket, is_rehearsal=False, samples=False)
-        lane.finish()
+        lane.start(bucket, is_warmup=False, sample_gradients=False)
+        lane.wait_all()
     assert coded == [(tables[1],)]
 
 
@@ -446,7 +448,7 @@ def test_a_first_gradient_of_zeros_does_not_end_what_powersgd_sends():
     gradient = torch.zeros(64, 32)
     for step in range(3):
         view = gradient.clone().view(-1)
-        powersgd.run(Slots(0, (table,), [view], is_rehearsal=False))
+        powersgd.run(GradBucketSlice(0, (table,), [view], is_warmup=False))
         assert bool(view.any()) == (step > 0)
         gradient[8:] = torch.randn(56, 32)
 
@@ -457,7 +459,7 @@ def test_what_another_way_kept_is_no_obstacle():
     group = types.SimpleNamespace(world_size=2, rank=0)
     of_narrow = {"mine": {"weight": torch.zeros(2800)}, "sums": {}}
     of_powersgd = {"left": {"weight": torch.zeros(40, 70)}, "factors": {"weight": torch.zeros(70, 4)}}
-    narrow, powersgd = Narrow(group, Scaled(8)), PowerSGD(group, 4)
-    narrow.load_own_state([of_powersgd], weight)
-    powersgd.load_own_state([of_narrow], weight)
-    assert narrow.left_over() == powersgd.left_over() == []
+    narrow, powersgd = QuantizedAllReduce(group, BlockwiseIntCodec(8)), PowerSGD(group, 4)
+    narrow.load_rank_state_dict([of_powersgd], weight)
+    powersgd.load_rank_state_dict([of_narrow], weight)
+    assert narrow.residuals() == powersgd.residuals() == []

@@ -23,7 +23,7 @@ AGENT = """
 import sys
 from evener.worker import torchrun
 exec(sys.argv.pop(1))
-torchrun.leave(torchrun.main())
+torchrun.exit_immediately(torchrun.main())
 """
 # A rank that lasts as long as its agent: nothing is left behind when a test kills that.
 LASTING = """
@@ -88,7 +88,7 @@ def init(self, *args, **kwargs):
     begin(self, *args, **kwargs)
     self._exit_barrier_timeout = 1
 Agent.__init__ = init
-torchrun.REFUSED_S = 1
+torchrun.REFUSED_TIMEOUT_S = 1
 """
     go_on = agents.folder / "go-on"
     agents.start(0, "", nodes=3, change=patience)
@@ -108,7 +108,7 @@ torchrun.REFUSED_S = 1
 def test_the_first_host_stops_when_told_to(agents: Agents) -> None:
     """Its ranks are done, and it stays for the other's sake."""
     agents.start(0, "")
-    agents.start(1, LASTING, change="torchrun.REFUSED_S = 2")
+    agents.start(1, LASTING, change="torchrun.REFUSED_TIMEOUT_S = 2")
     agents.wait_began("b")
     time.sleep(0.5)
     for process in agents.processes.values():
@@ -155,7 +155,7 @@ def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
 
 @pytest.mark.parametrize("told", [b"", b"no json", b"\xff", b"[1]", b"{}", b"7", b"[" * 100_000])
 def test_what_others_write_into_the_store_is_no_traceback(told: bytes) -> None:
-    assert "in an unknown format" in torchrun._failure_in(told)
+    assert "in an unknown format" in torchrun._parse_failure(told)
 
 
 def test_a_signal_that_comes_while_a_line_is_logged_is_obeyed(agents: Agents) -> None:
@@ -180,7 +180,7 @@ def test_a_taken_port_is_named_by_everyone(agents: Agents) -> None:
     """The first host cannot bind; the other finds somebody who says nothing, and torch would wait for ever."""
     with socket.create_server(("127.0.0.1", agents.port)):
         agents.start(0, LASTING)
-        agents.start(1, LASTING, change="torchrun.JOIN_S = 2; torchrun.REFUSED_S = 2")
+        agents.start(1, LASTING, change="torchrun.JOIN_TIMEOUT_S = 2; torchrun.REFUSED_TIMEOUT_S = 2")
         assert agents.wait(0) == 1
         assert f"error: port.in-use: 127.0.0.1:{agents.port}" in agents.said("a")
         assert agents.wait(1) == 143
@@ -193,7 +193,7 @@ def test_another_runs_store_is_left_alone(agents: Agents, tmp_path: Path) -> Non
     agents.wait_began("a")
     argv = [word.replace("--rdzv-id=test", "--rdzv-id=other") for word in _argv(agents.processes[0])]
     argv = [word.replace("rank=0", "rank=1").replace("--nnodes=1", "--nnodes=2") for word in argv]
-    argv[3] = "torchrun.REFUSED_S = 2"
+    argv[3] = "torchrun.REFUSED_TIMEOUT_S = 2"
     done = subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 1
     assert "is that of another run" in done.stderr
@@ -204,7 +204,7 @@ def test_another_runs_store_is_left_alone(agents: Agents, tmp_path: Path) -> Non
 @exhaustive
 def test_two_agents_of_one_node_end_the_run(agents: Agents) -> None:
     """Node 2 never comes, so the first host stays a while to tell it."""
-    agents.start(0, LASTING, nodes=3, change="torchrun.LATE_S = 6")
+    agents.start(0, LASTING, nodes=3, change="torchrun.LATE_NODE_LINGER_S = 6")
     agents.start(1, LASTING, nodes=3)
     first = agents.processes[1]
     agents.start(1, LASTING, nodes=3, host="c")
@@ -213,7 +213,7 @@ def test_two_agents_of_one_node_end_the_run(agents: Agents) -> None:
     assert "rank.duplicate" in agents.said("a")
 
 
-IMPATIENT = "torchrun.SILENT_S = 6"  # on busy cores a healthy one may not be heard for a second or two
+IMPATIENT = "torchrun.HEARTBEAT_TIMEOUT_S = 6"  # on busy cores a healthy one may not be heard for a second or two
 
 
 @exhaustive
@@ -237,7 +237,7 @@ def test_a_silent_host_is_noticed(agents: Agents, frozen: int, said: str) -> Non
 
 def test_a_killed_first_agent_is_noticed(agents: Agents) -> None:
     agents.start(0, LASTING)
-    agents.start(1, LASTING, change="torchrun.REFUSED_S = 1")
+    agents.start(1, LASTING, change="torchrun.REFUSED_TIMEOUT_S = 1")
     agents.wait_began("a", "b")
     os.killpg(agents.processes[0].pid, signal.SIGKILL)
     assert agents.wait(1) == 143

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.core.machine import this_machine
-from evener.core.roster import Seat, first_roster
+from evener.core.host_info import local_host_info
+from evener.core.roster import RankSlot, initial_roster
+from evener.core.run_spec import parse_args
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
 
 from ..tiers import exhaustive, exhaustively
 
@@ -18,14 +18,14 @@ if os.environ["RANK"] == "1":
     os.environ["ATEN_CPU_CAPABILITY"] = "default"  # as a processor without AVX2 computes
 if spoil := sys.argv.pop(1):
     import torch
-    from evener.worker.step import Step
-    update = Step.update
+    from evener.worker.train_step import TrainStep
+    update = TrainStep.update
     def spoiled(self, optimizer):
         update(self, optimizer)
         if self.index == 3 and os.environ["RANK"] == "1":
             with torch.no_grad():
                 optimizer.param_groups[0]["params"][0].mul_(float(spoil))
-    Step.update = spoiled
+    TrainStep.update = spoiled
 sys.argv[0] = "evener.worker"
 runpy.run_module("evener.worker", run_name="__main__")
 """
@@ -55,11 +55,12 @@ def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, torc
 PARTS = """
 import os, runpy, sys
 if os.environ["RANK"] == "0":
-    from evener.core.roster import Seat
-    from evener.worker import agree
-    from evener.worker.sync import swap
-    agree.seat_of = lambda group, machine: Seat(host=machine.host, device="cuda:0", name="GPU", has_bf16=True)
-    swap.is_staged = lambda group: True
+    from evener.core.roster import RankSlot
+    from evener.worker import rank_consistency
+    from evener.worker.sync import pairwise
+    rank_consistency.local_rank_slot = lambda group, machine: RankSlot(
+        host=machine.host, device="cuda:0", name="GPU", has_bf16=True)
+    pairwise.is_staged_through_host = lambda group: True
 else:
     os.environ["ATEN_CPU_CAPABILITY"] = "default"  # the other's sums are rounded otherwise
 sys.argv[0] = "evener.worker"
@@ -83,9 +84,9 @@ def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, torchrun
     alone = train(tmp_path / "alone", *STEPS)
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
              "--dtype", dtype, "--shares", "3:1", *STEPS, "--out", str(tmp_path / "run")]  # fmt: skip
-    host = this_machine().host
-    seats = [Seat(host=host, device="cuda:0", has_bf16=True), Seat(host=host, device="cpu")]
-    roster = first_roster(parse_args(flags), seats, 64)
+    host = local_host_info().host
+    seats = [RankSlot(host=host, device="cuda:0", has_bf16=True), RankSlot(host=host, device="cpu")]
+    roster = initial_roster(parse_args(flags), seats, 64)
     members = [msgspec.structs.replace(member, micro_batch=size)
                for member, size in zip(roster.members, (5, 2), strict=True)]  # fmt: skip
     (tmp_path / "roster.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(roster, members=members)))
@@ -96,7 +97,7 @@ def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, torchrun
     run = RunDir(tmp_path / "run")
     manifest = run.manifest()
     assert (manifest.roster.backend, manifest.roster.shares) == ("gloo", [12, 4])
-    assert manifest.roster.dtypes == ("fp32" if dtype == "fp32" else "bf16 and fp32")
+    assert manifest.roster.dtypes_text == ("fp32" if dtype == "fp32" else "bf16 and fp32")
     assert manifest.result.replicas_agree is True
     losses, expected = ([record.loss for record in one.records(0)] for one in (run, alone))
     assert len(losses) == 30

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from evener.core.rundir import RunDir
-from evener.worker.verify import tensor_hash
+from evener.worker.replica_hashes import hash_tensor
 
 from ..tiers import exhaustively
 
 FLIP = """
 import sys, numpy, torch, evener
 from torch import nn
-from evener.core.spec import parse_args
+from evener.core.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng(step).normal(size=(num, 8))
@@ -50,7 +50,7 @@ def test_a_planted_bit_flip_is_reported_with_rank_step_and_tensor(tmp_path, run_
     assert "rank 1 in" in done.stderr
 
     compared = subprocess.run(
-        [sys.executable, "-m", "evener.worker.compare", str(run)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "evener.worker.compare_weights", str(run)], capture_output=True, text=True, check=True
     )
     found = json.loads(compared.stdout)
     assert found["agree"] is False
@@ -61,25 +61,25 @@ def test_the_hash_sees_every_bit_and_every_place():
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
         tensor = (torch.randn(3, 1000) * 50).to(dtype)
-        original = tensor_hash(tensor)
-        assert tensor_hash(tensor.clone()) == original
+        original = hash_tensor(tensor)
+        assert hash_tensor(tensor.clone()) == original
         flipped = tensor.clone()
         flipped.view(torch.uint8)[2, -1] ^= 1
-        assert tensor_hash(flipped) != original
+        assert hash_tensor(flipped) != original
         swapped = tensor.clone()
         swapped[0, 0], swapped[0, 1] = tensor[0, 1], tensor[0, 0]
-        assert tensor[0, 0] == tensor[0, 1] or tensor_hash(swapped) != original
+        assert tensor[0, 0] == tensor[0, 1] or hash_tensor(swapped) != original
     big = torch.zeros((1 << 20) + 7)
     changed = big.clone()
     changed[-1] = 1.0
-    assert tensor_hash(big) != tensor_hash(changed)
-    assert tensor_hash(torch.zeros(4)) != tensor_hash(torch.zeros(5))
+    assert hash_tensor(big) != hash_tensor(changed)
+    assert hash_tensor(torch.zeros(4)) != hash_tensor(torch.zeros(5))
 
 
 def test_replicas_and_stored_weights_agree(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "3", ranks=2)
     compared = subprocess.run(
-        [sys.executable, "-m", "evener.worker.compare", str(run)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "evener.worker.compare_weights", str(run)], capture_output=True, text=True, check=True
     )
     found = json.loads(compared.stdout)
     assert found["agree"] is True

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.worker import vitals
-from evener.worker.vitals import Machine
+from evener.worker import host_monitor
+from evener.worker.host_monitor import HostMonitor
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux calls it lo")
 
@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux calls it lo")
 @linux
 def test_what_an_interface_moves_and_what_memory_there_is() -> None:
     began = time.monotonic()  # before the machine's own first look, so that no less than its time is taken
-    machine = Machine("lo", has_gpu=False)
+    machine = HostMonitor("lo", has_gpu=False)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as one,
@@ -31,7 +31,7 @@ def test_what_an_interface_moves_and_what_memory_there_is() -> None:
             while left:
                 left -= len(other.recv(left))
         time.sleep(0.05)
-        found, took_s = machine.look(), time.monotonic() - began
+        found, took_s = machine.sample(), time.monotonic() - began
     assert found.sent_Bps is not None
     assert found.received_Bps is not None
     assert min(found.sent_Bps, found.received_Bps) * took_s >= 10_000_000  # others may use it too
@@ -43,15 +43,15 @@ def test_what_an_interface_moves_and_what_memory_there_is() -> None:
 
 
 def test_an_interface_that_is_not_there_is_told_of_by_none() -> None:
-    found = Machine("eth77", has_gpu=False).look()
+    found = HostMonitor("eth77", has_gpu=False).sample()
     assert (found.sent_Bps, found.received_Bps) == (None, None)
 
 
 def test_power_is_energy_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two packages, and a part of one, which is not counted twice; a counter that wraps is passed over."""
-    monkeypatch.setattr(vitals, "RAPL", tmp_path)
+    monkeypatch.setattr(host_monitor, "RAPL", tmp_path)
     clock = iter([100.0, 102.0, 104.0])
-    monkeypatch.setattr(vitals.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(host_monitor.time, "monotonic", lambda: next(clock))
 
     def counts(*joules: float) -> None:
         for name, energy in zip(("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"), joules, strict=True):
@@ -59,11 +59,11 @@ def test_power_is_energy_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             (tmp_path / name / "energy_uj").write_text(f"{round(energy * 1e6)}\n")
 
     counts(10, 20, 7)
-    machine = Machine(None, has_gpu=False)
+    machine = HostMonitor(None, has_gpu=False)
     counts(70, 40, 60)
-    assert machine.look().power_W == pytest.approx(40)
+    assert machine.sample().power_W == pytest.approx(40)
     counts(1, 50, 60)
-    assert machine.look().power_W is None
+    assert machine.sample().power_W is None
 
 
 def test_of_sensors_the_hottest_of_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +72,6 @@ def test_of_sensors_the_hottest_of_the_processor_counts(monkeypatch: pytest.Monk
 
     found = {"nvme": [sensor(80.0)], "k10temp": [sensor(51.0), sensor(63.5)], "acpitz": [sensor(20.0)]}
     monkeypatch.setattr(psutil, "sensors_temperatures", lambda: found, raising=False)
-    assert Machine(None, has_gpu=False).look().temperature_C == 63.5
+    assert HostMonitor(None, has_gpu=False).sample().temperature_C == 63.5
     monkeypatch.setattr(psutil, "sensors_temperatures", lambda: {"nvme": [sensor(80.0)]}, raising=False)
-    assert Machine(None, has_gpu=False).look().temperature_C is None
+    assert HostMonitor(None, has_gpu=False).sample().temperature_C is None

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.core.roster import Seat, first_roster
+from evener.core.membership_epoch import EXIT_HOST_LEFT
+from evener.core.roster import RankSlot, initial_roster
+from evener.core.run_spec import parse_args
 from evener.core.rundir import RunDir
-from evener.core.spec import parse_args
-from evener.core.step import StepRecord
-from evener.core.world import LEFT
+from evener.core.step_cost import StepRecord
 from tests.agents import AgentProcesses
 from tests.conftest import ENV, TIMEOUT_S
 
@@ -35,11 +35,11 @@ class Training(AgentProcesses):
     def __init__(self, folder: Path, corpus: Path, names: str = "abc", worker: Sequence[str] = WORKER) -> None:
         flags = self.flags(corpus)
         spec = parse_args(flags)
-        seats = [Seat(host=name, device="cpu") for name in names for _ in range(self.RANKS)]
+        seats = [RankSlot(host=name, device="cpu") for name in names for _ in range(self.RANKS)]
         for name in names:
             (folder / name).mkdir(exist_ok=True)
             (folder / name / "roster.json").write_bytes(
-                msgspec.json.encode(first_roster(spec, seats, spec.model.block_size))
+                msgspec.json.encode(initial_roster(spec, seats, spec.model.block_size))
             )
         self._worker = [*worker, *flags]
         super().__init__(folder, names)
@@ -110,7 +110,7 @@ def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp
     with ended(fleet):
         fleet.until(lambda: len(fleet.records(0)) > 40)
         (tmp_path / "c" / "host" / "kept-out").write_text("wanted elsewhere")
-        assert fleet.agents["c"].wait(TIMEOUT_S) == LEFT
+        assert fleet.agents["c"].wait(TIMEOUT_S) == EXIT_HOST_LEFT
         fleet.until(lambda: (left := last_world(tmp_path / "a")) > 0 and fleet.records(0)[-1].step > left + 6)
     left = last_world(tmp_path / "a")
     losses = fleet.losses()

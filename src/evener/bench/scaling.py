@@ -17,22 +17,22 @@ from typing import Any
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.prediction import Prediction
 from evener.core.resolve import resolve
+from evener.core.run_spec import RunSpec
 from evener.core.rundir import RunDir
-from evener.core.spec import RunSpec
-from evener.core.step import StepRecord
-from evener.launch.fleet import plan_training
-from evener.launch.here import prepare_here, stay_with, this_machine_connected
-from evener.report.summary import Summary, summarize
+from evener.core.step_cost import StepRecord
+from evener.launch.launcher import plan_training
+from evener.launch.local_run import open_local_session, prepare_local, run_attached
+from evener.report.run_summary import RunSummary, summarize_run
 
 FORMAT = 1
-Predict = Callable[[RunSpec], Prediction | None]
-Observer = Callable[[RunSpec], Callable[[StepRecord | dict[str, Any]], None]]
+Predictor = Callable[[RunSpec], Prediction | None]
+ObserverFactory = Callable[[RunSpec], Callable[[StepRecord | dict[str, Any]], None]]
 
 
-class Bench(msgspec.Struct, frozen=True, kw_only=True):
+class ScalingBenchIndex(msgspec.Struct, frozen=True, kw_only=True):
     """`bench.json`: run directories relative to the folder, in the order of their processes, by corpus."""
 
     format: int = FORMAT
@@ -51,7 +51,7 @@ def process_counts(cores: int) -> list[int]:
     return sorted({*counts, cores})
 
 
-def specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequence[int]) -> dict[str, list[RunSpec]]:
+def bench_specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequence[int]) -> dict[str, list[RunSpec]]:
     """Return the runs of a bench: only corpus, number of processes and output folder differ from `base`."""
     return {
         Path(corpus).name: [
@@ -67,7 +67,9 @@ def specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequence[int
     }
 
 
-def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict: Predict) -> dict[str, list[Summary]]:
+def train_series(
+    out: Path, series: dict[str, list[RunSpec]], make_observer: ObserverFactory, predict: Predictor
+) -> dict[str, list[RunSummary]]:
     """Train all runs one after the other, write bench.json and return the summaries by corpus.
 
     `make_observer(spec)` is called before each run and returns its observer. `predict(spec)` returns the planner's
@@ -75,20 +77,22 @@ def run(out: Path, series: dict[str, list[RunSpec]], observer: Observer, predict
     """
     if (out / "bench.json").exists():
         raise UsageError(f"{out}: holds a bench already", hint="use another --out, or --force")
-    summaries: dict[str, list[Summary]] = {}
-    with this_machine_connected() as sessions:
+    summaries: dict[str, list[RunSummary]] = {}
+    with open_local_session() as sessions:
         for corpus, runs in series.items():
             for spec in runs:
                 assert spec.out is not None
                 rundir = RunDir(spec.out)
-                prepared = prepare_here(sessions, rundir, ranks=spec.machine.ranks)
+                prepared = prepare_local(sessions, rundir, ranks=spec.machine.ranks)
                 resolved, prediction = resolve(spec), predict(spec)
-                plan, _ = plan_training(prepared, resolved, prepared.roster(resolved), resume=False)
+                plan, _ = plan_training(prepared, resolved, prepared.initial_roster(resolved), resume=False)
                 plan = msgspec.structs.replace(plan, prediction=prediction)
-                ended = stay_with(rundir, plan, sessions, observer(spec))
+                ended = run_attached(rundir, plan, sessions, make_observer(spec))
                 if any(state["stopped"] for state in ended.values()):
                     raise KeyboardInterrupt
-                summaries.setdefault(corpus, []).append(summarize(rundir))
+                summaries.setdefault(corpus, []).append(summarize_run(rundir))
     names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in summaries.items()}
-    write_atomic(out / "bench.json", msgspec.json.format(msgspec.json.encode(Bench(series=names)), indent=2))
+    write_atomic(
+        out / "bench.json", msgspec.json.format(msgspec.json.encode(ScalingBenchIndex(series=names)), indent=2)
+    )
     return summaries

@@ -37,27 +37,27 @@ def bench(
     steps: tokens/s against loss. Prints a table and an explanation, and writes a picture and a page. On a fleet a
     stopped bench continues where it was.
     """
-    from evener.cli import benchmarks, fleets
+    from evener.cli import bench_local, start_run
     from evener.core.errors import UsageError, did_you_mean
 
     preset = preset or ("scaling" if fleet is None else "fleet")
     if preset == "scaling":
-        return benchmarks.scaling(data, out, seconds, ranks, model, batch or 8, force, as_json)
+        return bench_local.run_scaling_bench(data, out, seconds, ranks, model, batch or 8, force, as_json)
     if preset == "lab01":
-        return benchmarks.lab01(data, out, force, as_json)
+        return bench_local.run_lab01_bench(data, out, force, as_json)
     if preset not in ("fleet", "strategies"):
         presets = ["scaling", "fleet", "strategies", "lab01"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
-    from evener.cli import fleet_benches
-    from evener.core.fleet import load_fleet, only
+    from evener.cli import bench_fleet
+    from evener.core.fleet_file import load_fleet, select_hosts
 
-    path = fleets.fleet_path(fleet)
+    path = start_run.fleet_path(fleet)
     if path is None:
         raise UsageError(f"--preset {preset} needs a fleet", hint="--fleet FILE; evener lab up makes one")
     if data and len(data) > 1:
         raise UsageError(f"--preset {preset} takes one corpus")
-    only(load_fleet(path), hosts)  # report mistakes before preparing a corpus
-    corpus = data[0] if data else benchmarks.prepared(benchmarks.CORPORA[0])
+    select_hosts(load_fleet(path), hosts)  # report mistakes before preparing a corpus
+    corpus = data[0] if data else bench_local.ensure_corpus(bench_local.DEFAULT_CORPORA[0])
     if preset == "fleet":
-        return fleet_benches.fleet(path, hosts, corpus, out, seconds, model, batch or 8, as_json)
-    return fleet_benches.strategies(path, hosts, corpus, out, steps, syncs, model, batch or 16, as_json)
+        return bench_fleet.run_fleet_bench(path, hosts, corpus, out, seconds, model, batch or 8, as_json)
+    return bench_fleet.run_strategies_bench(path, hosts, corpus, out, steps, syncs, model, batch or 16, as_json)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from evener.cli.help import App
+from evener.cli.help import CliApp
 
 if TYPE_CHECKING:
-    from evener.corpus.text import Progress
-    from evener.corpus.write import Prepared
+    from evener.corpus.documents import ProgressCallback
+    from evener.corpus.prepare_corpus import PreparedCorpus
 
-app = App(help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.")
+app = CliApp(help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.")
 
 Tokenizer = Annotated[str, typer.Option(metavar="byte|char|bpe|gpt2", help="bpe is trained on this text")]
 VocabSize = Annotated[int | None, typer.Option(help="size of bpe's vocabulary [8192]")]
@@ -25,7 +25,7 @@ ValFraction = Annotated[float, typer.Option(help="share of the text for validati
 Force = Annotated[bool, typer.Option("--force", help="prepare again, replacing another corpus in the folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
-_LINE_EVERY_S = 5.0
+_LINE_INTERVAL_S = 5.0
 
 
 @app.command(epilog="evener data verbs --sentences 20000 --out data/verbs-small")
@@ -43,15 +43,15 @@ def verbs(
 
     Also writes train.jsonl and val.jsonl (one sentence a line, with its grammar). No sentence is in both.
     """
-    from evener.corpus.verbs import make_verbs
-    from evener.corpus.write import prepare
+    from evener.corpus.prepare_corpus import prepare
+    from evener.corpus.verbs import make_verb_corpus
 
-    splits, files = make_verbs(seed, sentences, val_fraction)
+    splits, files = make_verb_corpus(seed, sentences, val_fraction)
     with _progress() as progress:
         prepared = prepare(
             out, splits, tokenizer=tokenizer, vocab_size=vocab_size, extra=files, force=force, progress=progress
         )
-    _tell(out, prepared, as_json)
+    _print_result(out, prepared, as_json)
 
 
 @app.command(epilog="evener data python --tokenizer bpe --vocab-size 4096 --out data/python-bpe")
@@ -64,16 +64,16 @@ def python(
     as_json: AsJson = False,
 ) -> None:
     """The source code of this Python's standard library: 10 to 30 MB of real text that every machine has."""
-    from evener.corpus.python import library_documents
-    from evener.corpus.text import split_by_fraction
-    from evener.corpus.write import prepare
+    from evener.corpus.documents import split_by_fraction
+    from evener.corpus.prepare_corpus import prepare
+    from evener.corpus.stdlib_source import stdlib_documents
 
-    documents, num_refused = library_documents()
+    documents, num_refused = stdlib_documents()
     typer.echo(f"{len(documents)} modules; left out {num_refused} that are not UTF-8", err=True)
     splits = split_by_fraction(documents, val_fraction)
     with _progress() as progress:
         prepared = prepare(out, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force, progress=progress)
-    _tell(out, prepared, as_json)
+    _print_result(out, prepared, as_json)
 
 
 @app.command(epilog="evener data text README.md --out data/readme")
@@ -94,20 +94,20 @@ def text(
     The last tenth is for validation. Several files are first shuffled by a hash of their names, for a fair sample.
     """
     from evener.core.errors import DataError
-    from evener.corpus.text import find_files, split_by_fraction
-    from evener.corpus.write import prepare
+    from evener.corpus.documents import find_documents, split_by_fraction
+    from evener.corpus.prepare_corpus import prepare
 
     folder = out or Path("data") / ((paths[0].resolve().stem if len(paths) == 1 else "") or "text")
-    documents = find_files(paths, skip=lambda place: place.resolve() == folder.resolve())
+    documents = find_documents(paths, skip=lambda place: place.resolve() == folder.resolve())
     if not documents:
         raise DataError(f"no text in {', '.join(map(str, paths))}: every file is empty or hidden, or there is none")
     splits = split_by_fraction(documents, val_fraction)
     with _progress() as progress:
         prepared = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force, progress=progress)
-    _tell(folder, prepared, as_json)
+    _print_result(folder, prepared, as_json)
 
 
-def _tell(out: Path, prepared: Prepared, as_json: bool) -> None:
+def _print_result(out: Path, prepared: PreparedCorpus, as_json: bool) -> None:
     import msgspec
 
     corpus = prepared.corpus
@@ -122,11 +122,11 @@ def _tell(out: Path, prepared: Prepared, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[ProgressCallback]:
     """Yield a progress callback: on a terminal a bar with rate and end, else a line every five seconds; on stderr."""
-    from evener.cli.terminal import console
+    from evener.cli.terminal import make_console
 
-    where = console(stderr=True)
+    where = make_console(stderr=True)
     if where.is_interactive:
         from rich.progress import (
             BarColumn,
@@ -163,7 +163,7 @@ def _progress() -> Iterator[Progress]:
         now = time.monotonic()
         if doing != now_doing:
             now_doing, started, printed_at = doing, now, now
-        elif now - printed_at >= _LINE_EVERY_S:
+        elif now - printed_at >= _LINE_INTERVAL_S:
             printed_at = now
             rate = done / (now - started)
             typer.echo(

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from evener.cli.fleets import fleet_path
+from evener.cli.start_run import fleet_path
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from evener.core.finding import Finding
-    from evener.hosts.doctor import Survey
-    from evener.hosts.pairs import Pair
+    from evener.hosts.connectivity import PairConnectivity
+    from evener.hosts.preflight import PreflightReport
 
-PATIENCE_S = 5.0  # for a host that accepts the connection and then does not answer
-MATRIX = 16  # hosts; more than that get no matrix
-CELL, ROW_HEAD = 20, 14  # columns, if cells have figures
-NONE, UNREACHED, BLOCKED, STALLS, SHUT = "none", "not reached", "blocked", "stalls", "✗"
-STYLES = dict.fromkeys((UNREACHED, BLOCKED, STALLS, SHUT), "red")
-COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
+CONNECT_TIMEOUT_S = 5.0  # for a host that accepts the connection and then does not answer
+MAX_MATRIX_HOSTS = 16  # hosts; more than that get no matrix
+CELL_WIDTH, ROW_HEADER_WIDTH = 20, 14  # columns, if cells have figures
+MISSING, UNREACHABLE, BLOCKED, STALLED, CLOSED_MARK = "none", "not reached", "blocked", "stalls", "✗"
+CELL_STYLES = dict.fromkeys((UNREACHABLE, BLOCKED, STALLED, CLOSED_MARK), "red")
+SEVERITY_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 EXAMPLES = "evener doctor --fleet fleet.toml\nevener doctor --fleet local"
@@ -44,52 +44,52 @@ def doctor(
     """
     import json
 
-    from evener.cli.terminal import console
-    from evener.core.fleet import Fleet, Host, load_fleet
-    from evener.core.spec import MachineSpec
-    from evener.hosts.doctor import survey
+    from evener.cli.terminal import make_console
+    from evener.core.fleet_file import Fleet, HostConfig, load_fleet
+    from evener.core.run_spec import MachineSpec
+    from evener.hosts.preflight import run_preflight
     from evener.hosts.session import connect
 
     path, machine = fleet_path(fleet), MachineSpec(private=private)
-    known = load_fleet(path) if path is not None else Fleet(hosts={"local": Host(address="local")})
+    known = load_fleet(path) if path is not None else Fleet(hosts={"local": HostConfig(address="local")})
     with _progress(quiet=as_json) as notify:
         notify("connecting")
-        with connect(known, patience_s=PATIENCE_S) as (sessions, errors):
-            preflight = survey(known, sessions, errors, quick=quick, port=port, machine=machine, told=notify)
+        with connect(known, connect_timeout_s=CONNECT_TIMEOUT_S) as (sessions, errors):
+            preflight = run_preflight(known, sessions, errors, quick=quick, port=port, machine=machine, notify=notify)
     if as_json:
-        print(json.dumps(as_object(preflight), ensure_ascii=False))
+        print(json.dumps(preflight_to_dict(preflight), ensure_ascii=False))
     else:
-        show(console(markup=True), preflight)
-    return 1 if preflight.errors else 0
+        print_preflight(make_console(markup=True), preflight)
+    return 1 if preflight.blocking_findings else 0
 
 
-def as_object(found: Survey) -> dict[str, Any]:
+def preflight_to_dict(preflight: PreflightReport) -> dict[str, Any]:
     """Return the JSON object of --json."""
     import msgspec
 
     hosts: dict[str, Any] = {}
-    for name in found.hosts:
-        facts = found.facts.get(name)
-        interface = found.ways.get(name)
+    for name in preflight.hosts:
+        facts = preflight.facts.get(name)
+        interface = preflight.interfaces.get(name)
         hosts[name] = {
             "reached": facts is not None,
             "way": msgspec.to_builtins(interface),
             "facts": msgspec.to_builtins(facts),
         }
     return {
-        "findings": msgspec.to_builtins(found.findings),
+        "findings": msgspec.to_builtins(preflight.findings),
         "hosts": hosts,
-        "pairs": msgspec.to_builtins(found.pairs),
-        "took_s": round(found.took_s, 3),
+        "pairs": msgspec.to_builtins(preflight.pairs),
+        "took_s": round(preflight.took_s, 3),
     }
 
 
 @contextlib.contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Yield a callback that shows a transient status line on a terminal, and nothing elsewhere."""
-    from evener.cli.terminal import console
+    from evener.cli.terminal import make_console
 
-    screen = console(stderr=True)
+    screen = make_console(stderr=True)
     if quiet or not screen.is_interactive:
         yield lambda text: None
         return
@@ -97,132 +97,137 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{text} …")
 
 
-def show(screen: Console, found: Survey) -> None:
+def print_preflight(console: Console, preflight: PreflightReport) -> None:
     """Print hosts, connectivity, findings and verdict on a console with markup."""
-    from evener.cli.terminal import say
+    from evener.cli.terminal import print_text
 
-    _hosts_table(screen, found)
-    for line in _whys(found):
-        say(screen, line, style="dim")
-    if found.pairs:
-        screen.print()
-        has_figures = ROW_HEAD + CELL * len(found.ways) <= screen.width
-        if len(found.ways) <= MATRIX:
-            _matrix(screen, found, has_figures)
-        for line in [] if has_figures else _ranges(found):
-            say(screen, line)
-    for finding in found.findings:
-        screen.print()
-        _show_finding(screen, finding)
-    screen.print()
-    screen.print(_verdict(found))
+    _print_hosts(console, preflight)
+    for line in _interface_reasons(preflight):
+        print_text(console, line, style="dim")
+    if preflight.pairs:
+        console.print()
+        has_figures = ROW_HEADER_WIDTH + CELL_WIDTH * len(preflight.interfaces) <= console.width
+        if len(preflight.interfaces) <= MAX_MATRIX_HOSTS:
+            _print_connectivity_matrix(console, preflight, has_figures)
+        for line in [] if has_figures else _connectivity_summary(preflight):
+            print_text(console, line)
+    for finding in preflight.findings:
+        console.print()
+        _print_finding(console, finding)
+    console.print()
+    console.print(_format_verdict(preflight))
 
 
-def _hosts_table(screen: Console, found: Survey) -> None:
-    from evener.cli.terminal import table
-    from evener.core.units import size
+def _print_hosts(screen: Console, preflight: PreflightReport) -> None:
+    from evener.cli.terminal import print_table
+    from evener.core.units import format_bytes
 
     rows = []
-    for name in found.hosts:
-        facts, interface = found.facts.get(name), found.ways.get(name)
+    for name in preflight.hosts:
+        facts, interface = preflight.facts.get(name), preflight.interfaces.get(name)
         if facts is None:
-            rows.append([name, "", UNREACHED, *[""] * 5])
+            rows.append([name, "", UNREACHABLE, *[""] * 5])
             continue
         gpus = f"{len(facts.gpus)} × {facts.gpus[0]}" if facts.gpus else "none"
         rows.append([
             name,
-            interface.interface if interface else NONE,
+            interface.interface if interface else MISSING,
             interface.address if interface else "",
-            facts.python_version or NONE,
-            facts.torch_version or NONE,
+            facts.python_version or MISSING,
+            facts.torch_version or MISSING,
             str(facts.cores),
-            "not known" if facts.memory_free_bytes is None else size(facts.memory_free_bytes),
+            "not known" if facts.memory_free_bytes is None else format_bytes(facts.memory_free_bytes),
             gpus,
         ])  # fmt: skip
     titles = ("host", "interface", "address", "python", "torch", "cores", "memory free", "GPUs")
-    table(screen, titles, rows, left=titles, text=True, spare=("python", "interface"), styles=STYLES)
+    print_table(
+        screen, titles, rows, left_aligned=titles, wrap_last=True, droppable=("python", "interface"), styles=CELL_STYLES
+    )
 
 
-def _whys(found: Survey) -> list[str]:
+def _interface_reasons(preflight: PreflightReport) -> list[str]:
     """Return why each host uses its interface, one line for all hosts with the same reason."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for name in found.hosts:
-        if name in found.ways:
-            groups.setdefault((found.ways[name].interface, found.ways[name].why), []).append(name)
+    for name in preflight.hosts:
+        if name in preflight.interfaces:
+            groups.setdefault((preflight.interfaces[name].interface, preflight.interfaces[name].why), []).append(name)
     return [
-        f"{'all' if len(hosts) == len(found.hosts) > 1 else ', '.join(hosts)} by {interface}: {why}"
+        f"{'all' if len(hosts) == len(preflight.hosts) > 1 else ', '.join(hosts)} by {interface}: {why}"
         for (interface, why), hosts in groups.items()
     ]
 
 
-def _matrix(screen: Console, found: Survey, wide: bool) -> None:
+def _print_connectivity_matrix(screen: Console, preflight: PreflightReport, wide: bool) -> None:
     """Print the connectivity matrix: rows send, columns receive. If not `wide`, columns have numbers for names."""
-    from evener.cli.terminal import table
+    from evener.cli.terminal import print_table
 
-    names = [name for name in found.hosts if name in found.ways]
+    names = [name for name in preflight.hosts if name in preflight.interfaces]
     rows = []
     for number, source in enumerate(names, 1):
-        cells = ["–" if source == target else _cell(found.pair(source, target), wide) for target in names]
+        cells = [
+            "–" if source == target else _matrix_cell(preflight.find_pair(source, target), wide) for target in names
+        ]
         rows.append([source if wide else f"{number} {source}", *cells])
     heads = names if wide else [str(number) for number in range(1, len(names) + 1)]
-    table(screen, ("from ↓  to →", *heads), rows, left=heads, styles=STYLES)
+    print_table(screen, ("from ↓  to →", *heads), rows, left_aligned=heads, styles=CELL_STYLES)
 
 
-def _cell(pair: Pair | None, wide: bool) -> str:
-    from evener.core.units import link_rate, seconds
+def _matrix_cell(pair: PairConnectivity | None, wide: bool) -> str:
+    from evener.core.units import format_bit_rate, format_seconds
 
     if pair is None:
         return "?"
     if not pair.is_open:
-        return BLOCKED if wide else SHUT
+        return BLOCKED if wide else CLOSED_MARK
     if pair.large == "stalled":
-        return STALLS if wide else SHUT
+        return STALLED if wide else CLOSED_MARK
     if not wide:
         return "ok"
-    goodput = "" if pair.goodput_Bps is None else f", {link_rate(pair.goodput_Bps)}"
-    return f"{seconds(pair.rtt_s)}{goodput}"
+    goodput = "" if pair.goodput_Bps is None else f", {format_bit_rate(pair.goodput_Bps)}"
+    return f"{format_seconds(pair.rtt_s)}{goodput}"
 
 
-def _ranges(found: Survey) -> list[str]:
+def _connectivity_summary(preflight: PreflightReport) -> list[str]:
     """Return the figures that narrow cells omit: open pairs, and the ranges of round trip and goodput."""
-    from evener.core.units import link_rate, seconds
+    from evener.core.units import format_bit_rate, format_seconds
 
-    good = [pair for pair in found.pairs if pair.is_open and pair.large != "stalled"]
+    good = [pair for pair in preflight.pairs if pair.is_open and pair.large != "stalled"]
     lines = [
-        f"{len(good)} of {len(found.pairs)} ordered pairs are open" + (", ✗ are not" * (len(good) < len(found.pairs)))
+        f"{len(good)} of {len(preflight.pairs)} ordered pairs are open"
+        + (", ✗ are not" * (len(good) < len(preflight.pairs)))
     ]
-    trips = sorted(pair.rtt_s for pair in found.pairs if pair.rtt_s is not None)
+    trips = sorted(pair.rtt_s for pair in preflight.pairs if pair.rtt_s is not None)
     if trips:
-        lines.append(f"round trips {seconds(trips[0])} to {seconds(trips[-1])} (n={len(trips)})")
-    goodput = sorted(pair.goodput_Bps for pair in found.pairs if pair.goodput_Bps)
+        lines.append(f"round trips {format_seconds(trips[0])} to {format_seconds(trips[-1])} (n={len(trips)})")
+    goodput = sorted(pair.goodput_Bps for pair in preflight.pairs if pair.goodput_Bps)
     if goodput:
-        span = f"{link_rate(goodput[0])} to {link_rate(goodput[-1])} (n={len(goodput)})"
+        span = f"{format_bit_rate(goodput[0])} to {format_bit_rate(goodput[-1])} (n={len(goodput)})"
         lines.append(f"goodput between neighbours in the ring {span}")
     return lines
 
 
-def _show_finding(screen: Console, finding: Finding) -> None:
+def _print_finding(screen: Console, finding: Finding) -> None:
     """Print severity, check and hosts; the evidence; the fix on one line, so that it can be pasted."""
     from rich.markup import escape
 
-    from evener.cli.terminal import width_of, wrapped
+    from evener.cli.terminal import line_width, wrap_words
 
     where = f"{finding.host} ↔ {finding.peer}" if finding.host and finding.peer else finding.host or "all hosts"
-    color = COLORS[finding.severity]
+    color = SEVERITY_COLORS[finding.severity]
     screen.print(f"[bold {color}]{finding.severity}[/]: {finding.check}  [bold]{escape(where)}[/]", soft_wrap=True)
-    width = width_of(screen)
-    for line in [finding.evidence] if width is None else wrapped(finding.evidence, width - 2):
+    width = line_width(screen)
+    for line in [finding.evidence] if width is None else wrap_words(finding.evidence, width - 2):
         screen.print(f"  {escape(line)}", soft_wrap=True)
     if finding.fix:
         screen.print(f"  [green]fix:[/] {escape(finding.fix)}", soft_wrap=True)
 
 
-def _verdict(found: Survey) -> str:
-    counts = {severity: sum(one.severity == severity for one in found.findings) for severity in COLORS}
+def _format_verdict(preflight: PreflightReport) -> str:
+    counts = {severity: sum(one.severity == severity for one in preflight.findings) for severity in SEVERITY_COLORS}
     totals = ", ".join(
         f"{count} {severity}{'s' * (count > 1 and severity != 'info')}" for severity, count in counts.items() if count
     )
-    many = len(found.hosts) > 1
+    many = len(preflight.hosts) > 1
     if counts["error"]:
         verdict = "these machines cannot train together yet" if many else "this machine cannot train yet"
     elif counts["warning"]:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from evener.core.finding import Finding
-    from evener.lab.drill import Drill, Heard, Play, Seen
+    from evener.lab.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput
 
-COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
-LINES = 4  # shown of a command's output
+SEVERITY_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
+MAX_OUTPUT_LINES = 4  # shown of a command's output
 
 
 def drill(
@@ -32,34 +32,40 @@ def drill(
     The lab is taken down at the end, also on Ctrl-C.
     """
     from evener.core.errors import UsageError
-    from evener.lab import drills
+    from evener.lab import drill_catalog
 
     if (name is not None) + listed + every > 1:
         raise UsageError("a name, --list and --all exclude each other", hint="give one of them")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the lab is taken down then, too
     if every:
-        return _run_all(list(drills.DRILLS.values()), as_json)
+        return _run_all(list(drill_catalog.DRILLS.values()), as_json)
     if name is None:
-        return _list(as_json)
-    return _run_one(drills.find(name), short, as_json)
+        return _list_drills(as_json)
+    return _run_one(drill_catalog.find_drill(name), short, as_json)
 
 
-def _list(as_json: bool) -> int:
-    from evener.cli.terminal import console, table
-    from evener.lab.drills import DRILLS, NOT_HERE
+def _list_drills(as_json: bool) -> int:
+    from evener.cli.terminal import make_console, print_table
+    from evener.lab.drill_catalog import DRILLS, UNSUPPORTED_CHECKS
 
-    lacking = {name: reason for name, one in DRILLS.items() if (reason := one.lacks()) is not None}
+    lacking = {name: reason for name, one in DRILLS.items() if (reason := one.unsupported_reason()) is not None}
     if as_json:
-        rows = [{"name": one.name, "fault": one.says, "check": one.check, "host": one.host, "peer": one.peer,
+        rows = [{"name": one.name, "fault": one.description, "check": one.check, "host": one.host, "peer": one.peer,
                  "hosts": list(one.hosts), "lacks": lacking.get(one.name)} for one in DRILLS.values()]  # fmt: skip
-        print(json.dumps({"drills": rows, "not_possible": [{"check": k, "reason": v} for k, v in NOT_HERE.items()]}))
+        print(
+            json.dumps(
+                {"drills": rows, "not_possible": [{"check": k, "reason": v} for k, v in UNSUPPORTED_CHECKS.items()]}
+            )
+        )
         return 0
-    screen = console()
-    drills = [(one.name, one.where, one.says + (f" (not here: {lacking[one.name]})" if one.name in lacking else ""))
-              for one in DRILLS.values()]  # fmt: skip
-    table(screen, ("drill", "named on", "what is broken"), drills, left=["named on"], text=True)
+    screen = make_console()
+    drills = [
+        (one.name, one.where, one.description + (f" (not here: {lacking[one.name]})" if one.name in lacking else ""))
+        for one in DRILLS.values()
+    ]
+    print_table(screen, ("drill", "named on", "what is broken"), drills, left_aligned=["named on"], wrap_last=True)
     screen.print()
-    table(screen, ("what no lab can break", "why"), list(NOT_HERE.items()), text=True)
+    print_table(screen, ("what no lab can break", "why"), list(UNSUPPORTED_CHECKS.items()), wrap_last=True)
     print("\nnext: evener lab drill net.firewall", file=sys.stderr)
     return 0
 
@@ -67,22 +73,22 @@ def _list(as_json: bool) -> int:
 def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
     """Run all drills and print a line for each."""
     from evener.core.errors import EvenerError
-    from evener.lab.drill import Play
+    from evener.lab.drill_runner import DrillRun
 
     results, failed = [], 0
     for one in drills:
-        reason = one.lacks()
+        reason = one.unsupported_reason()
         if reason is not None:
             result: dict[str, Any] = {"drill": one.name, "skipped": reason}
             line = f"not here: {reason}"
         else:
             try:
-                with Play(one) as play:
-                    play.break_it()
-                    diagnosis = play.look()
-                    play.mend(diagnosis)
-                    remaining = _left(one, play.look_again())
-                result = _as_object(one, diagnosis, {}, [], remaining)
+                with DrillRun(one) as play:
+                    play.inject_fault()
+                    diagnosis = play.diagnose()
+                    play.apply_fix(diagnosis)
+                    remaining = _remaining_findings(one, play.diagnose_until_fixed())
+                result = _result_to_dict(one, diagnosis, {}, [], remaining)
                 line = f"named after {diagnosis.took_s:.1f} s" if result["named"] else "not named"
                 checks = ", ".join(finding.check for finding in remaining)
                 line += f", not fixed: {checks}" if remaining else ", fixed"
@@ -101,193 +107,208 @@ def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
 
 def _run_one(one: Drill, short: bool, as_json: bool) -> int:
     from evener.core.errors import EvenerError
-    from evener.lab.drill import Play
+    from evener.lab.drill_runner import DrillRun
 
-    reason = one.lacks()
+    reason = one.unsupported_reason()
     if reason is not None:
         raise EvenerError(f"{one.name}: this drill is not possible here: {reason}")
-    screen = Screen(quiet=as_json)
-    screen.title(one)
-    with screen.waiting("making a lab"), Play(one) as play:
-        play.break_it()
-        screen.fault(one, play)
-        outputs: dict[str, Heard] = {}
-        if one.raw is not None and not short:
-            screen.wait_for("by hand, without evener")
-            outputs = play.without()
+    screen = DrillPrinter(quiet=as_json)
+    screen.print_title(one)
+    with screen.show_status("making a lab"), DrillRun(one) as play:
+        play.inject_fault()
+        screen.print_fault(one, play)
+        outputs: dict[str, ManualOutput] = {}
+        if one.manual is not None and not short:
+            screen.set_status("by hand, without evener")
+            outputs = play.reproduce_manually()
         if not short:
-            screen.without(one, outputs)
-        screen.wait_for("asking evener")
-        diagnosis = play.look()
-        screen.named(one, diagnosis)
+            screen.print_without_evener(one, outputs)
+        screen.set_status("asking evener")
+        diagnosis = play.diagnose()
+        screen.print_diagnosis(one, diagnosis)
         fixes = []
-        remaining: list[Finding] = one.found_in(diagnosis.findings)
-        if one.named_in(diagnosis.findings) is not None:
-            screen.wait_for("applying the fix")
-            fixes = play.mend(diagnosis)
-            remaining = _left(one, play.look_again())
+        remaining: list[Finding] = one.matching_findings(diagnosis.findings)
+        if one.expected_finding(diagnosis.findings) is not None:
+            screen.set_status("applying the fix")
+            fixes = play.apply_fix(diagnosis)
+            remaining = _remaining_findings(one, play.diagnose_until_fixed())
             rerun = {}
-            if outputs and one.raw is not None and one.raw.works_when_mended:
-                screen.wait_for("by hand, once more")
-                rerun = play.without()
-            screen.mended(one, fixes, remaining, rerun)
-        screen.wait_for("taking the lab down")
-    result = _as_object(one, diagnosis, outputs, fixes, remaining)
+            if outputs and one.manual is not None and one.manual.succeeds_after_fix:
+                screen.set_status("by hand, once more")
+                rerun = play.reproduce_manually()
+            screen.print_repair(one, fixes, remaining, rerun)
+        screen.set_status("taking the lab down")
+    result = _result_to_dict(one, diagnosis, outputs, fixes, remaining)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
-    screen.verdict(one, diagnosis, remaining)
+    screen.print_verdict(one, diagnosis, remaining)
     return 0 if result["named"] else 1
 
 
-def _left(one: Drill, seen: Seen) -> list[Finding]:
+def _remaining_findings(one: Drill, diagnosis: DrillDiagnosis) -> list[Finding]:
     """Return the findings that are left after the fix."""
-    return [*one.found_in(seen.findings), *one.others_in(seen.findings)]
+    return [*one.matching_findings(diagnosis.findings), *one.unexpected_findings(diagnosis.findings)]
 
 
-def _as_object(
-    one: Drill, seen: Seen, heard: dict[str, Heard], done: list[str], left: Sequence[Finding]
+def _result_to_dict(
+    one: Drill,
+    diagnosis: DrillDiagnosis,
+    outputs: dict[str, ManualOutput],
+    fixes: list[str],
+    remaining: Sequence[Finding],
 ) -> dict[str, Any]:
     import msgspec
 
-    named = one.named_in(seen.findings)
+    named = one.expected_finding(diagnosis.findings)
     return {
         "drill": one.name,
-        "fault": one.says,
+        "fault": one.description,
         "broken_by": [step.text for step in one.fault],
         "without": {host: {"command": told.command, "status": told.status, "took_s": round(told.took_s, 2),
-                           "lines": told.lines} for host, told in heard.items()},
+                           "lines": told.lines} for host, told in outputs.items()},
         "expected": {"check": one.check, "host": one.host, "peer": one.peer},
-        "command": seen.command,
+        "command": diagnosis.command,
         "named": named is not None,
-        "took_s": round(seen.took_s, 2),
-        "findings": msgspec.to_builtins(seen.findings),
-        "mended_by": done,
-        "mended": named is not None and not left,
-        "left": msgspec.to_builtins(list(left)),
+        "took_s": round(diagnosis.took_s, 2),
+        "findings": msgspec.to_builtins(diagnosis.findings),
+        "mended_by": fixes,
+        "mended": named is not None and not remaining,
+        "left": msgspec.to_builtins(list(remaining)),
     }  # fmt: skip
 
 
-class Screen:
+class DrillPrinter:
     """Print the steps of a drill for a person."""
 
     def __init__(self, *, quiet: bool) -> None:
-        from evener.cli.terminal import console
+        from evener.cli.terminal import make_console
 
-        self._console = console(quiet=quiet, markup=True)
-        told = console(stderr=True, quiet=quiet)
+        self._console = make_console(quiet=quiet, markup=True)
+        told = make_console(stderr=True, quiet=quiet)
         self._status = told.status("")
         self._shows_status = not quiet and told.is_interactive
 
-    def title(self, one: Drill) -> None:
-        self._console.print(f"[bold]{one.name}[/]  {one.says}", soft_wrap=False)
+    def print_title(self, one: Drill) -> None:
+        self._console.print(f"[bold]{one.name}[/]  {one.description}", soft_wrap=False)
 
-    def waiting(self, what: str) -> AbstractContextManager[object]:
+    def show_status(self, what: str) -> AbstractContextManager[object]:
         """Return a context in which a status line is shown on stderr."""
         import contextlib
 
-        self.wait_for(what)
+        self.set_status(what)
         return self._status if self._shows_status else contextlib.nullcontext()
 
-    def wait_for(self, what: str) -> None:
+    def set_status(self, what: str) -> None:
         self._status.update(f"{what} …")
 
-    def fault(self, one: Drill, play: Play) -> None:
-        self._head(1, "the fault")
-        hosts = ", ".join(f"{host.name} ({host.address})" for host in play.stage.lab.hosts)
-        self._text(f"A lab of {len(one.hosts)} hosts: {hosts}. Then:")
+    def print_fault(self, one: Drill, play: DrillRun) -> None:
+        self._print_heading(1, "the fault")
+        hosts = ", ".join(f"{host.name} ({host.address})" for host in play.context.lab.hosts)
+        self._print_text(f"A lab of {len(one.hosts)} hosts: {hosts}. Then:")
         for step in one.fault:
-            self._command(step.text)
+            self._print_command(step.text)
 
-    def without(self, one: Drill, heard: dict[str, Heard]) -> None:
-        self._head(2, "without evener")
-        for host, output in heard.items():
-            assert one.raw is not None
-            self._command(one.raw.typed.format(host=host, command=output.command))
-            lines = gist(output)
-            for line in lines or [f"(nothing; {_ending(output)})"]:
-                self._text(line, 4, "dim")
-            if lines and output.status and one.raw.typed.startswith("$ ssh"):
-                self._text(f"(exit status {output.status})", 4, "dim")
-        waiting = [output for output in heard.values() if output.status is None and not _errors(output)]
-        if waiting and one.raw is not None and one.raw.waits:
-            self._text(f"After {max(output.took_s for output in waiting):.0f} s we stopped waiting; {one.raw.waits}.")
-        if one.silence:
-            self._text(one.silence[0].upper() + one.silence[1:] + ".")
+    def print_without_evener(self, one: Drill, outputs: dict[str, ManualOutput]) -> None:
+        self._print_heading(2, "without evener")
+        for host, output in outputs.items():
+            assert one.manual is not None
+            self._print_command(one.manual.prompt.format(host=host, command=output.command))
+            lines = summarize_output(output)
+            for line in lines or [f"(nothing; {_format_exit(output)})"]:
+                self._print_text(line, 4, "dim")
+            if lines and output.status and one.manual.prompt.startswith("$ ssh"):
+                self._print_text(f"(exit status {output.status})", 4, "dim")
+        waiting = [output for output in outputs.values() if output.status is None and not _error_lines(output)]
+        if waiting and one.manual is not None and one.manual.hang_description:
+            self._print_text(
+                f"After {max(output.took_s for output in waiting):.0f} s we stopped waiting; "
+                f"{one.manual.hang_description}."
+            )
+        if one.silence_reason:
+            self._print_text(one.silence_reason[0].upper() + one.silence_reason[1:] + ".")
 
-    def named(self, one: Drill, seen: Seen) -> None:
-        self._head(3, "with evener")
-        self._command(f"$ {seen.command}")
-        expected = one.named_in(seen.findings)
-        for finding in sorted(seen.findings, key=lambda finding: finding is not expected):
-            self._finding(finding)
-        if not seen.findings:
-            self._text("It found nothing.")
-        self._text(f"{'Named' if expected else 'Not what was expected,'} after {seen.took_s:.1f} s.")
+    def print_diagnosis(self, one: Drill, diagnosis: DrillDiagnosis) -> None:
+        self._print_heading(3, "with evener")
+        self._print_command(f"$ {diagnosis.command}")
+        expected = one.expected_finding(diagnosis.findings)
+        for finding in sorted(diagnosis.findings, key=lambda finding: finding is not expected):
+            self._print_finding(finding)
+        if not diagnosis.findings:
+            self._print_text("It found nothing.")
+        self._print_text(f"{'Named' if expected else 'Not what was expected,'} after {diagnosis.took_s:.1f} s.")
 
-    def mended(self, one: Drill, done: Sequence[str], left: Sequence[Finding], again: dict[str, Heard]) -> None:
-        self._head(4, "fixed")
-        self._text("The fix, as printed:" if one.mend is None else "The equivalent of the fix in a lab:")
-        for text in done:
-            self._command(text)
-        for finding in left:
-            self._finding(finding)
-        if not left:
-            self._text("evener checks again: nothing left.")
-        for output in again.values():
-            for line in gist(output):
-                self._text(line, 4, "dim")
+    def print_repair(
+        self, one: Drill, fixes: Sequence[str], remaining: Sequence[Finding], rerun: dict[str, ManualOutput]
+    ) -> None:
+        self._print_heading(4, "fixed")
+        self._print_text("The fix, as printed:" if one.fix is None else "The equivalent of the fix in a lab:")
+        for text in fixes:
+            self._print_command(text)
+        for finding in remaining:
+            self._print_finding(finding)
+        if not remaining:
+            self._print_text("evener checks again: nothing left.")
+        for output in rerun.values():
+            for line in summarize_output(output):
+                self._print_text(line, 4, "dim")
 
-    def verdict(self, one: Drill, seen: Seen, left: Sequence[Finding]) -> None:
-        self._head(5, "why")
-        self._text(one.why)
+    def print_verdict(self, one: Drill, diagnosis: DrillDiagnosis, remaining: Sequence[Finding]) -> None:
+        self._print_heading(5, "why")
+        self._print_text(one.lesson)
         self._console.print()
-        named = one.named_in(seen.findings) is not None
-        text = f"{one.check} on {one.where}: " + (f"named in {seen.took_s:.1f} s" if named else "not named")
-        color = "green" if named and not left else "red"
-        self._console.print(f"[{color}]{text}{', and fixed' if named and not left else ''}[/]")
+        named = one.expected_finding(diagnosis.findings) is not None
+        text = f"{one.check} on {one.where}: " + (f"named in {diagnosis.took_s:.1f} s" if named else "not named")
+        color = "green" if named and not remaining else "red"
+        self._console.print(f"[{color}]{text}{', and fixed' if named and not remaining else ''}[/]")
 
-    def _head(self, number: int, text: str) -> None:
+    def _print_heading(self, number: int, text: str) -> None:
         self._console.print(f"\n[bold]{number}  {text}[/]" if number < 5 else f"\n[bold]{text}[/]")
 
-    def _text(self, text: str, indent: int = 2, style: str | None = None) -> None:
-        from evener.cli.terminal import wrapped
+    def _print_text(self, text: str, indent: int = 2, style: str | None = None) -> None:
+        from evener.cli.terminal import wrap_words
 
-        for line in wrapped(text, self._console.width - indent):
+        for line in wrap_words(text, self._console.width - indent):
             self._console.print(" " * indent + line, style=style, markup=False, soft_wrap=True)
 
-    def _command(self, text: str) -> None:
+    def _print_command(self, text: str) -> None:
         from rich.markup import escape
 
         self._console.print(f"  {escape(text)}", soft_wrap=True)
 
-    def _finding(self, finding: Finding) -> None:
+    def _print_finding(self, finding: Finding) -> None:
         from rich.markup import escape
 
         where = " ↔ ".join(name for name in (finding.host, finding.peer) if name) or "all hosts"
-        color = COLORS[finding.severity]
+        color = SEVERITY_COLORS[finding.severity]
         self._console.print(f"  [bold {color}]{finding.severity}[/]: {finding.check}  [bold]{escape(where)}[/]")
-        self._text(finding.evidence, 4)
+        self._print_text(finding.evidence, 4)
         if finding.fix:
             self._console.print(f"    [green]fix:[/] {escape(finding.fix)}", soft_wrap=True)
 
 
-def gist(told: Heard, limit: int = LINES) -> list[str]:
+def summarize_output(output: ManualOutput, limit: int = MAX_OUTPUT_LINES) -> list[str]:
     """Return the most informative lines of a program's output: its last errors, else its last lines.
 
     If it succeeded, leave out torch's warnings: the store's owner may exit first, which is no error.
     """
-    relevant = _errors(told)[-2:] if told.status != 0 else [line for line in _lines(told) if not _is_warning(line)]
-    return [line if len(line) <= 300 else line[:299] + "…" for line in relevant or _lines(told)[-limit:]][-limit:]
+    relevant = (
+        _error_lines(output)[-2:]
+        if output.status != 0
+        else [line for line in _relevant_lines(output) if not _is_torch_warning(line)]
+    )
+    return [line if len(line) <= 300 else line[:299] + "…" for line in relevant or _relevant_lines(output)[-limit:]][
+        -limit:
+    ]
 
 
-def _is_warning(line: str) -> bool:
+def _is_torch_warning(line: str) -> bool:
     """Return whether the line is a warning of torch, or a frame of its stack trace."""
     import re
 
     return bool(re.match(r"\[W\d{4} |Exception raised from |frame #\d+:", line))
 
 
-def _lines(told: Heard) -> list[str]:
+def _relevant_lines(output: ManualOutput) -> list[str]:
     """Return the output without torchrun's rank prefixes and its own messages."""
     import re
 
@@ -295,19 +316,19 @@ def _lines(told: Heard) -> list[str]:
         r"hostname of the client socket cannot be retrieved|ChildFailedError:$|^\W*$|"
         r"elastic/(multiprocessing|agent/server)/api\.py:(10|9)"
     )
-    return [re.sub(r"^\[rank\d+\]: ?", "", line) for line in told.lines if not noise.search(line)]
+    return [re.sub(r"^\[rank\d+\]: ?", "", line) for line in output.lines if not noise.search(line)]
 
 
-def _errors(told: Heard) -> list[str]:
+def _error_lines(output: ManualOutput) -> list[str]:
     import re
 
     error = re.compile(
         r"^\S.*(Error|Exception|CHANGED|denied|refused|failed|killed|No such|timed out|No route)|SIGKILL"
     )
-    return list(dict.fromkeys(line.strip() for line in _lines(told) if error.search(line)))
+    return list(dict.fromkeys(line.strip() for line in _relevant_lines(output) if error.search(line)))
 
 
-def _ending(told: Heard) -> str:
-    if told.status is None:
-        return f"still running after {told.took_s:.0f} s"
-    return f"exit status {told.status}"
+def _format_exit(output: ManualOutput) -> str:
+    if output.status is None:
+        return f"still running after {output.took_s:.0f} s"
+    return f"exit status {output.status}"

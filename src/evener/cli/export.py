@@ -24,25 +24,25 @@ def export(
     import msgspec
 
     from evener.core.errors import UsageError
-    from evener.core.files import write_folder_atomic
+    from evener.core.file_io import write_folder_atomic
     from evener.core.rundir import RunDir
     from evener.corpus.huggingface import write_tokenizer
-    from evener.corpus.tokenizer import tokenizer_of
-    from evener.launch.tool import lines_of
+    from evener.corpus.tokenizer import load_run_tokenizer
+    from evener.launch.torch_subprocess import program_lines
 
     rundir = RunDir(run)
-    manifest, folder = rundir.manifest(), rundir.whole_checkpoint(step)
+    manifest, folder = rundir.manifest(), rundir.verified_checkpoint(step)
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
     target, shape = Path(out or rundir.path / "export"), manifest.shape
     if target.exists():
         raise UsageError(f"--out {target}: exists already", hint="another --out")
-    tokenizer = tokenizer_of(rundir.path, manifest.corpus)
+    tokenizer = load_run_tokenizer(rundir.path, manifest.corpus)
 
     def write(place: Path) -> None:
         request = {"checkpoint": str(folder), "shape": msgspec.to_builtins(shape), "out": str(place),
                    "end_of_text": tokenizer.end_of_text}  # fmt: skip
-        list(lines_of("evener.worker.export", json.dumps(request)))
+        list(program_lines("evener.worker.export_hf", json.dumps(request)))
         write_tokenizer(tokenizer, place, shape.block_size)
 
     try:

@@ -18,27 +18,28 @@ def fetch(
     """
     import json
 
-    from evener.cli import fleets
+    from evener.cli import start_run
     from evener.core.errors import EvenerError, HostError
-    from evener.core.plan import read_plan
+    from evener.core.run_plan import read_plan
     from evener.core.rundir import RunDir
-    from evener.launch import carry
-    from evener.launch import fleet as launcher
-    from evener.launch.written import bring_written
+    from evener.launch import checkpoint_transfer, launcher
+    from evener.launch.script_outputs import fetch_outputs
 
-    rundir = RunDir(fleets.find_run(run))
+    rundir = RunDir(start_run.find_run(run))
     plan = read_plan(rundir)
-    errors: list[EvenerError] = [] if plan.is_here else list(launcher.catch_up(rundir, plan).values())
-    known = launcher.known_states(rundir, plan)
-    known |= {name: state for name, state in launcher.states(rundir, plan).items() if not isinstance(state, HostError)}
+    errors: list[EvenerError] = [] if plan.is_local_run else list(launcher.mirror_once(rundir, plan).values())
+    known = launcher.cached_states(rundir, plan)
+    known |= {
+        name: state for name, state in launcher.query_states(rundir, plan).items() if not isinstance(state, HostError)
+    }
     if all(state.get("state") == "ended" for state in known.values()):
-        launcher.conclude(rundir, plan, known)
+        launcher.record_outcome(rundir, plan, known)
     failed: list[EvenerError] = []
     try:
-        copied = carry.bring(rundir, plan, fleets.say)
+        copied = checkpoint_transfer.fetch_checkpoints(rundir, plan, start_run.print_status)
     except EvenerError as problem:
         copied, failed = [], [problem]
-    files, lacking = bring_written(rundir, plan, known, fleets.say)
+    files, lacking = fetch_outputs(rundir, plan, known, start_run.print_status)
     unreached = [error.host for error in errors if isinstance(error, HostError)]
     errors += [
         error
@@ -48,11 +49,11 @@ def fetch(
     if as_json:
         result = {"run_dir": str(rundir), "came": copied, "files": [str(path) for path in files]}
         failures = [{"host": getattr(error, "host", None), "error": str(error), "hint": error.hint} for error in errors]
-        print(json.dumps(result | fleets.weights(rundir, plan) | {"errors": failures}))
+        print(json.dumps(result | start_run.checkpoint_info(rundir, plan) | {"errors": failures}))
         return 1 if errors else 0
     for error in errors:
-        fleets.say(f"error: {error}\nhint:  {error.hint}")
-    fleets.tell_weights(rundir, plan)
+        start_run.print_status(f"error: {error}\nhint:  {error.hint}")
+    start_run.print_checkpoint(rundir, plan)
     if (rundir.path / "files").is_dir():
-        fleets.say(f"files written by the script: {rundir.path / 'files'}")
+        start_run.print_status(f"files written by the script: {rundir.path / 'files'}")
     return 1 if errors else 0

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from evener.cli.help import EXPECTED
+from evener.cli.help import METAVARS
 
 if TYPE_CHECKING:
     from typer.models import ArgumentInfo, OptionInfo
 
-    from evener.core.spec import Flag
+    from evener.core.run_spec import Flag
 
-PANELS = {
+HELP_PANELS = {
     "data": "Data",
     "model": "Model",
     "train": "Training",
@@ -26,37 +26,37 @@ PANELS = {
 }
 
 # (name, default that typer reads, type)
-Parameter = tuple[str, "ArgumentInfo | OptionInfo", type | UnionType]
+CommandParameter = tuple[str, "ArgumentInfo | OptionInfo", type | UnionType]
 
 
-def spec_options() -> list[Parameter]:
+def spec_options() -> list[CommandParameter]:
     """Return one option for every leaf of RunSpec."""
-    from evener.core.spec import FLAGS
+    from evener.core.run_spec import FLAGS
 
-    options: list[Parameter] = []
+    options: list[CommandParameter] = []
     for flag in FLAGS.values():
         switch = flag.kind == "yes or no"
         option = typer.Option(
             None,
             f"{flag.name}/--no-{flag.name[2:]}" if switch else flag.name,
-            metavar=None if switch else _expected(flag),
-            help=flag.help if switch or flag.default is None else f"{flag.help} [{_shown(flag.default)}]",
-            rich_help_panel=PANELS.get(flag.section, "Options"),
+            metavar=None if switch else _metavar(flag),
+            help=flag.help if switch or flag.default is None else f"{flag.help} [{_format_default(flag.default)}]",
+            rich_help_panel=HELP_PANELS.get(flag.section, "Options"),
         )
         options.append((flag.field, option, bool | None if switch else str | None))
     return options
 
 
-def _expected(flag: Flag) -> str:
+def _metavar(flag: Flag) -> str:
     """Return the metavar of a flag's value."""
-    return EXPECTED.get(flag.field) or {"whole number": "N", "number": "NUMBER"}.get(flag.kind, flag.kind)
+    return METAVARS.get(flag.field) or {"whole number": "N", "number": "NUMBER"}.get(flag.kind, flag.kind)
 
 
-def _shown(default: object) -> object:
+def _format_default(default: object) -> object:
     return f"{default:g}" if isinstance(default, float) else default
 
 
-def signature(options: Sequence[Parameter]) -> inspect.Signature:
+def command_signature(options: Sequence[CommandParameter]) -> inspect.Signature:
     """Return the signature from which typer builds a command."""
     return inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -64,7 +64,7 @@ def signature(options: Sequence[Parameter]) -> inspect.Signature:
     )  # fmt: skip
 
 
-def given(flags: Mapping[str, str | bool | None]) -> dict[str, str]:
+def explicit_values(flags: Mapping[str, str | bool | None]) -> dict[str, str]:
     """Return the flags that the user gave, as text."""
     return {
         name: str(value).lower() if isinstance(value, bool) else value

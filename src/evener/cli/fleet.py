@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evener.cli.help import App
+from evener.cli.help import CliApp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evener.core.fleet import Fleet, Host
-    from evener.hosts.found import Listing
+    from evener.core.fleet_file import Fleet, HostConfig
+    from evener.hosts.import_hosts import HostList
 
-app = App(help="The file that names your machines.")
+app = CliApp(help="The file that names your machines.")
 
-SHOWN = 16  # hosts; a file with more is not printed whole
-FILES = "--from-ssh-config, --hostfile FILE or --inventory FILE"
+MAX_PRINTED_HOSTS = 16  # hosts; a file with more is not printed whole
+SOURCE_FLAGS = "--from-ssh-config, --hostfile FILE or --inventory FILE"
 EXAMPLES = """
 evener fleet init
 evener fleet init local laptop=192.168.1.28 ben@attic
@@ -62,129 +62,129 @@ def init(
     machine is contacted; evener doctor does that afterwards.
     """
     from evener.core.errors import UsageError
-    from evener.core.files import write_atomic
-    from evener.core.fleet import fleet_text, parse_fleet
-    from evener.hosts.found import merged
+    from evener.core.file_io import write_atomic
+    from evener.core.fleet_file import format_fleet, parse_fleet
+    from evener.hosts.import_hosts import merge_host_lists
 
     if os.path.lexists(out):
         raise UsageError(f"{out} exists already", hint="edit it, or write another file: --out other.toml")
     if group is not None and inventory is None:
         raise UsageError("--group needs an inventory", hint="--inventory FILE")
-    listed = _listed(names or [], from_ssh_config, ssh_config, hostfile, inventory, group)
-    hosts, host_list = merged(listed or [_asked(out)])
+    listed = _read_sources(names or [], from_ssh_config, ssh_config, hostfile, inventory, group)
+    hosts, host_list = merge_host_lists(listed or [_prompt_hosts(out)])
     if not hosts:
-        why = "; ".join(line.removeprefix("left out: ") for line in _different(host_list))
+        why = "; ".join(line.removeprefix("left out: ") for line in _import_warnings(host_list))
         what = f"no machine is left to train on: {why}" if why else "no machine was named"
         raise UsageError(what, hint="evener fleet init local laptop=192.168.1.28 names two")
-    text = fleet_text(hosts, "Which machines train, written by evener fleet init. Edit it as you like.")
+    text = format_fleet(hosts, "Which machines train, written by evener fleet init. Edit it as you like.")
     fleet = parse_fleet(text, out)
     try:
         write_atomic(out, text.encode())
     except OSError as error:
         raise UsageError(f"{out}: not written: {error.strerror}", hint="--out FILE in another folder") from None
     if as_json:
-        print(json.dumps(_as_object(out, hosts, host_list, fleet)))
+        print(json.dumps(_result_to_dict(out, hosts, host_list, fleet)))
     else:
-        _tell(out, text, host_list, fleet, _advice(fleet) if listed else [])
+        _print_result(out, text, host_list, fleet, _hints(fleet) if listed else [])
 
 
-def _listed(
-    names: list[str], usual: bool, ssh_config: Path | None, hostfile: Path | None, inventory: Path | None,
+def _read_sources(
+    names: list[str], from_ssh_config: bool, ssh_config: Path | None, hostfile: Path | None, inventory: Path | None,
     group: str | None,
-) -> list[Listing]:  # fmt: skip
+) -> list[HostList]:  # fmt: skip
     """Read the hosts of each given source."""
     from evener.core.errors import UsageError
-    from evener.hosts.hostfile import of_hostfile, of_words
-    from evener.hosts.inventory import of_inventory
-    from evener.hosts.sshconfig import of_ssh_config
+    from evener.hosts.ansible_inventory import import_inventory
+    from evener.hosts.hostfile import import_hostfile, parse_host_arguments
+    from evener.hosts.ssh_config import import_ssh_config
 
     for name in names:
         if "=" not in name and os.path.isfile(name):
             hint = f"--ssh-config, --hostfile or --inventory reads a file; for a host of this name: {name}={name}"
             raise UsageError(f"{name} is a file", hint=hint)
-    listings = [of_words(names, here())] if names else []
-    listings += [of_ssh_config()] if usual else []
-    listings += [of_ssh_config(ssh_config)] if ssh_config is not None else []
-    listings += [of_hostfile(hostfile)] if hostfile is not None else []
-    return listings + ([of_inventory(inventory, group)] if inventory is not None else [])
+    listings = [parse_host_arguments(names, local_host_name())] if names else []
+    listings += [import_ssh_config()] if from_ssh_config else []
+    listings += [import_ssh_config(ssh_config)] if ssh_config is not None else []
+    listings += [import_hostfile(hostfile)] if hostfile is not None else []
+    return listings + ([import_inventory(inventory, group)] if inventory is not None else [])
 
 
-def _asked(out: Path) -> Listing:
+def _prompt_hosts(out: Path) -> HostList:
     """Ask for the hosts on the terminal; raise UsageError if there is none."""
     from evener.core.errors import UsageError
 
-    if not is_terminal():
+    if not is_interactive():
         raise UsageError(
             "no machine is named, and there is no terminal to ask in",
-            hint=f"evener fleet init local laptop=192.168.1.28; or {FILES}",
+            hint=f"evener fleet init local laptop=192.168.1.28; or {SOURCE_FLAGS}",
         )
-    from evener.cli.fleet_questions import ask
+    from evener.cli.fleet_prompts import prompt_hosts
 
     try:
-        return ask(out, here())
+        return prompt_hosts(out, local_host_name())
     except (KeyboardInterrupt, EOFError):
         print("\nnothing was written", file=sys.stderr)
         raise typer.Abort from None
 
 
-def is_terminal() -> bool:
+def is_interactive() -> bool:
     """Return whether a person can see a question and answer it."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def here() -> str:
+def local_host_name() -> str:
     """Return the name of this machine for the fleet file: its own host name."""
     import socket
 
-    from evener.hosts.found import HERE, host_name
+    from evener.hosts.import_hosts import LOCALHOST_NAMES, sanitize_host_name
 
     host = socket.gethostname().partition(".")[0]
-    return "here" if host.lower() in ("", *HERE) else host_name(host)
+    return "here" if host.lower() in ("", *LOCALHOST_NAMES) else sanitize_host_name(host)
 
 
-def _tell(out: Path, text: str, told: Listing, fleet: Fleet, advice: list[str]) -> None:
+def _print_result(out: Path, text: str, host_list: HostList, fleet: Fleet, advice: list[str]) -> None:
     """Print the file; on stderr what differs from the sources, hints, and the next command."""
-    from evener.cli.terminal import console, say
-    from evener.core.units import plural
+    from evener.cli.terminal import make_console, print_text
+    from evener.core.units import pluralize
 
-    screen = console(stderr=True)
-    for line in _different(told):
-        say(screen, line)
-    print(f"{out}: {plural(len(fleet.hosts), 'host')}\n", file=sys.stderr)
-    print(text if len(fleet.hosts) <= SHOWN else "\n".join([*fleet.hosts, ""]), end="", flush=True)
+    screen = make_console(stderr=True)
+    for line in _import_warnings(host_list):
+        print_text(screen, line)
+    print(f"{out}: {pluralize(len(fleet.hosts), 'host')}\n", file=sys.stderr)
+    print(text if len(fleet.hosts) <= MAX_PRINTED_HOSTS else "\n".join([*fleet.hosts, ""]), end="", flush=True)
     screen.print()
     for line in advice:
-        say(screen, line)
-    screen.print(f"next: evener doctor{fleet.flag}", soft_wrap=True)
+        print_text(screen, line)
+    screen.print(f"next: evener doctor{fleet.cli_flag}", soft_wrap=True)
 
 
-def _different(told: Listing) -> list[str]:
+def _import_warnings(host_list: HostList) -> list[str]:
     """Return what differs from the sources: notes, and hosts left out, grouped by reason."""
     whys: dict[str, list[str]] = {}
-    for one in told.left_out:
+    for one in host_list.skipped:
         whys.setdefault(one.why, []).append(one.name)
-    return [*told.notes, *(f"left out: {', '.join(names)}: {why}" for why, names in whys.items())]
+    return [*host_list.notes, *(f"left out: {', '.join(names)}: {why}" for why, names in whys.items())]
 
 
-def _advice(fleet: Fleet) -> list[str]:
+def _hints(fleet: Fleet) -> list[str]:
     """Return hints about a fleet that does not contain this machine."""
     if any(host.is_local for host in fleet.hosts.values()):
         return []
-    local_name = here()
+    local_name = local_host_name()
     same = [name for name, host in fleet.hosts.items() if host.address.lower().partition(".")[0] == local_name.lower()]
     if same:
         return [f'{same[0]} has the name of this machine: if it is this machine, give it address = "local"']
     return [f'this machine is not in the file; if it trains too, add [hosts.{local_name}] with address = "local"']
 
 
-def _as_object(out: Path, hosts: Mapping[str, Host], told: Listing, fleet: Fleet) -> dict[str, Any]:
+def _result_to_dict(out: Path, hosts: Mapping[str, HostConfig], host_list: HostList, fleet: Fleet) -> dict[str, Any]:
     """Return the JSON object of --json."""
     import msgspec
 
     return {
         "file": str(out),
         "hosts": {name: msgspec.to_builtins(host) for name, host in hosts.items()},
-        "left_out": msgspec.to_builtins(told.left_out),
-        "notes": told.notes,
-        "next": f"evener doctor{fleet.flag}",
+        "left_out": msgspec.to_builtins(host_list.skipped),
+        "notes": host_list.notes,
+        "next": f"evener doctor{fleet.cli_flag}",
     }

@@ -13,15 +13,15 @@ import typer
 
 from evener.cli.chaos import chaos
 from evener.cli.drill import drill
-from evener.cli.help import App
+from evener.cli.help import CliApp
 
 if TYPE_CHECKING:
-    from evener.lab.lab import Lab
+    from evener.lab.emulated_lab import EmulatedLab
 
-app = App(help="Emulate hosts on this machine: each with its own network, hostname, processes, files and sshd.")
+app = CliApp(help="Emulate hosts on this machine: each with its own network, hostname, processes, files and sshd.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-InLab = Annotated[str | None, typer.Option("--name", help="which lab, if several are up")]
+LabName = Annotated[str | None, typer.Option("--name", help="which lab, if several are up")]
 
 
 @app.command(epilog="evener lab up --hosts 2 --rate 1Gbit")
@@ -50,67 +50,82 @@ def up(
 ) -> None:
     """Make a lab, wait until every host accepts ssh logins, and write its fleet file."""
     from evener.core.errors import UsageError
-    from evener.core.units import seconds
-    from evener.lab.lab import Lab
-    from evener.lab.spec import LabSpec, default_names, read_spec, with_values
+    from evener.core.units import format_seconds
+    from evener.lab.emulated_lab import EmulatedLab
+    from evener.lab.lab_spec import LabSpec, default_host_names, read_lab_spec, with_host_values
 
     if (hosts is not None) + (names is not None) + (spec_file is not None) > 1:
         raise UsageError("--hosts, --names and a TOML file each define the hosts", hint="give one of them")
-    spec = read_spec(spec_file) if spec_file else LabSpec()
+    spec = read_lab_spec(spec_file) if spec_file else LabSpec()
     if hosts is not None or names is not None:
-        host_names = default_names(hosts) if hosts is not None else _words(names)
+        host_names = default_host_names(hosts) if hosts is not None else _split_names(names)
         if len(set(host_names)) < len(host_names):
             raise UsageError(f"--names {names}: a name occurs twice")
         spec = LabSpec(name=spec.name, hosts=dict.fromkeys(host_names, next(iter(spec.hosts.values()))))
     values = {
-        "rate": rate, "rate_up": rate_up, "rate_down": rate_down, "mtu": mtu, "cpus": cpus, "memory": memory,
-        "disk": disk, "interface": interface, "cores": _numbers(cores), "more_interfaces": _words(more_interfaces),
-    }  # fmt: skip
-    spec = with_values(spec, {key: value for key, value in values.items() if value not in (None, [])})
+        "rate": rate,
+        "rate_up": rate_up,
+        "rate_down": rate_down,
+        "mtu": mtu,
+        "cpus": cpus,
+        "memory": memory,
+        "disk": disk,
+        "interface": interface,
+        "cores": _parse_cores(cores),
+        "more_interfaces": _split_names(more_interfaces),
+    }
+    spec = with_host_values(spec, {key: value for key, value in values.items() if value not in (None, [])})
     if name is not None:
         spec = LabSpec(name=name, hosts=spec.hosts)
     started = time.monotonic()
-    lab = Lab.up(spec, out=out)
+    lab = EmulatedLab.up(spec, out=out)
     took_s = time.monotonic() - started
     if lab.rootless and any(host.cpus or host.memory or host.disk for host in spec.hosts.values()):
         print("warning: without root a lab limits no cpus, no memory and no disks; cores are pinned", file=sys.stderr)
     if as_json:
-        print(json.dumps(_describe(lab)))
+        print(json.dumps(_lab_to_dict(lab)))
         return
-    print(f"lab {lab.name} is up after {seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}")
+    print(f"lab {lab.name} is up after {format_seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}")
     print(f"next: evener lab exec {lab.hosts[0].name} -- ip -brief address", file=sys.stderr)
 
 
 @app.command(epilog="evener lab status")
 def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] = None, as_json: AsJson = False) -> None:
     """List your labs with their hosts and whether these are alive."""
-    from evener.cli.terminal import console, say, table
+    from evener.cli.terminal import make_console, print_table, print_text
     from evener.lab import state
-    from evener.lab.lab import Lab
+    from evener.lab.emulated_lab import EmulatedLab
 
     names = [name] if name is not None else state.lab_names()
-    labs = {key: Lab.find(key) if name or state.load(state.root() / key) else None for key in names}
+    labs = {key: EmulatedLab.find(key) if name or state.load(state.labs_root() / key) else None for key in names}
     if as_json:
-        described = [_describe(lab) if lab else {"name": key, "state": "half made"} for key, lab in labs.items()]
+        described = [_lab_to_dict(lab) if lab else {"name": key, "state": "half made"} for key, lab in labs.items()]
         print(json.dumps(described[0] if name is not None else {"labs": described}))
         return
     if not labs:
         print("no lab is up; `evener lab up` makes one", file=sys.stderr)
-    screen = console()
+    screen = make_console()
     for key, lab in labs.items():
         if lab is None:
-            say(screen, f"{key}: half made, or by another version of evener; `evener lab down {key}` cleans up")
+            print_text(screen, f"{key}: half made, or by another version of evener; `evener lab down {key}` cleans up")
             continue
         fleet = f", fleet file {lab.state.fleet_file}" if lab.state.fleet_file else ""
-        say(screen, f"{key}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}")
+        print_text(
+            screen, f"{key}: {'up' if lab.is_alive() else 'crashed'}{', rootless' if lab.rootless else ''}{fleet}"
+        )
         rows = []
-        for host in _describe(lab)["hosts"].values():
-            limits = (_rate(host["up_bps"]), _rate(host["down_bps"]) + " policed" * host["policed"], host["mtu"],
-                      host["cpus"] or "all", ",".join(map(str, host["cores"])) or "all")  # fmt: skip
+        for host in _lab_to_dict(lab)["hosts"].values():
+            limits = (
+                _format_rate(host["up_bps"]),
+                _format_rate(host["down_bps"]) + " policed" * host["policed"],
+                host["mtu"],
+                host["cpus"] or "all",
+                ",".join(map(str, host["cores"])) or "all",
+            )
             processes = host["processes"] or host["state"]
             rows.append((host["name"], host["address"], *map(str, limits), str(processes), str(host["pid"])))
         titles = ("host", "address", "up", "down", "mtu", "cpus", "cores", "processes", "pid")
-        table(screen, titles, rows, left=titles, spare=("pid", "mtu", "cores"))
+        print_table(screen, titles, rows, left_aligned=titles, droppable=("pid", "mtu", "cores"))
 
 
 @app.command(
@@ -121,15 +136,15 @@ def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] =
 def exec_(
     host: Annotated[str, typer.Argument(help="the host")],
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND …", help="the program and its arguments")],
-    name: InLab = None,
+    name: LabName = None,
 ) -> None:
     """Run a program in a host, entered directly without ssh. Exits with the program's status."""
-    from evener.lab.host import Host
-    from evener.lab.lab import Lab
+    from evener.lab.emulated_lab import EmulatedLab
+    from evener.lab.host import LabHost
 
     if command[0] == "--name" and len(command) > 2:  # given after the host, where flags belong to the program
         name, command = command[1], command[2:]
-    inside: Host = Lab.find(name).host(host)
+    inside: LabHost = EmulatedLab.find(name).host(host)
     inside.check_alive()
     if command[0] == "--":
         del command[0]
@@ -140,12 +155,12 @@ def exec_(
 
 @app.command("power-off", epilog="evener lab power-off b")
 def power_off(
-    host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False
+    host: Annotated[str, typer.Argument(help="which host")], name: LabName = None, as_json: AsJson = False
 ) -> None:
     """Power a host off without warning: its processes end, and the others receive nothing. Its home stays."""
-    from evener.lab.lab import Lab
+    from evener.lab.emulated_lab import EmulatedLab
 
-    lab = Lab.find(name)
+    lab = EmulatedLab.find(name)
     lab.host(host).power_off()
     print(json.dumps({"off": host}) if as_json else f"{host} is off")
     if not as_json:
@@ -153,11 +168,13 @@ def power_off(
 
 
 @app.command(epilog="evener lab boot b")
-def boot(host: Annotated[str, typer.Argument(help="which host")], name: InLab = None, as_json: AsJson = False) -> None:
+def boot(
+    host: Annotated[str, typer.Argument(help="which host")], name: LabName = None, as_json: AsJson = False
+) -> None:
     """Boot a host again, and wait until it accepts ssh logins: same addresses, home, host key, limits and rates."""
-    from evener.lab.lab import Lab
+    from evener.lab.emulated_lab import EmulatedLab
 
-    Lab.find(name).host(host).boot()
+    EmulatedLab.find(name).host(host).boot()
     print(json.dumps({"booted": host}) if as_json else f"{host} accepts logins")
 
 
@@ -170,14 +187,14 @@ def down(
     """End a lab and remove all of it: processes, networks, cgroups, files. Safe to repeat."""
     from evener.core.errors import UsageError
     from evener.lab import state
-    from evener.lab.lab import take_down, usual
+    from evener.lab.emulated_lab import default_lab_name, take_down
 
     labs = state.lab_names()
     if every:
         names = labs
     elif name is not None:
         names = [name]
-    elif (only := usual(labs)) is not None or not labs:
+    elif (only := default_lab_name(labs)) is not None or not labs:
         names = [only] if only else []
     else:
         raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
@@ -192,7 +209,7 @@ app.command("drill", epilog="evener lab drill --list\nevener lab drill net.firew
 app.command("chaos", epilog="evener lab chaos --list\nevener lab chaos --seed 1 --minutes 10")(chaos)
 
 
-def _describe(lab: Lab) -> dict[str, Any]:
+def _lab_to_dict(lab: EmulatedLab) -> dict[str, Any]:
     """Return a lab and its hosts as a JSON object."""
     return {
         "name": lab.name,
@@ -213,20 +230,20 @@ def _describe(lab: Lab) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rate(bps: int | None) -> str:
-    from evener.core.units import metric
+def _format_rate(bps: int | None) -> str:
+    from evener.core.units import format_si
 
-    return "unlimited" if bps is None else f"{metric(bps)}bit"
+    return "unlimited" if bps is None else f"{format_si(bps)}bit"
 
 
-def _words(text: str | None) -> list[str]:
+def _split_names(text: str | None) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
 
-def _numbers(text: str | None) -> list[int]:
+def _parse_cores(text: str | None) -> list[int]:
     from evener.core.errors import UsageError
 
     try:
-        return [int(word) for word in _words(text)]
+        return [int(word) for word in _split_names(text)]
     except ValueError:
         raise UsageError(f"--cores {text}: expected comma-separated whole numbers", hint="--cores 0,1") from None

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from evener.core.plan import Plan
+    from evener.core.run_plan import Plan
     from evener.core.rundir import RunDir
-    from evener.launch.mirror import Mirror, State
+    from evener.launch.mirror import RunMirror, SupervisorState
 
 
 EXAMPLES = "evener launch -- train.py --lr 1e-3"
@@ -43,101 +43,115 @@ def launch(
     import time
     from pathlib import Path
 
-    from evener.cli import fleets, follow
+    from evener.cli import follow_output, start_run
     from evener.core.errors import RunError, UsageError
+    from evener.core.run_spec import MachineSpec
     from evener.core.rundir import RunDir
-    from evener.core.spec import MachineSpec
-    from evener.launch import fleet as launcher
-    from evener.launch import here
-    from evener.launch.follow import follow as follow_run
-    from evener.launch.tree import ignored, in_short
+    from evener.launch import launcher, local_run
+    from evener.launch.file_tree import ignored_file_sizes, summarize_largest
+    from evener.launch.follow_run import follow_run
 
-    path = fleets.fleet_path(fleet)
-    project, argv = _program(program)
+    path = start_run.fleet_path(fleet)
+    project, argv = _parse_program(program)
     name = Path(argv[1] if argv[0] == "-m" else argv[0]).stem
     rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: exists already", hint="another --out")
     with contextlib.ExitStack() as stack:
         if path is None:
-            sessions = stack.enter_context(here.this_machine_connected())
-            prepared = here.prepare_here(sessions, rundir, ranks=ranks, cwd=project)
+            sessions = stack.enter_context(local_run.open_local_session())
+            prepared = local_run.prepare_local(sessions, rundir, ranks=ranks, cwd=project)
         else:
-            hosts, sessions, errors = stack.enter_context(fleets.connected(path))
-            prepared = launcher.prepare(fleets.with_ranks(hosts, ranks), sessions, errors, rundir.path.name, port=port,
-                                        machine=MachineSpec(private=private))  # fmt: skip
-        fleets.tell_warnings(prepared)
+            hosts, sessions, errors = stack.enter_context(start_run.connect_fleet(path))
+            prepared = launcher.prepare_fleet(
+                start_run.with_ranks(hosts, ranks),
+                sessions,
+                errors,
+                rundir.path.name,
+                port=port,
+                machine=MachineSpec(private=private),
+            )
+        start_run.print_warnings(prepared)
         plan, trees = launcher.plan_script(prepared, project, argv, os.environ, include or [])
         if dry_run:
-            fleets.print_plan(plan, as_json)
+            start_run.print_plan(plan, as_json)
             return 0
-        if trees and (skipped := ignored(project, trees[0])):
-            fleets.say(f"not sent, because git ignores it: {in_short(skipped)}\nhint:  --include PATH sends it")
-        launcher.deliver(trees, plan, sessions, fleets.say)
-        fleets.tell_plan(plan)
-        fleets.say(f"run directory {rundir}")
-        lines = fleets.Lines(rundir, plan)
+        if trees and (skipped := ignored_file_sizes(project, trees[0])):
+            start_run.print_status(
+                f"not sent, because git ignores it: {summarize_largest(skipped)}\nhint:  --include PATH sends it"
+            )
+        launcher.stage_files(trees, plan, sessions, start_run.print_status)
+        start_run.print_placement(plan)
+        start_run.print_status(f"run directory {rundir}")
+        lines = start_run.RankLogPrinter(rundir, plan)
 
-        def see(mirror: Mirror) -> None:
+        def see(mirror: RunMirror) -> None:
             if not as_json:
                 lines.print_new()
 
-        if plan.is_here and not detach:
-            states = here.stay_with(rundir, plan, sessions, follow.tell_trouble, see)
+        if plan.is_local_run and not detach:
+            states = local_run.run_attached(rundir, plan, sessions, follow_output.print_health_event, see)
         else:
             launcher.start(rundir, plan, sessions)
     if detach:
-        fleets.left_alone(rundir)
+        start_run.print_detached(rundir)
         return 0
-    if not plan.is_here:
+    if not plan.is_local_run:
         try:
-            states = follow_run(rundir, plan, follow.tell_trouble, fleets.on_lost, see, say=fleets.say)
+            states = follow_run(
+                rundir,
+                plan,
+                follow_output.print_health_event,
+                start_run.print_connection_change,
+                see,
+                notify=start_run.print_status,
+            )
         except KeyboardInterrupt:
-            fleets.left_alone(rundir)
+            start_run.print_detached(rundir)
             return 130
         except RunError:
-            fleets.tell_made(rundir, plan)
+            start_run.print_outputs(rundir, plan)
             raise
-    return _tell_end(rundir, plan, states, as_json)
+    return _print_result(rundir, plan, states, as_json)
 
 
-def _tell_end(rundir: RunDir, plan: Plan, states: Mapping[str, State], as_json: bool) -> int:
+def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState], as_json: bool) -> int:
     """Print the result of the run, and return the exit status."""
     import json
 
     import msgspec
 
-    from evener.cli import fleets
-    from evener.launch.failures import wants_gpus
-    from evener.launch.written import written
+    from evener.cli import start_run
+    from evener.launch.root_cause import missing_gpu_message
+    from evener.launch.script_outputs import find_outputs
 
     stopped = any(state.get("stopped") for state in states.values())
     if as_json:
-        files = {name: msgspec.to_builtins(one) for name, one in written(plan, states).items()}
+        files = {name: msgspec.to_builtins(one) for name, one in find_outputs(plan, states).items()}
         result = {"run_dir": str(rundir), "stopped": stopped, "hosts": states, "written": files}
-        print(json.dumps(result | fleets.weights(rundir, plan)))
+        print(json.dumps(result | start_run.checkpoint_info(rundir, plan)))
     else:
-        fleets.say(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
-        if not stopped and (line := wants_gpus(rundir, plan, states)):
-            fleets.say(f"warning: the program succeeded, but printed: {line}\n"
+        start_run.print_status(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
+        if not stopped and (line := missing_gpu_message(rundir, plan, states)):
+            start_run.print_status(f"warning: the program succeeded, but printed: {line}\n"
                        "hint:  it expects GPUs; does it have an option for CPUs?")  # fmt: skip
-        fleets.tell_made(rundir, plan)
+        start_run.print_outputs(rundir, plan)
     return 130 if stopped else 0
 
 
-def _program(words: list[str]) -> tuple[Path, list[str]]:
+def _parse_program(argv: list[str]) -> tuple[Path, list[str]]:
     """Return the project's folder, and the program's arguments for torchrun relative to it."""
     from pathlib import Path
 
     from evener.core.errors import UsageError
 
     cwd = Path.cwd().resolve()
-    if words[0] == "-m":
-        if len(words) < 2:
+    if argv[0] == "-m":
+        if len(argv) < 2:
             raise UsageError("-m: expected a module after it", hint="evener launch -- -m package.module ARGS")
-        return cwd, words
-    script = Path(words[0]).resolve()
+        return cwd, argv
+    script = Path(argv[0]).resolve()
     if not script.is_file():
-        raise UsageError(f"{words[0]}: no such script", hint="evener launch -- SCRIPT.py ARGS")
+        raise UsageError(f"{argv[0]}: no such script", hint="evener launch -- SCRIPT.py ARGS")
     project = cwd if script.is_relative_to(cwd) else script.parent
-    return project, [script.relative_to(project).as_posix(), *words[1:]]
+    return project, [script.relative_to(project).as_posix(), *argv[1:]]

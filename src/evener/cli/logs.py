@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from evener.launch.mirror import Mirror
+    from evener.launch.mirror import RunMirror
 
 EXAMPLES = "evener logs -f runs/mine --host attic"
 
@@ -20,42 +20,44 @@ def logs(
     as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
     """Print the output of a run's ranks and launchers: time, rank, host, line."""
-    from evener.cli import fleets, loggers
-    from evener.cli import follow as follow_cli
+    from evener.cli import follow_output as follow_cli
+    from evener.cli import logger_processes, start_run
     from evener.core.errors import UsageError, did_you_mean
-    from evener.core.plan import read_plan
+    from evener.core.run_plan import read_plan
     from evener.core.rundir import RunDir
-    from evener.launch import fleet as launcher
-    from evener.launch.follow import follow as follow_run
+    from evener.launch import launcher
+    from evener.launch.follow_run import follow_run
 
-    rundir = RunDir(fleets.find_run(run))
+    rundir = RunDir(start_run.find_run(run))
     plan = read_plan(rundir)
     names = [member.name for member in plan.hosts]
     for name in host or []:
         if name not in names:
             raise UsageError(f"--host {name}: not a host of this run", hint=did_you_mean(name, names))
-    lines = fleets.Lines(rundir, plan, set(host) if host else None, set(rank) if rank else None)
+    lines = start_run.RankLogPrinter(rundir, plan, set(host) if host else None, set(rank) if rank else None)
 
     def show() -> None:
-        lines.print_new_json() if as_json else lines.print_new(stamps=True)
+        lines.print_new_json() if as_json else lines.print_new(with_timestamps=True)
 
-    def show_all(mirror: Mirror) -> None:
-        lines.add(mirror.plan)  # a host may have been added to the run
+    def show_all(mirror: RunMirror) -> None:
+        lines.add_hosts(mirror.plan)  # a host may have been added to the run
         show()
 
     if not follow:
-        for error in launcher.catch_up(rundir, plan).values():
-            fleets.say(f"warning: {error}; printing what arrived before")
+        for error in launcher.mirror_once(rundir, plan).values():
+            start_run.print_status(f"warning: {error}; printing what arrived before")
         show()
-        if fleets.weights(rundir, plan)["newer_checkpoint"]:
-            fleets.tell_weights(rundir, plan)
+        if start_run.checkpoint_info(rundir, plan)["newer_checkpoint"]:
+            start_run.print_checkpoint(rundir, plan)
         return 0
     try:
-        with loggers.fed(rundir, loggers.chosen(None, rundir)) as feeding:
-            observe = feeding(follow_cli.tell_trouble)
-            follow_run(rundir, plan, observe, fleets.on_lost, show_all, say=fleets.say)
+        with logger_processes.feed_loggers(rundir, logger_processes.select_loggers(None, rundir)) as feeding:
+            observe = feeding(follow_cli.print_health_event)
+            follow_run(
+                rundir, plan, observe, start_run.print_connection_change, show_all, notify=start_run.print_status
+            )
     except KeyboardInterrupt:
-        fleets.left_alone(rundir)
+        start_run.print_detached(rundir)
         return 130
-    fleets.tell_made(rundir, plan)
+    start_run.print_outputs(rundir, plan)
     return 0

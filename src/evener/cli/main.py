@@ -8,6 +8,7 @@ import sys
 import typer
 
 from evener.cli import (
+    add_leave,
     bench,
     data,
     doctor,
@@ -17,7 +18,6 @@ from evener.cli import (
     lab,
     launch,
     logs,
-    members,
     plan,
     probe,
     report,
@@ -30,7 +30,7 @@ from evener.cli import (
     verify,
     watch,
 )
-from evener.cli.help import App
+from evener.cli.help import CliApp
 from evener.core.errors import EvenerError
 from evener.core.version import __version__
 
@@ -41,7 +41,7 @@ evener report runs/first
 evener plan --model gpt2 --nodes 2 --link 1GbE --compute-tokens-per-s 500
 """
 
-TYPERS = {
+MESSAGE_REWRITES = {
     r"^Invalid value for '(.+?)': Input should be": r"\1: expected",
     "a valid integer, .*": "a whole number",
     "a valid number, .*": "a number",
@@ -52,7 +52,7 @@ TYPERS = {
     r"\.$": "",
 }.items()
 
-app = App(
+app = CliApp(
     name="evener",
     help="Train one PyTorch model on the machines you have, measure every step, and understand what happened.",
     pretty_exceptions_enable=False,
@@ -70,8 +70,8 @@ def _root(
         print(context.get_help())
 
 
-train.add_to(app)
-plan.add_to(app)
+train.register(app)
+plan.register(app)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("setup", epilog=setup.EXAMPLES)(setup.setup)
 app.command("launch", epilog=launch.EXAMPLES)(launch.launch)
@@ -80,8 +80,8 @@ app.command("logs", epilog=logs.EXAMPLES)(logs.logs)
 app.command("watch", epilog=watch.EXAMPLES)(watch.watch)
 app.command("fetch", epilog=fetch.EXAMPLES)(fetch.fetch)
 app.command("stop", epilog=stop.EXAMPLES)(stop.stop)
-app.command("leave", epilog=members.LEAVE_EXAMPLES)(members.leave)
-app.command("add", epilog=members.ADD_EXAMPLES)(members.add)
+app.command("leave", epilog=add_leave.LEAVE_EXAMPLES)(add_leave.leave)
+app.command("add", epilog=add_leave.ADD_EXAMPLES)(add_leave.add)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
@@ -99,12 +99,14 @@ def main() -> None:
     try:
         status = app(standalone_mode=False, prog_name="evener")
     except EvenerError as error:
-        _tell(str(error), error.hint, error.output)
+        _print_error(str(error), error.hint, error.output)
         status = error.exit_status
     except typer.TyperException as error:
         context = getattr(error, "ctx", None)
         if error.format_message():  # a verb without its argument has printed its help
-            _tell(_in_our_words(error.format_message()), f"{context.command_path if context else 'evener'} --help")
+            _print_error(
+                _rewrite_message(error.format_message()), f"{context.command_path if context else 'evener'} --help"
+            )
         status = 2
     except (KeyboardInterrupt, typer.Abort):
         status = 130
@@ -114,18 +116,18 @@ def main() -> None:
     sys.exit(status or 0)
 
 
-def _in_our_words(message: str) -> str:
+def _rewrite_message(message: str) -> str:
     """Shorten typer's message about a flag.
 
-    >>> _in_our_words("Invalid value for '--port': Input should be less than or equal to 65535")
+    >>> _rewrite_message("Invalid value for '--port': Input should be less than or equal to 65535")
     '--port: expected at most 65535'
     """
-    for theirs, ours in TYPERS:
+    for theirs, ours in MESSAGE_REWRITES:
         message = re.sub(theirs, ours, message)
     return message
 
 
-def _tell(message: str, hint: str, output: str = "") -> None:
+def _print_error(message: str, hint: str, output: str = "") -> None:
     print(f"error: {message}", file=sys.stderr)
     for line in output.splitlines():
         print(f"  | {line}", file=sys.stderr)

@@ -15,7 +15,7 @@ EXAMPLES = (
 )
 
 SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML, as for train; flags override it")
-OF_WHAT: dict[str, tuple[Any, Any]] = {  # parameter: (flag, type)
+SOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {  # parameter: (flag, type)
     "fleet": (typer.Option(None, "--fleet", metavar="FILE", help="hosts and their measured rates [fleet.toml if here]"),
               str | None),
     "hosts": (typer.Option(None, "--hosts", metavar="NAME,…", help="only these hosts [all]"), str | None),
@@ -26,7 +26,7 @@ OF_WHAT: dict[str, tuple[Any, Any]] = {  # parameter: (flag, type)
     "source_run": (typer.Option(None, "--from", metavar="RUN", help="what a run measured, instead of probes; "
                                 "with --fleet also written to that file"), str | None),
 }  # fmt: skip
-MACHINES: dict[str, tuple[Any, Any]] = {  # hypothetical machines: question.Words
+MACHINE_OPTIONS: dict[str, tuple[Any, Any]] = {  # hypothetical machines: question.Words
     "nodes": (typer.Option(None, "--nodes", min=1, max=4096, help="no fleet: number of machines"), int | None),
     "rates": (typer.Option(None, "--compute-tokens-per-s", metavar="RATE,…", help="no fleet: tokens/s that one rank (a "
                            "GPU or a processor) trains alone; or a list"), str | None),
@@ -43,7 +43,7 @@ MACHINES: dict[str, tuple[Any, Any]] = {  # hypothetical machines: question.Word
     "price_per_h": (typer.Option(None, "--price-per-h", min=0.0, max=1e9, help="no fleet: of a machine; any currency"),
                     float | None),
 }  # fmt: skip
-BILL: dict[str, tuple[Any, Any]] = {
+COST_OPTIONS: dict[str, tuple[Any, Any]] = {
     "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="time and cost for this number of tokens: 2.5B "
                             "[those of --steps]"), str | None),
     "price_per_kwh": (typer.Option(None, "--price-per-kwh", min=0.0, max=1e6, help="of electricity [the fleet's "
@@ -51,9 +51,9 @@ BILL: dict[str, tuple[Any, Any]] = {
     "rent": (typer.Option(None, "--rent", metavar="OFFER,…", help="also compare rented machines, with their "
                           "price per hour: 1xh100@2.5,8xh100@20"), str | None),
 }  # fmt: skip
-SCALE = typer.Option(None, "--scale", metavar="RANKS,…",
+SCALE_FLAG = typer.Option(None, "--scale", metavar="RANKS,…",
                      help="no fleet: simulate this many ranks: 1,2,4,…,4096; --batch is then per rank")  # fmt: skip
-OF_SCALE: dict[str, tuple[Any, Any]] = {
+SIMULATION_OPTIONS: dict[str, tuple[Any, Any]] = {
     "strong": (typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead"), bool),
     "jitter": (typer.Option(None, "--jitter", min=0.0, max=300.0, help="--scale: percent by which a rank's compute "
                             "time varies from step to step [2]"), float | None),
@@ -64,8 +64,8 @@ OF_SCALE: dict[str, tuple[Any, Any]] = {
     "draw": (typer.Option(None, "--draw", metavar="FOLDER", help="--scale: write two pictures here"), str | None),
 }  # fmt: skip
 AS_JSON = typer.Option(False, "--json", help="print one JSON object")
-NOT_OF_SCALE = ("nodes", "hosts", "watts", "price_per_h", *BILL)
-WITHOUT_MACHINES = ("ranks", "threads")  # flags of train without meaning for hypothetical machines
+NOT_WITH_SCALE = ("nodes", "hosts", "watts", "price_per_h", *COST_OPTIONS)
+REAL_HOST_FLAGS = ("ranks", "threads")  # flags of train without meaning for hypothetical machines
 
 
 def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[str, Any]) -> int:
@@ -78,17 +78,18 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
     import json
     from pathlib import Path
 
-    from evener.cli import planned
-    from evener.cli.flags import given
+    from evener.cli import plan_output
+    from evener.cli.flags import explicit_values
     from evener.core.errors import UsageError
-    from evener.core.spec import make_spec
-    from evener.plan.question import answer
+    from evener.core.run_spec import make_spec
+    from evener.plan.plan_request import answer_request
 
     of_what, machines, of_bill, of_scale = (
-        {name: values.pop(name) for name in group} for group in (OF_WHAT, MACHINES, BILL, OF_SCALE)
+        {name: values.pop(name) for name in group}
+        for group in (SOURCE_OPTIONS, MACHINE_OPTIONS, COST_OPTIONS, SIMULATION_OPTIONS)
     )
-    texts = given(values)
-    given_machines = [_flag(MACHINES, name) for name, value in machines.items() if value is not None]
+    texts = explicit_values(values)
+    given_machines = [_flag_name(MACHINE_OPTIONS, name) for name, value in machines.items() if value is not None]
     given_machines += ["--scale"] if scale is not None else []
     fleet, source_run = of_what["fleet"], of_what["source_run"]
     if given_machines and (fleet or source_run):
@@ -97,64 +98,70 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
     if of_what["params"] is not None and ("model" in texts or source_run):
         raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
                          hint="one of them")  # fmt: skip
-    _check_scale(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
+    _check_scale_flags(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
     if source_run is not None:
-        request = planned.of_run(source_run, texts, of_what["link"], fleet)
+        request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
     else:
         spec = make_spec(Path(spec_file) if spec_file else None, texts)
-        useless = [f"--{name}" for name in WITHOUT_MACHINES if name in texts]
+        useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
         if given_machines and useless:
             raise UsageError(f"{useless[0]}: not for machines that are only described",
                              hint="--per-node sets the ranks of each")  # fmt: skip
         if given_machines:
             machines |= {"nodes": 2} if scale is not None else {}
-            request = planned.of_words(machines, of_what, spec, "data" in texts)
+            request = plan_output.make_machines_request(machines, of_what, spec, "data" in texts)
         else:
-            request = planned.of_fleet(of_what, spec, "data" in texts)
+            request = plan_output.load_fleet_request(of_what, spec, "data" in texts)
         if scale is not None:
-            from evener.cli import scaled
+            from evener.cli import scale_output
 
-            return scaled.tell(request, scale, **of_scale, as_json=as_json)
-    prediction = answer(request)
-    extras = planned.beside(prediction, request, **of_bill)
+            return scale_output.print_scaling(request, scale, **of_scale, as_json=as_json)
+    prediction = answer_request(request)
+    extras = plan_output.compute_extras(prediction, request, **of_bill)
     if as_json:
-        print(json.dumps(planned.as_json(prediction, request, extras), allow_nan=False))
+        print(json.dumps(plan_output.plan_to_dict(prediction, request, extras), allow_nan=False))
     else:
-        planned.tell(prediction, request, extras)
+        plan_output.print_plan(prediction, request, extras)
     return 0
 
 
-def _flag(group: dict[str, tuple[Any, Any]], name: str) -> str:
+def _flag_name(group: dict[str, tuple[Any, Any]], name: str) -> str:
     return str(group[name][0].param_decls[0])
 
 
-def _check_scale(scale: str | None, of_scale: dict[str, Any], others: dict[str, Any], texts: dict[str, str]) -> None:
+def _check_scale_flags(
+    scale: str | None, of_scale: dict[str, Any], others: dict[str, Any], texts: dict[str, str]
+) -> None:
     from evener.core.errors import UsageError
 
-    stray = [_flag(OF_SCALE, name) for name, value in of_scale.items() if value not in (None, False)]
+    stray = [_flag_name(SIMULATION_OPTIONS, name) for name, value in of_scale.items() if value not in (None, False)]
     if scale is None and stray:
         raise UsageError(f"{stray[0]}: only with --scale", hint="--scale 1,2,4,…,4096")
-    useless = [_flag({**MACHINES, **OF_WHAT, **BILL}, name) for name in NOT_OF_SCALE if others[name] is not None]
+    useless = [
+        _flag_name({**MACHINE_OPTIONS, **SOURCE_OPTIONS, **COST_OPTIONS}, name)
+        for name in NOT_WITH_SCALE
+        if others[name] is not None
+    ]
     useless += ["--sync"] if "sync" in texts else []
     if scale is not None and useless:
         raise UsageError(f"--scale simulates ranks of plain ddp: it excludes {useless[0]}",
                          hint="--per-node sets the ranks of a machine")  # fmt: skip
 
 
-def add_to(app: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
     """Add `plan`, with one option for every leaf of RunSpec."""
-    from evener.cli.flags import Parameter, signature, spec_options
+    from evener.cli.flags import CommandParameter, command_signature, spec_options
 
-    options: list[Parameter] = [("spec_file", SPEC_FILE, str | None)]
-    for group in (OF_WHAT, MACHINES, BILL):
+    options: list[CommandParameter] = [("spec_file", SPEC_FILE, str | None)]
+    for group in (SOURCE_OPTIONS, MACHINE_OPTIONS, COST_OPTIONS):
         options += [(name, option, kind) for name, (option, kind) in group.items()]
-    options.append(("scale", SCALE, str | None))
-    options += [(name, option, kind) for name, (option, kind) in OF_SCALE.items()]
+    options.append(("scale", SCALE_FLAG, str | None))
+    options += [(name, option, kind) for name, (option, kind) in SIMULATION_OPTIONS.items()]
     options += [("as_json", AS_JSON, bool), *spec_options()]
 
     def command(spec_file: str | None, as_json: bool, scale: str | None, **values: Any) -> int:
         return plan(spec_file, as_json, scale, values)
 
     command.__doc__ = plan.__doc__
-    command.__signature__ = signature(options)  # type: ignore[attr-defined]
+    command.__signature__ = command_signature(options)  # type: ignore[attr-defined]
     app.command("plan", epilog=EXAMPLES)(command)

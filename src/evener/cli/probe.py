@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from evener.cli.fleets import connected, fleet_path, tell_findings, with_ranks
-from evener.cli.help import App
-from evener.cli.terminal import console, tell_spared
-from evener.cli.terminal import say as say_on
+from evener.cli.help import CliApp
+from evener.cli.start_run import connect_fleet, fleet_path, print_findings, with_ranks
+from evener.cli.terminal import make_console, print_omitted_columns
+from evener.cli.terminal import print_text as say_on
 
 if TYPE_CHECKING:
-    from evener.core.collective import CollectiveSpec, Row, Told
-    from evener.core.device_rates import DeviceRates, DeviceRatesSpec, DeviceTold
+    from evener.core.collective_results import CollectiveBenchMessage, CollectiveBenchSpec, CollectiveResult
     from evener.core.errors import HostError
-    from evener.core.fleet import Fleet
+    from evener.core.fleet_file import Fleet
+    from evener.core.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
     from evener.hosts.session import Sessions
-    from evener.launch.commands import Place
-    from evener.launch.fleet import Prepared
+    from evener.launch.commands import PreparedHost
+    from evener.launch.launcher import PreparedFleet
 
 Spec = TypeVar("Spec")
 
-app = App(help="Measure links, collectives and hosts, and write what predictions need into the fleet file.")
+app = CliApp(help="Measure links, collectives and hosts, and write what predictions need into the fleet file.")
 
 FleetFile = Annotated[
     str | None,
@@ -34,9 +34,9 @@ FleetFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
     """Print a status line on stderr."""
-    say_on(console(stderr=True), text)
+    say_on(make_console(stderr=True), text)
 
 
 @app.command(epilog="evener probe wire --fleet fleet.toml")
@@ -55,50 +55,52 @@ def wire(
     """
     import msgspec
 
-    from evener.cli import probe_figures
+    from evener.cli import probe_output
     from evener.core.errors import UsageError
-    from evener.core.measured import update_fleet
-    from evener.core.units import seconds as duration
-    from evener.hosts import gains, tuning
-    from evener.hosts import wire as wires
-    from evener.hosts.doctor import survey
+    from evener.core.fleet_update import update_fleet_file
+    from evener.core.units import format_seconds as duration
+    from evener.hosts import link_probe as wires
+    from evener.hosts import tcp_settings, tcp_tuning
+    from evener.hosts.preflight import run_preflight
 
     path = fleet_path(fleet)
     if path is None:
         raise UsageError("probe wire needs two machines", hint="evener lab up makes two, and their fleet file lab.toml")
-    with connected(path) as (known, sessions, errors):
+    with connect_fleet(path) as (known, sessions, errors):
         if len(known.hosts) < 2:
             raise UsageError(f"{path}: one host has no wire", hint="a second [hosts.NAME]")
         if len(sessions) < 2:
             raise next(iter(errors.values()))
-        seen = survey(known, sessions, errors, quick=True)
-        addresses = {name: way.address for name, way in seen.ways.items()}  # as a run would use
+        seen = run_preflight(known, sessions, errors, quick=True)
+        addresses = {name: way.address for name, way in seen.interfaces.items()}  # as a run would use
         pairs = len(addresses) * (len(addresses) - 1) // 2
-        estimate_s = wires.estimate_s(len(addresses), seconds=seconds, iperf3=not no_iperf3)
-        estimate_s += 0.0 if no_trials else tuning.estimate_s(len(addresses))
-        say(f"{pairs} {'pair' if pairs == 1 else 'pairs'} of hosts, about {duration(estimate_s)}")
-        found = wires.measure(sessions, addresses, seconds=seconds, iperf3=not no_iperf3, told=say)
-        better: tuning.Gains = {}
-        if not no_trials and found.wires:
-            say("trying other settings")
-            better = tuning.Tuner(sessions, seen.ways, seen.facts, found.wires).tune()
-    links = found.links(better)
+        estimate_s = wires.estimate_duration_s(len(addresses), seconds=seconds, iperf3=not no_iperf3)
+        estimate_s += 0.0 if no_trials else tcp_tuning.estimate_duration_s(len(addresses))
+        print_status(f"{pairs} {'pair' if pairs == 1 else 'pairs'} of hosts, about {duration(estimate_s)}")
+        found = wires.measure_links(sessions, addresses, seconds=seconds, iperf3=not no_iperf3, notify=print_status)
+        better: tcp_tuning.GainsByPair = {}
+        if not no_trials and found.measurements:
+            print_status("trying other settings")
+            better = tcp_tuning.TcpTuner(sessions, seen.interfaces, seen.facts, found.measurements).tune()
+    links = found.fleet_links(better)
     if links:
-        update_fleet(path, links=links)
+        update_fleet_file(path, links=links)
     reported = {(finding.check, finding.host, finding.peer) for finding in found.findings}
-    elsewhere = [finding for finding in seen.errors if finding.check.startswith(("net.", "ssh."))]
+    elsewhere = [finding for finding in seen.blocking_findings if finding.check.startswith(("net.", "ssh."))]
     findings = [finding for finding in elsewhere if (finding.check, finding.host, finding.peer) not in reported]
     findings += found.findings
-    for source, target, gain in gains.still_there(links, seen.facts):
-        findings.append(gains.finding(gain, source, target, "" if seen.facts[gain.host].is_root else "sudo "))
+    for source, target, gain in tcp_settings.applicable_gains(links, seen.facts):
+        findings.append(
+            tcp_settings.finding_for_gain(gain, source, target, "" if seen.facts[gain.host].is_root else "sudo ")
+        )
     if as_json:
-        print(json.dumps({"fleet": path, "wires": msgspec.to_builtins(found.wires),
+        print(json.dumps({"fleet": path, "wires": msgspec.to_builtins(found.measurements),
                           "findings": msgspec.to_builtins(findings)}))  # fmt: skip
     else:
-        if found.wires:
-            probe_figures.wires(console(), found.wires)
-            say(f"written to [links] of {path}")
-        tell_findings(console(), findings)
+        if found.measurements:
+            probe_output.print_wires(make_console(), found.measurements)
+            print_status(f"written to [links] of {path}")
+        print_findings(make_console(), findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -131,44 +133,51 @@ def collectives(
     """
     import msgspec
 
-    from evener.cli import probe_figures
-    from evener.core.collective import Stopped, World
-    from evener.core.units import link_rate
-    from evener.core.units import seconds as duration
-    from evener.report import collectives as report
+    from evener.cli import probe_output
+    from evener.core.collective_results import CollectiveBenchGroup, SkippedSizes
+    from evener.core.units import format_bit_rate
+    from evener.core.units import format_seconds as duration
+    from evener.report import bus_bandwidth as report
 
-    spec = _collective_spec(op, _sizes(min_size, max_size, factor), dtype, seconds, in_place, device, backend)
+    spec = _collective_spec(op, _buffer_sizes(min_size, max_size, factor), dtype, seconds, in_place, device, backend)
     path = fleet_path(fleet)
-    rows: list[Row] = []
-    stopped: list[Stopped] = []
-    world: World | None = None
-    screen = console()
-    columns = probe_figures.collectives_columns(screen)
-    say(f"measuring the link, then collectives for at most {duration(spec.seconds)}")
-    with _told_of_collectives(spec, path, ranks) as (wire_Bps, messages):
+    rows: list[CollectiveResult] = []
+    stopped: list[SkippedSizes] = []
+    world: CollectiveBenchGroup | None = None
+    screen = make_console()
+    columns = probe_output.visible_collectives_columns(screen)
+    print_status(f"measuring the link, then collectives for at most {duration(spec.seconds)}")
+    with _run_collectives(spec, path, ranks) as (wire_Bps, messages):
         for item in messages:
-            if isinstance(item, World):
+            if isinstance(item, CollectiveBenchGroup):
                 world = item
                 where = ", ".join(dict.fromkeys(world.hosts))
-                say(f"{world.ranks} ranks on {where}; link {link_rate(wire_Bps)} each way, both directions at once")
-            elif isinstance(item, Stopped):
+                print_status(
+                    f"{world.ranks} ranks on {where}; link {format_bit_rate(wire_Bps)} each way, both "
+                    f"directions at once"
+                )
+            elif isinstance(item, SkippedSizes):
                 stopped.append(item)
             else:
                 assert world is not None
                 if not as_json and all(row.collective != item.collective for row in rows):
                     place = "in-place" if item.in_place else "out-of-place"
                     head = f"# {item.collective}, {place}: {world.ranks} ranks, {world.backend}, {world.device}"
-                    screen.print(head, *probe_figures.collectives_title(columns), sep="\n", soft_wrap=True)
+                    screen.print(head, *probe_output.format_collectives_header(columns), sep="\n", soft_wrap=True)
                 rows.append(item)
                 if as_json:
-                    say(f"{item.collective} {report.size_name(item.size_bytes)}: {duration(item.time_s)}")
+                    print_status(
+                        f"{item.collective} {report.format_buffer_size(item.size_bytes)}: {duration(item.time_s)}"
+                    )
                 else:
-                    judged_row = report.judge(item, world, wire_Bps, report.least_of(rows, item.collective))
-                    screen.print(probe_figures.collectives_row(judged_row, columns), soft_wrap=True)
+                    judged_row = report.collective_efficiency(
+                        item, world, wire_Bps, report.latency_row(rows, item.collective)
+                    )
+                    screen.print(probe_output.format_collectives_row(judged_row, columns), soft_wrap=True)
     assert world is not None
-    judged = report.judge_all(rows, world, wire_Bps)
-    findings = report.findings(judged, world)
-    explanation = report.explain(judged, stopped, world, wire_Bps)
+    judged = report.collective_efficiencies(rows, world, wire_Bps)
+    findings = report.bandwidth_findings(judged, world)
+    explanation = report.explain_bandwidth(judged, stopped, world, wire_Bps)
     if as_json:
         print(json.dumps({
             "world": msgspec.to_builtins(world),
@@ -181,12 +190,12 @@ def collectives(
         }))  # fmt: skip
     else:
         wrong = sum(row.num_wrong for row in rows)
-        tell_spared(screen, [title for title in probe_figures.SPARE if title not in columns])
+        print_omitted_columns(screen, [title for title in probe_output.DROPPABLE_COLUMNS if title not in columns])
         screen.print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
         screen.print(f"# Avg bus bandwidth    : {sum(row.busbw_Bps for row in rows) / len(rows) / 1e9:g}\n")
         for sentence in explanation:
             say_on(screen, sentence)
-        tell_findings(screen, findings)
+        print_findings(screen, findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
@@ -212,27 +221,29 @@ def host(
     """
     import msgspec
 
-    from evener.cli import probe_figures
-    from evener.core.device_rates import DeviceRatesSpec, Doing
+    from evener.cli import probe_output
     from evener.core.errors import UsageError, did_you_mean
-    from evener.core.fleet import Rates
-    from evener.core.measured import update_fleet
+    from evener.core.fleet_file import Rates
+    from evener.core.fleet_update import update_fleet_file
+    from evener.core.host_probe import HostProbeSpec, ProbeProgress
     from evener.core.shape import PRESETS
-    from evener.plan.compute import roofline
+    from evener.plan.roofline import roofline
 
     if model not in PRESETS:
         raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
     given = {"host": "here", "model": model, "seconds": seconds, "device": device, "dtype": dtype}
-    spec = _converted(given, DeviceRatesSpec)
+    spec = _parse_spec(given, HostProbeSpec)
     path = fleet_path(fleet)
-    say(f"about {seconds + 15:.0f} s for each device of a host" + (", one host after another" if one_by_one else ""))
-    found: list[DeviceRates] = []
+    print_status(
+        f"about {seconds + 15:.0f} s for each device of a host" + (", one host after another" if one_by_one else "")
+    )
+    found: list[DeviceProbeResult] = []
     rates: dict[str, dict[str, Rates]] = {}
     results = []
-    with _told_of_hosts(spec, path, one_by_one) as messages:
+    with _probe_devices(spec, path, one_by_one) as messages:
         for name, item in messages:
-            if isinstance(item, Doing):
-                say(f"{name}: {item.text}")
+            if isinstance(item, ProbeProgress):
+                print_status(f"{name}: {item.text}")
                 continue
             found.append(item)
             rates.setdefault(item.host, {})[item.device] = item.rates
@@ -247,60 +258,60 @@ def host(
             bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by(item.sustained.large.pass_p50_s)}
             results.append(msgspec.to_builtins(item) | bound)
             if not as_json:
-                probe_figures.device(console(), item, roof)
+                probe_output.print_device(make_console(), item, roof)
     findings = [finding for item in found for finding in item.findings]
     if path is not None:
-        update_fleet(path, rates=rates)
-        say(f"written to [rates] of {path}")
+        update_fleet_file(path, rates=rates)
+        print_status(f"written to [rates] of {path}")
     if as_json:
         print(json.dumps({"fleet": path, "devices": results, "findings": msgspec.to_builtins(findings)}))
     else:
-        tell_findings(console(), findings)
+        print_findings(make_console(), findings)
     return int(any(finding.severity == "error" for finding in findings))
 
 
 @contextlib.contextmanager
-def _told_of_collectives(
-    spec: CollectiveSpec, path: str | None, ranks: int | None
-) -> Iterator[tuple[float, Iterator[Told]]]:
+def _run_collectives(
+    spec: CollectiveBenchSpec, path: str | None, ranks: int | None
+) -> Iterator[tuple[float, Iterator[CollectiveBenchMessage]]]:
     """Run the collectives on a fleet or this machine; yield (β of the slowest link, messages of the ranks)."""
     import msgspec
 
-    from evener.core.collective import Told
+    from evener.core.collective_results import CollectiveBenchMessage
     from evener.core.decoding import json_decoder
     from evener.core.errors import UsageError
-    from evener.hosts import wire as wires
-    from evener.launch.lines import lines_here, lines_of_fleet
+    from evener.hosts import link_probe as wires
+    from evener.launch.distributed_program import fleet_program_lines, local_program_lines
 
-    module, arg = "evener.worker.collectives", msgspec.json.encode(spec).decode()
-    decode = json_decoder(Told).decode
+    module, arg = "evener.worker.collective_bench", msgspec.json.encode(spec).decode()
+    decode = json_decoder(CollectiveBenchMessage).decode
     if path is None:
         if ranks == 1:
             raise UsageError("--ranks 1: collectives need two ranks or more", hint="--ranks 2")
-        wire_Bps = _loopback_Bps()
-        yield wire_Bps, (decode(line) for line in lines_here(ranks or 2, module, arg))
+        wire_Bps = _measure_loopback_Bps()
+        yield wire_Bps, (decode(line) for line in local_program_lines(ranks or 2, module, arg))
         return
-    with connected(path) as (known, sessions, errors):
-        prepared = _prepared(with_ranks(known, ranks, spec.device), sessions, errors)
-        addresses = {place.name: place.address for place in prepared.places}
-        arg = msgspec.json.encode(_settled(spec, prepared.places)).decode()
+    with connect_fleet(path) as (known, sessions, errors):
+        prepared = _prepare_hosts(with_ranks(known, ranks, spec.device), sessions, errors)
+        addresses = {place.name: place.address for place in prepared.hosts}
+        arg = msgspec.json.encode(_resolve_backend(spec, prepared.hosts)).decode()
         several = len(known.hosts) > 1
-        wire_Bps = wires.ring_Bps(sessions, addresses, list(addresses)) if several else _loopback_Bps()
-        lines = lines_of_fleet(prepared, sessions, module, dict.fromkeys(addresses, arg))
+        wire_Bps = wires.measure_ring_Bps(sessions, addresses, list(addresses)) if several else _measure_loopback_Bps()
+        lines = fleet_program_lines(prepared, sessions, module, dict.fromkeys(addresses, arg))
         with contextlib.closing(lines):
             yield wire_Bps, (decode(line) for _, line in lines)
 
 
-def _settled(spec: CollectiveSpec, places: Sequence[Place]) -> CollectiveSpec:
+def _resolve_backend(spec: CollectiveBenchSpec, places: Sequence[PreparedHost]) -> CollectiveBenchSpec:
     """Choose one backend for all hosts. Gloo uses buffers in CPU memory: those of a GPU would only be copied there."""
     import msgspec
 
     from evener.core.errors import UsageError
-    from evener.core.roster import backend_of
-    from evener.core.spec import MachineSpec
+    from evener.core.roster import choose_backend
+    from evener.core.run_spec import MachineSpec
 
-    seats = [seat for place in places for seat in place.seats(MachineSpec(device=spec.device))]
-    backend = backend_of(seats, spec.backend)
+    seats = [seat for place in places for seat in place.rank_slots(MachineSpec(device=spec.device))]
+    backend = choose_backend(seats, spec.backend)
     if backend == "none":
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
     device = spec.device if spec.device != "auto" else "cuda" if backend == "nccl" else "cpu"
@@ -308,31 +319,31 @@ def _settled(spec: CollectiveSpec, places: Sequence[Place]) -> CollectiveSpec:
 
 
 @contextlib.contextmanager
-def _told_of_hosts(
-    spec: DeviceRatesSpec, path: str | None, one_by_one: bool
-) -> Iterator[Iterator[tuple[str, DeviceTold]]]:
+def _probe_devices(
+    spec: HostProbeSpec, path: str | None, one_by_one: bool
+) -> Iterator[Iterator[tuple[str, ProbeMessage]]]:
     """Probe the devices of a fleet or this machine; yield an iterator of (host, message)."""
     import msgspec
 
     from evener.core.decoding import json_decoder
-    from evener.core.device_rates import DeviceTold
-    from evener.launch.lines import lines_here, lines_of_fleet
+    from evener.core.host_probe import ProbeMessage
+    from evener.launch.distributed_program import fleet_program_lines, local_program_lines
 
-    module = "evener.worker.device_rates"
-    decode = json_decoder(DeviceTold).decode
+    module = "evener.worker.device_probe"
+    decode = json_decoder(ProbeMessage).decode
     if path is None:
-        yield ((spec.host, decode(line)) for line in lines_here(1, module, msgspec.json.encode(spec).decode()))
+        yield ((spec.host, decode(line)) for line in local_program_lines(1, module, msgspec.json.encode(spec).decode()))
         return
-    with connected(path) as (known, sessions, errors):
-        prepared = _prepared(with_ranks(known, None, spec.device), sessions, errors)
-        prepared = msgspec.structs.replace(prepared, places=[_as_one_rank(place) for place in prepared.places])
+    with connect_fleet(path) as (known, sessions, errors):
+        prepared = _prepare_hosts(with_ranks(known, None, spec.device), sessions, errors)
+        prepared = msgspec.structs.replace(prepared, hosts=[_merge_ranks(place) for place in prepared.hosts])
         args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
-        turns = [[place] for place in prepared.places] if one_by_one else [prepared.places]
+        turns = [[place] for place in prepared.hosts] if one_by_one else [prepared.hosts]
 
-        def told() -> Generator[tuple[str, DeviceTold]]:
+        def told() -> Generator[tuple[str, ProbeMessage]]:
             for places in turns:
-                turn = msgspec.structs.replace(prepared, places=places)
-                with contextlib.closing(lines_of_fleet(turn, sessions, module, args, num_ranks=1)) as lines:
+                turn = msgspec.structs.replace(prepared, hosts=places)
+                with contextlib.closing(fleet_program_lines(turn, sessions, module, args, num_ranks=1)) as lines:
                     for name, line in lines:
                         yield name, decode(line)
 
@@ -340,7 +351,7 @@ def _told_of_hosts(
             yield news
 
 
-def _as_one_rank(place: Place) -> Place:
+def _merge_ranks(place: PreparedHost) -> PreparedHost:
     """Give the host one rank with the threads of all its ranks: the planner divides the rate."""
     import msgspec
 
@@ -348,33 +359,33 @@ def _as_one_rank(place: Place) -> Place:
     return msgspec.structs.replace(place, host=msgspec.structs.replace(place.host, ranks=1, threads=threads))
 
 
-def _prepared(known: Fleet, sessions: Sessions, errors: Mapping[str, HostError]) -> Prepared:
+def _prepare_hosts(known: Fleet, sessions: Sessions, errors: Mapping[str, HostError]) -> PreparedFleet:
     """Prepare the hosts for a probe; raise HostError or RunError if one cannot take part."""
-    from evener.cli.fleets import tell_warnings
-    from evener.launch.fleet import prepare
+    from evener.cli.start_run import print_warnings
+    from evener.launch.launcher import prepare_fleet
 
     if errors:
         raise next(iter(errors.values()))
-    prepared = prepare(known, sessions, errors, "probe")
-    tell_warnings(prepared)
+    prepared = prepare_fleet(known, sessions, errors, "probe")
+    print_warnings(prepared)
     return prepared
 
 
-def _loopback_Bps() -> float:
+def _measure_loopback_Bps() -> float:
     """Measure β of this machine's loopback, both directions at once."""
-    from evener.core.fleet import Host
-    from evener.hosts import wire as wires
+    from evener.core.fleet_file import HostConfig
+    from evener.hosts import link_probe as wires
     from evener.hosts.session import open_session
 
-    local = Host(address="local")
+    local = HostConfig(address="local")
     with contextlib.ExitStack() as stack:
         sessions = {name: stack.enter_context(contextlib.closing(open_session(name, local))) for name in ("one", "two")}
-        return wires.ring_Bps(sessions, dict.fromkeys(sessions, "127.0.0.1"), list(sessions), seconds=1.0)
+        return wires.measure_ring_Bps(sessions, dict.fromkeys(sessions, "127.0.0.1"), list(sessions), seconds=1.0)
 
 
 def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, seconds: float, in_place: bool,
-                     device: str, backend: str) -> CollectiveSpec:  # fmt: skip
-    from evener.core.collective import COLLECTIVES, CollectiveSpec
+                     device: str, backend: str) -> CollectiveBenchSpec:  # fmt: skip
+    from evener.core.collective_results import COLLECTIVES, CollectiveBenchSpec
     from evener.core.errors import UsageError, did_you_mean
 
     names = [name.replace("-", "_") for name in op or COLLECTIVES]
@@ -383,18 +394,18 @@ def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, s
             raise UsageError(f"--op {name}: no such collective", hint=did_you_mean(name, COLLECTIVES))
     values = {"collectives": list(dict.fromkeys(names)), "sizes": list(sizes), "dtype": dtype, "seconds": seconds,
               "in_place": in_place, "device": device, "backend": backend}  # fmt: skip
-    return _converted(values, CollectiveSpec)
+    return _parse_spec(values, CollectiveBenchSpec)
 
 
-def _converted(values: Mapping[str, object], kind: type[Spec]) -> Spec:
+def _parse_spec(values: Mapping[str, object], kind: type[Spec]) -> Spec:
     """Convert flags to a struct; raise UsageError with the name of the wrong flag."""
     import msgspec
 
-    from evener.core.decoding import from_tree
+    from evener.core.decoding import from_builtins
     from evener.core.errors import UsageError
 
     try:
-        return from_tree(values, kind)
+        return from_builtins(values, kind)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at ")
         flag = where.strip("`").removeprefix("$.")
@@ -402,15 +413,15 @@ def _converted(values: Mapping[str, object], kind: type[Spec]) -> Spec:
         raise UsageError(f"--{flag.replace('_', '-')} {values.get(flag)!r}: expected {known.get(flag, what)}") from None
 
 
-def _sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
+def _buffer_sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
     """Return the buffer sizes from the smallest to the largest, each `factor` times the one before.
 
-    >>> _sizes("1KiB", "64KiB", 4)
+    >>> _buffer_sizes("1KiB", "64KiB", 4)
     (1024, 4096, 16384, 65536)
     """
     from evener.core.errors import UsageError
 
-    low, high = _bytes("--min-size", smallest), _bytes("--max-size", largest)
+    low, high = _parse_bytes("--min-size", smallest), _parse_bytes("--max-size", largest)
     if low > high:
         raise UsageError(f"--min-size {smallest}: greater than --max-size {largest}")
     sizes = [low]
@@ -419,10 +430,10 @@ def _sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _bytes(flag: str, text: str) -> int:
+def _parse_bytes(flag: str, text: str) -> int:
     """Parse a size in bytes: 64MiB, 1KiB, 4096, 1MB.
 
-    >>> _bytes("--min-size", "64MiB"), _bytes("--min-size", "1MB"), _bytes("--min-size", "512")
+    >>> _parse_bytes("--min-size", "64MiB"), _parse_bytes("--min-size", "1MB"), _parse_bytes("--min-size", "512")
     (67108864, 1000000, 512)
     """
     import re

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.report.beside import Beside
+    from evener.report.compare_runs import RunComparison
 
 EXAMPLES = (
     "evener report runs/mine\n"
@@ -40,111 +40,113 @@ def report(
     Prints the page's path, and the explanation on stderr. For the folder of a bench the page compares its runs. For
     several runs it compares their losses, steps and metrics, and lists the settings in which they differ.
     """
-    from evener.cli import loggers
+    from evener.cli import logger_processes
     from evener.core.errors import UsageError, did_you_mean
     from evener.core.rundir import RunDir
-    from evener.report import benchpage, compare
+    from evener.report import bench_report, compare_setups
 
     if log:
-        names = loggers.chosen(log, None)
+        names = logger_processes.select_loggers(log, None)
         for path in run:
-            loggers.tell_now(RunDir(path), names)
+            logger_processes.backfill_loggers(RunDir(path), names)
         return 0
     if kind not in FORMATS:
         raise UsageError(f"--format {kind}: expected {', '.join(FORMATS)}", hint=did_you_mean(kind, FORMATS))
     kind = "json" if as_json else kind
     folder = Path(run[0])
     if len(run) == 1 and kind in ("html", "json"):
-        return _one(run[0], out, kind)
-    if len(run) == 1 and (benchpage.is_bench(folder) or compare.is_comparison(folder)):
-        runs = _runs_of(folder)
-        return _several(runs, out or str(folder / f"report.{kind}"), kind)
-    return _several(run, out or (str(folder / f"report.{kind}") if len(run) == 1 else f"comparison.{kind}"), kind)
+        return _report_one(run[0], out, kind)
+    if len(run) == 1 and (bench_report.is_bench(folder) or compare_setups.is_comparison(folder)):
+        runs = _bench_run_dirs(folder)
+        return _report_comparison(runs, out or str(folder / f"report.{kind}"), kind)
+    return _report_comparison(
+        run, out or (str(folder / f"report.{kind}") if len(run) == 1 else f"comparison.{kind}"), kind
+    )
 
 
-def _runs_of(folder: Path) -> list[str]:
+def _bench_run_dirs(folder: Path) -> list[str]:
     """Return the run directories of a bench."""
-    from evener.report import benchpage, compare
+    from evener.report import bench_report, compare_setups
 
-    if benchpage.is_bench(folder):
-        names_of_runs = [name for names in benchpage.read(folder).values() for name in names]
+    if bench_report.is_bench(folder):
+        names_of_runs = [name for names in bench_report.read_bench(folder).values() for name in names]
     else:
-        names_of_runs = list(compare.read(folder).runs.values())
+        names_of_runs = list(compare_setups.read_setups(folder).runs.values())
     return [str(folder / name) for name in names_of_runs]
 
 
-def _one(run: str, out: str | None, kind: str) -> int:
+def _report_one(run: str, out: str | None, kind: str) -> int:
     """Write and print the report of one run, or of a bench."""
     import json
 
-    from evener.cli import fleets
-    from evener.core.plan import find_plan
+    from evener.cli import start_run
+    from evener.core.run_plan import read_plan_if_present
     from evener.core.rundir import RunDir
-    from evener.report import benchpage, compare
+    from evener.report import bench_report, compare_setups
     from evener.report.explain import explain_run, explain_scaling
-    from evener.report.page import write_page
-    from evener.report.summary import as_result, summarize
+    from evener.report.html_report import write_report
+    from evener.report.run_summary import summarize_run, summary_json
 
     rundir = RunDir(run)
     result: dict[str, Any]
-    if benchpage.is_bench(rundir.path):
-        series = benchpage.summaries(rundir.path)
+    if bench_report.is_bench(rundir.path):
+        series = bench_report.summarize_bench(rundir.path)
         explanation = [f"{corpus}: {explain_scaling(runs)}" for corpus, runs in series.items()]
-        result = {"series": {corpus: [as_result(summary) for summary in runs] for corpus, runs in series.items()}}
-    elif compare.is_comparison(rundir.path):
-        compared = compare.read(rundir.path)
-        runs = compare.summaries(rundir.path, compared)
-        explanation = compare.explain(compared.kind, runs, compared.base)
-        result = {"runs": {label: as_result(one) for label, one in runs.items()}, "failed": compared.failed}
+        result = {"series": {corpus: [summary_json(summary) for summary in runs] for corpus, runs in series.items()}}
+    elif compare_setups.is_comparison(rundir.path):
+        compared = compare_setups.read_setups(rundir.path)
+        runs = compare_setups.summarize_setups(rundir.path, compared)
+        explanation = compare_setups.explain_setups(compared.kind, runs, compared.base)
+        result = {"runs": {label: summary_json(one) for label, one in runs.items()}, "failed": compared.failed}
     else:
-        summary = summarize(rundir)
+        summary = summarize_run(rundir)
         explanation = explain_run(summary)
-        result = as_result(summary) | fleets.weights(rundir, find_plan(rundir))
-    page = write_page(rundir, None if out is None else Path(out))
+        result = summary_json(summary) | start_run.checkpoint_info(rundir, read_plan_if_present(rundir))
+    page = write_report(rundir, None if out is None else Path(out))
     if kind == "json":
         print(json.dumps(result | {"explanation": explanation, "page": str(page)}))
         return 0
-    _explain(explanation)
+    _print_explanation(explanation)
     if result.get("newer_checkpoint"):
-        fleets.tell_weights(rundir, find_plan(rundir))
+        start_run.print_checkpoint(rundir, read_plan_if_present(rundir))
     print(page)
     return 0
 
 
-def _several(runs: list[str], out: str, kind: str) -> int:
+def _report_comparison(runs: list[str], out: str, kind: str) -> int:
     """Compare several runs; or report one run as text or a picture."""
     import json
 
-    from evener.core.files import write_atomic
-    from evener.report import beside
+    from evener.core.file_io import write_atomic
+    from evener.report import compare_runs
 
-    comparison = beside.beside(runs)
+    comparison = compare_runs.compare_runs(runs)
     if kind == "json":
-        print(json.dumps(beside.result(comparison)))
+        print(json.dumps(compare_runs.comparison_json(comparison)))
     elif kind == "md":
-        print(beside.markdown(comparison), end="")
+        print(compare_runs.comparison_markdown(comparison), end="")
     else:
         if kind == "html":
-            write_atomic(Path(out), beside.page(comparison, " · ".join(comparison.runs)).encode())
+            write_atomic(Path(out), compare_runs.comparison_page(comparison, " · ".join(comparison.runs)).encode())
         else:
-            _draw(comparison, Path(out))
-        _explain(beside.explain(comparison))
+            _draw_comparison(comparison, Path(out))
+        _print_explanation(compare_runs.explain_comparison(comparison))
         print(out)
     return 0
 
 
-def _draw(both: Beside, path: Path) -> None:
-    from evener.report.picture import runs_png
+def _draw_comparison(both: RunComparison, path: Path) -> None:
+    from evener.report.png_charts import comparison_png
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    runs_png(both, path)
+    comparison_png(both, path)
 
 
-def _explain(paragraphs: list[str]) -> None:
+def _print_explanation(paragraphs: list[str]) -> None:
     """Print the explanation on stderr, next to the path on stdout."""
-    from evener.cli.terminal import console, say
+    from evener.cli.terminal import make_console, print_text
 
-    screen = console(stderr=True)
+    screen = make_console(stderr=True)
     for paragraph in paragraphs:
-        say(screen, paragraph)
+        print_text(screen, paragraph)
         screen.print()

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from evener.core.plan import Plan
+    from evener.core.run_plan import Plan
     from evener.core.rundir import RunDir
-    from evener.launch.mirror import State
-    from evener.report.listing import Row
+    from evener.launch.mirror import SupervisorState
+    from evener.report.run_table import RunRow
 
 
 EXAMPLES = "evener runs\nevener runs gpt2 finished --sort best\nevener runs --prune --fewer-than 100"
@@ -44,35 +44,35 @@ def runs(
 
     import msgspec
 
-    from evener.cli.terminal import console, say
-    from evener.cli.watching import runs_in
+    from evener.cli.terminal import make_console, print_text
+    from evener.cli.watch_actions import find_run_dirs
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
-    from evener.report import listing
+    from evener.report import run_table
 
     if not prune and (yes or fewer_than or older_than is not None):
         raise UsageError("--yes, --fewer-than and --older-than need --prune", hint="evener runs --prune")
-    folder, words = _where(words or [])
-    listing.in_order([], sort)
+    folder, words = _split_folder(words or [])
+    run_table.sort_rows([], sort)
     with ThreadPoolExecutor(max_workers=16) as pool:
-        rows = list(pool.map(_row, [RunDir(path) for path in runs_in(folder)]))
-    rows = listing.in_order(listing.found(rows, words), sort)
+        rows = list(pool.map(_load_row, [RunDir(path) for path in find_run_dirs(folder)]))
+    rows = run_table.sort_rows(run_table.filter_rows(rows, words), sort)
     if prune:
         return _prune(rows, fewer_than, older_than, yes, as_json)
     if as_json:
         print(json.dumps({"runs": msgspec.to_builtins(rows)}))
         return 0
-    screen = console()
+    screen = make_console()
     if not rows:
-        say(screen, f"no runs in {folder}" + (f" with {' and '.join(words)}" if words else ""))
+        print_text(screen, f"no runs in {folder}" + (f" with {' and '.join(words)}" if words else ""))
         return 0
-    _show(screen, rows)
+    _print_table(screen, rows)
     if remote := [row.run for row in rows if row.newer_checkpoint]:
-        say(screen, f"to copy weights from a host: evener fetch {remote[0]}")
+        print_text(screen, f"to copy weights from a host: evener fetch {remote[0]}")
     return 0
 
 
-def _where(words: Sequence[str]) -> tuple[Path, list[str]]:
+def _split_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Split the arguments into the folder to list and the words to filter by."""
     from evener.core.errors import UsageError
 
@@ -85,13 +85,13 @@ def _where(words: Sequence[str]) -> tuple[Path, list[str]]:
     return folder, [word for word in words if word not in folders]
 
 
-def _show(screen: Console, rows: Sequence[Row]) -> None:
+def _print_table(screen: Console, rows: Sequence[RunRow]) -> None:
     """Print the table of runs."""
     import time
 
-    from evener.cli.terminal import table
-    from evener.core.units import count, size
-    from evener.report.listing import age
+    from evener.cli.terminal import print_table
+    from evener.core.units import format_bytes, format_count
+    from evener.report.run_table import format_age
 
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.4f}"
@@ -102,73 +102,74 @@ def _show(screen: Console, rows: Sequence[Row]) -> None:
         "state": [row.state for row in rows],
         "model": [row.model or "" for row in rows],
         "data": [row.data or "" for row in rows],
-        "hosts": [_hosts(row.hosts, row.state) for row in rows],
+        "hosts": [_format_hosts(row.hosts, row.state) for row in rows],
         "ranks": ["" if row.ranks is None else str(row.ranks) for row in rows],
-        "steps": [_steps(row) for row in rows],
+        "steps": [_format_steps(row) for row in rows],
         "loss": [number(row.loss) for row in rows],
         "val": [number(row.val_loss) for row in rows],
         "best": [number(row.best_val_loss) for row in rows],
-        "tokens/s": ["" if row.tokens_per_s is None else count(row.tokens_per_s) for row in rows],
-        "age": ["" if row.begun is None else age(now - row.begun) for row in rows],
-        "size": [size(row.bytes) for row in rows],
-        "weights": [_weights(row) for row in rows],
+        "tokens/s": ["" if row.tokens_per_s is None else format_count(row.tokens_per_s) for row in rows],
+        "age": ["" if row.begun is None else format_age(now - row.begun) for row in rows],
+        "size": [format_bytes(row.bytes) for row in rows],
+        "weights": [_format_checkpoint(row) for row in rows],
     }
-    table(
+    print_table(
         screen,
         list(columns),
         list(zip(*columns.values(), strict=True)),
-        left=("state", "model", "data", "hosts", "weights"),
-        spare=("weights", "ranks", "data", "val", "hosts", "size", "best", "model", "age"),
+        left_aligned=("state", "model", "data", "hosts", "weights"),
+        droppable=("weights", "ranks", "data", "val", "hosts", "size", "best", "model", "age"),
         styles={"failed": "red", "running": "green"},
     )
 
 
-def _steps(row: Row) -> str:
+def _format_steps(row: RunRow) -> str:
     """Return the number of steps, or `done/requested` if fewer were done than requested."""
     if row.steps is None:
         return ""
     return str(row.steps) if row.asked_steps in (None, row.steps) else f"{row.steps}/{row.asked_steps}"
 
 
-def _weights(row: Row) -> str:
+def _format_checkpoint(row: RunRow) -> str:
     if row.newer_checkpoint:
         return f"on {row.newer_checkpoint['host']}"
     return "here" if row.checkpoint else ""
 
 
-def _hosts(states: dict[str, str], of_run: str) -> str:
+def _format_hosts(states: dict[str, str], run_state: str) -> str:
     """List the hosts, or their number if more than three have the run's state; others with their own state.
 
-    >>> _hosts({"attic": "running", "laptop": "lost"}, "running"), _hosts(dict.fromkeys("abcdef", "lost"), "lost")
+    >>> (_format_hosts({"attic": "running", "laptop": "lost"}, "running"),
+    ...  _format_hosts(dict.fromkeys("abcdef", "lost"), "lost"))
     ('attic, laptop lost', '6 hosts')
     """
-    alike = [name for name, state in states.items() if state == of_run]
-    others = [f"{name} {state}" for name, state in states.items() if state != of_run]
+    alike = [name for name, state in states.items() if state == run_state]
+    others = [f"{name} {state}" for name, state in states.items() if state != run_state]
     return ", ".join([f"{len(alike)} hosts"] * (len(alike) > 3) + alike * (len(alike) <= 3) + others)
 
 
 # --- rows of the table ------------------------------------------------------------------------------------------------
 
 
-def _row(rundir: RunDir) -> Row:
+def _load_row(rundir: RunDir) -> RunRow:
     """Load one row of the table from a run directory, its plan and, if it has not ended, its hosts."""
-    from evener.cli import fleets
-    from evener.core.plan import find_plan
-    from evener.report.events import evaluations
-    from evener.report.listing import Row, disk_bytes
-    from evener.report.summary import summarize
+    from evener.cli import start_run
+    from evener.core.run_plan import read_plan_if_present
+    from evener.report.event_log import evaluations
+    from evener.report.run_summary import summarize_run
+    from evener.report.run_table import RunRow, disk_bytes
 
-    row = Row(run=str(rundir), bytes=disk_bytes(rundir.path))
-    plan, events = find_plan(rundir), rundir.events()
+    row = RunRow(run=str(rundir), bytes=disk_bytes(rundir.path))
+    plan, events = read_plan_if_present(rundir), rundir.events()
     if launched := [event["time"] for event in events if event["event"] == "launched"]:
         row.begun, row.model = launched[0], "script"
     if plan is not None and plan.hosts:
-        row.hosts, row.state = _asked(rundir, plan)
+        row.hosts, row.state = _query_hosts(rundir, plan)
         row.ranks = plan.world_size
         if plan.spec is not None:
             row.model, row.data = plan.spec.model.model, Path(plan.spec.data.data).name
     if rundir.is_run():
-        summary = summarize(rundir)
+        summary = summarize_run(rundir)
         manifest = summary.manifest
         row.begun, row.model = manifest.started, manifest.spec.model.model if manifest.shape else "own"
         row.data = manifest.corpus.name if manifest.corpus else None
@@ -186,40 +187,40 @@ def _row(rundir: RunDir) -> Row:
         elif row.state == "finished":
             row.state = manifest.verdict
             row.hosts = dict.fromkeys(row.hosts, manifest.verdict)
-    weights = fleets.weights(rundir, plan)
+    weights = start_run.checkpoint_info(rundir, plan)
     row.checkpoint, row.newer_checkpoint = weights["checkpoint"], weights["newer_checkpoint"]
     return row
 
 
-def _asked(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
+def _query_hosts(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
     """Return the state of each host of a run, asking the hosts unless all are known to have ended, and of the run."""
     from evener.core.errors import HostError
-    from evener.launch import fleet as launcher
+    from evener.launch import launcher
 
-    states = launcher.known_states(rundir, plan)
+    states = launcher.cached_states(rundir, plan)
     if any(state.get("state") != "ended" for state in states.values()):
-        answers = launcher.states(rundir, plan)
+        answers = launcher.query_states(rundir, plan)
         states = {
             name: {"state": "unreachable"} if isinstance(answer, HostError) else answer
             for name, answer in answers.items()
         }
         if not any(isinstance(answer, HostError) for answer in answers.values()):
-            launcher.catch_up(rundir, plan)
-    hosts = {name: _state(state) for name, state in states.items()}
+            launcher.mirror_once(rundir, plan)
+    hosts = {name: _host_state(state) for name, state in states.items()}
     worst = ["failed", "running", "unreachable", "lost"]
-    if plan.outlives_hosts:  # the run continues without a host that has left or failed
+    if plan.has_dynamic_membership:  # the run continues without a host that has left or failed
         worst = ["running", "finished", "stopped", *worst]
     values = list(hosts.values())
     return hosts, next((value for value in worst if value in values), values[0])
 
 
-def _state(state: State) -> str:
-    from evener.core.world import LEFT
+def _host_state(state: SupervisorState) -> str:
+    from evener.core.membership_epoch import EXIT_HOST_LEFT
 
     if state.get("lost"):
         return "lost"
     if state.get("state") == "ended":
-        ended = {0: "finished", LEFT: "left"}
+        ended = {0: "finished", EXIT_HOST_LEFT: "left"}
         return "stopped" if state.get("stopped") else ended.get(state.get("status") or 0, "failed")
     return str(state.get("state", "started"))
 
@@ -227,37 +228,42 @@ def _state(state: State) -> str:
 # --- prune ------------------------------------------------------------------------------------------------------------
 
 
-def _prune(rows: Sequence[Row], fewer_than: int | None, older_than: float | None, yes: bool, as_json: bool) -> int:
+def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | None, yes: bool, as_json: bool) -> int:
     """List the runs that can be pruned, with their sizes; remove them if `yes`."""
     import json
     import time
 
-    from evener.cli.terminal import console, say, table
+    from evener.cli.terminal import make_console, print_table, print_text
     from evener.core.rundir import RunDir
-    from evener.core.units import plural, size
-    from evener.launch import pruned
-    from evener.report.listing import why_pruned
+    from evener.core.units import format_bytes, pluralize
+    from evener.launch import prune_runs
+    from evener.report.run_table import prune_reason
 
     now = time.time()
 
-    def why(row: Row) -> str | None:
-        return why_pruned(row, now, fewer_than=fewer_than, older_than_days=older_than)
+    def why(row: RunRow) -> str | None:
+        return prune_reason(row, now, fewer_than=fewer_than, older_than_days=older_than)
 
-    prunable = [row for row in rows if why(row) is not None and not pruned.is_kept(RunDir(row.run))]
+    prunable = [row for row in rows if why(row) is not None and not prune_runs.is_protected(RunDir(row.run))]
     if yes:
-        prunable = [row for row in prunable if why(_row(RunDir(row.run))) is not None]  # not resumed meanwhile
+        prunable = [row for row in prunable if why(_load_row(RunDir(row.run))) is not None]  # not resumed meanwhile
         for row in prunable:
-            pruned.remove(RunDir(row.run))
+            prune_runs.delete_run(RunDir(row.run))
     if as_json:
         print(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in prunable],
                           "removed": yes}))  # fmt: skip
         return 0
-    screen = console()
+    screen = make_console()
     if not prunable:
         others = "" if fewer_than is None and older_than is None else ", and none is as short or as old as given"
-        say(screen, f"nothing to prune: no run failed or was stopped without weights{others}")
+        print_text(screen, f"nothing to prune: no run failed or was stopped without weights{others}")
         return 0
-    table(screen, ("run", "size", "why"), [(row.run, size(row.bytes), why(row) or "") for row in prunable], text=True)
-    total = f"{plural(len(prunable), 'run')}, {size(sum(row.bytes for row in prunable))}"
-    say(screen, f"removed: {total}" if yes else f"{total}; nothing is removed without --yes", style="bold")
+    print_table(
+        screen,
+        ("run", "size", "why"),
+        [(row.run, format_bytes(row.bytes), why(row) or "") for row in prunable],
+        wrap_last=True,
+    )
+    total = f"{pluralize(len(prunable), 'run')}, {format_bytes(sum(row.bytes for row in prunable))}"
+    print_text(screen, f"removed: {total}" if yes else f"{total}; nothing is removed without --yes", style="bold")
     return 0

@@ -32,8 +32,8 @@ def sample(
     from evener.core.rundir import RunDir
 
     rundir = RunDir(run)
-    folder, shown, text = rundir.whole_checkpoint(step), "", ""
-    for text in written(rundir, folder, prompt, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
+    folder, shown, text = rundir.verified_checkpoint(step), "", ""
+    for text in generate_text(rundir, folder, prompt, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
         # A character may take several tokens.
         if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):
             sys.stdout.write(text[len(shown) :])
@@ -43,7 +43,7 @@ def sample(
     return 0
 
 
-def written(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, temperature: float = 0.8,
+def generate_text(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, temperature: float = 0.8,
             top_k: int | None = None, seed: int = 1337) -> Iterator[str]:  # fmt: skip
     """Yield the prompt and the text generated so far, after each token; UsageError if the model is not evener's."""
     import json
@@ -51,13 +51,13 @@ def written(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, t
     import msgspec
 
     from evener.core.errors import UsageError
-    from evener.corpus.tokenizer import tokenizer_of
-    from evener.launch.tool import lines_of
+    from evener.corpus.tokenizer import load_run_tokenizer
+    from evener.launch.torch_subprocess import program_lines
 
     manifest = rundir.manifest()
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
-    tokenizer = tokenizer_of(rundir.path, manifest.corpus)
+    tokenizer = load_run_tokenizer(rundir.path, manifest.corpus)
     ids = [int(token) for token in tokenizer.encode(prompt)]
     if not ids:
         raise UsageError("--prompt: is empty")
@@ -70,6 +70,6 @@ def written(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, t
         "top_k": top_k,
         "seed": seed,
     }
-    for line in lines_of("evener.worker.sample", json.dumps(request)):
+    for line in program_lines("evener.worker.generate", json.dumps(request)):
         ids.append(int(line))
         yield tokenizer.decode(ids)

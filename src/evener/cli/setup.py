@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from evener.launch.setup import Tell
+    from evener.launch.host_setup import SetupProgress
 
 
 EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
@@ -36,12 +36,12 @@ def setup(
     import msgspec
 
     from evener.core.errors import EvenerError, UsageError, did_you_mean
-    from evener.core.fleet import load_fleet
+    from evener.core.fleet_file import load_fleet
     from evener.hosts.session import connect
-    from evener.launch.setup import HostSetup, set_up
-    from evener.launch.wheels import requirements
+    from evener.launch.host_setup import HostSetupResult, set_up_hosts
+    from evener.launch.wheels import parse_requirements
 
-    packages = requirements(more or [])
+    packages = parse_requirements(more or [])
     whole = load_fleet(fleet)
     for name in hosts or []:
         if name not in whole.hosts:
@@ -49,9 +49,9 @@ def setup(
     chosen = {name: host for name, host in whole.hosts.items() if not hosts or name in hosts}
     selected = msgspec.structs.replace(whole, hosts=chosen)
     with connect(selected) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
-        results: dict[str, HostSetup | EvenerError] = {
+        results: dict[str, HostSetupResult | EvenerError] = {
             **unreachable,
-            **set_up(selected, sessions, tell, packages, carry=carry),
+            **set_up_hosts(selected, sessions, tell, packages, sends_wheels=carry),
         }
     done = [one for name in chosen if not isinstance(one := results[name], EvenerError)]
     errors = {name: error for name in chosen if isinstance(error := results[name], EvenerError)}
@@ -66,7 +66,7 @@ def setup(
         )
         return 1 if errors else 0
     for one in done:
-        print(one.line)
+        print(one.summary)
     for name, error in errors.items():
         text = str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
         print(f"error: {text}", file=sys.stderr)
@@ -78,11 +78,11 @@ def setup(
 
 
 @contextmanager
-def _progress(names: list[str], *, quiet: bool) -> Iterator[Tell]:
+def _progress(names: list[str], *, quiet: bool) -> Iterator[SetupProgress]:
     """Yield a progress callback: on a terminal a live line per host, else a line for each step; on stderr."""
-    from evener.cli.terminal import console
+    from evener.cli.terminal import make_console
 
-    where = console(stderr=True, quiet=quiet)
+    where = make_console(stderr=True, quiet=quiet)
     if not where.is_interactive or quiet:
 
         def line(name: str, text: str, is_step: bool) -> None:

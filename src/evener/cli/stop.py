@@ -27,61 +27,64 @@ def stop(
 def _stop(run: str, now: bool, as_json: bool) -> int:
     import json
 
-    from evener.cli import fleets
+    from evener.cli import start_run
     from evener.core.errors import EvenerError, HostError
-    from evener.core.plan import read_plan
+    from evener.core.run_plan import read_plan
     from evener.core.rundir import RunDir
-    from evener.launch import carry
-    from evener.launch import fleet as launcher
+    from evener.launch import checkpoint_transfer, launcher
 
-    rundir = RunDir(fleets.find_run(run))
+    rundir = RunDir(start_run.find_run(run))
     plan = read_plan(rundir)
     if not as_json:
         waits = "; the step is finished and saved first" if plan.kind == "train" and not now else ""
-        fleets.say(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
-    before = launcher.known_states(rundir, plan)
+        start_run.print_status(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
+    before = launcher.cached_states(rundir, plan)
     ended = launcher.stop(rundir, plan, now=now)
-    launcher.catch_up(rundir, plan)
+    launcher.mirror_once(rundir, plan)
     if not any(isinstance(one, HostError) for one in ended.values()):
-        launcher.conclude(rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)})
+        launcher.record_outcome(
+            rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)}
+        )
     unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
     if not as_json:
         for name, one in ended.items():
             is_new = not isinstance(one, HostError) and one.get("stopped") and before[name].get("state") != "ended"
             status = "ended" if is_new else "had ended already"
-            fleets.say(f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {status}")
+            start_run.print_status(
+                f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {status}"
+            )
     try:
-        carry.bring(rundir, plan, fleets.say)
+        checkpoint_transfer.fetch_checkpoints(rundir, plan, start_run.print_status)
     except EvenerError as error:
-        fleets.say(f"warning: {error}")
+        start_run.print_status(f"warning: {error}")
     if as_json:
         answers = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print(json.dumps({"run_dir": str(rundir), "hosts": answers, **fleets.weights(rundir, plan)}))
+        print(json.dumps({"run_dir": str(rundir), "hosts": answers, **start_run.checkpoint_info(rundir, plan)}))
     else:
-        fleets.tell_made(rundir, plan)
+        start_run.print_outputs(rundir, plan)
     return 1 if unreached else 0
 
 
 def _stop_stale(fleet: str | None, as_json: bool) -> int:
     import json
 
-    from evener.cli import fleets
+    from evener.cli import start_run
     from evener.core.errors import UsageError
-    from evener.hosts.session import for_each
+    from evener.hosts.session import parallel_map
 
-    path = fleets.fleet_path(fleet)
+    path = start_run.fleet_path(fleet)
     if path is None:
         raise UsageError("there is no fleet.toml here", hint="--fleet FILE")
-    with fleets.connected(path) as (_, sessions, errors):
-        ended = for_each(sessions, lambda name: sessions[name].call("facts", "end_stale"))
+    with start_run.connect_fleet(path) as (_, sessions, errors):
+        ended = parallel_map(sessions, lambda name: sessions[name].call("facts", "kill_stale_processes"))
     if as_json:
         print(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))
         return 1 if errors else 0
     for name, processes in ended.items():
         for process in processes:
-            fleets.say(f"{name}: ended pid {process['pid']} of run {process['run']}: {process['command']}")
+            start_run.print_status(f"{name}: ended pid {process['pid']} of run {process['run']}: {process['command']}")
         if not processes:
-            fleets.say(f"{name}: nothing was left behind")
+            start_run.print_status(f"{name}: nothing was left behind")
     for error in errors.values():
-        fleets.say(f"error: {error}\nhint:  {error.hint}")
+        start_run.print_status(f"error: {error}\nhint:  {error.hint}")
     return 1 if errors else 0

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-GAP = 2  # between columns
-LEAST_TEXT = 26  # columns; if less is left to the right of a row, its text goes below it
-BELOW = 4  # columns, indent of the second line of a row
-LONGEST = 100  # columns of prose: longer lines are hard to read
-RULE = 80  # columns of the rule below titles in a pipe, at most
-UNLIMITED = 10_000
+COLUMN_GAP = 2  # between columns
+MIN_TEXT_WIDTH = 26  # columns; if less is left to the right of a row, its text goes below it
+CONTINUATION_INDENT = 4  # columns, indent of the second line of a row
+MAX_TEXT_WIDTH = 100  # columns of prose: longer lines are hard to read
+MAX_RULE_WIDTH = 80  # columns of the rule below titles in a pipe, at most
+UNLIMITED_WIDTH = 10_000
 
 
-def console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) -> Console:
+def make_console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) -> Console:
     """Make a rich console that prints text verbatim: without highlighting, emoji or, by default, markup."""
     from rich.console import Console
 
@@ -41,37 +41,37 @@ def console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) 
     )
 
 
-def width_of(where: Console) -> int | None:
+def line_width(console: Console) -> int | None:
     """Return the columns of a line; None: unlimited."""
-    return where.width if where.is_terminal or os.environ.get("COLUMNS", "").isdigit() else None
+    return console.width if console.is_terminal or os.environ.get("COLUMNS", "").isdigit() else None
 
 
-def say(where: Console, text: str, *, indent: int = 0, style: str | None = None) -> None:
+def print_text(console: Console, text: str, *, indent: int = 0, style: str | None = None) -> None:
     """Print wrapped text; with `indent`, the lines after the first are indented further."""
-    width, margin = width_of(where), " " * indent
-    first, *others = [text] if width is None else wrapped(text, min(width, LONGEST) - 2 * indent) or [""]
+    width, margin = line_width(console), " " * indent
+    first, *others = [text] if width is None else wrap_words(text, min(width, MAX_TEXT_WIDTH) - 2 * indent) or [""]
     for line in [first, *(margin + other for other in others)]:
-        where.print(margin + line, style=style, soft_wrap=True)
+        console.print(margin + line, style=style, soft_wrap=True)
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap_words(text: str, width: int) -> list[str]:
     """Wrap text at spaces; a word longer than the width is not broken.
 
-    >>> wrapped("end it: evener stop runs/a-long-name", 8)
+    >>> wrap_words("end it: evener stop runs/a-long-name", 8)
     ['end it:', 'evener', 'stop', 'runs/a-long-name']
     """
     return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False)
 
 
-def table(
-    where: Console,
+def print_table(
+    console: Console,
     titles: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
-    left: Collection[str] = (),
-    text: bool = False,
-    spare: Sequence[str] = (),
-    bold: int | None = None,
+    left_aligned: Collection[str] = (),
+    wrap_last: bool = False,
+    droppable: Sequence[str] = (),
+    bold_row: int | None = None,
     styles: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Print rows below titles. Cells are never truncated or broken.
@@ -83,51 +83,55 @@ def table(
     from rich.cells import cell_len
     from rich.text import Text
 
-    width, grid = width_of(where), [titles, *rows]
-    limit = width or UNLIMITED
+    width, grid = line_width(console), [titles, *rows]
+    limit = width or UNLIMITED_WIDTH
     widths = [max(map(cell_len, column)) for column in zip(*grid, strict=True)]
-    with_gaps = [widths[0], *(GAP + cells for cells in widths[1:])]
-    shown = fitting(titles[: len(titles) - text], with_gaps, spare, width)
+    with_gaps = [widths[0], *(COLUMN_GAP + cells for cells in widths[1:])]
+    shown = fit_columns(titles[: len(titles) - wrap_last], with_gaps, droppable, width)
     total = sum(with_gaps[i] for i in shown)
-    room = limit - total - GAP
-    is_beside = text and room >= min(LEAST_TEXT, widths[-1])
+    room = limit - total - COLUMN_GAP
+    is_beside = wrap_last and room >= min(MIN_TEXT_WIDTH, widths[-1])
     has_two_lines = total > limit
-    across = total - has_two_lines * (widths[0] + GAP - BELOW)
+    across = total - has_two_lines * (widths[0] + COLUMN_GAP - CONTINUATION_INDENT)
     for number, row in enumerate(grid):
-        line = Text(style="bold" if number == 0 or number - 1 == bold else "")
+        line = Text(style="bold" if number == 0 or number - 1 == bold_row else "")
         for i in shown:
             blank = " " * (widths[i] - cell_len(row[i]))
             if i == 0 and has_two_lines:
-                line.append(f"{row[i]}\n{'':{BELOW - GAP}}", styles.get(row[i]))
+                line.append(f"{row[i]}\n{'':{CONTINUATION_INDENT - COLUMN_GAP}}", styles.get(row[i]))
                 continue
-            line.append(" " * GAP if i else "")
-            line.append(row[i] + blank if i == 0 or titles[i] in left else blank + row[i], styles.get(row[i]))
-        if text and is_beside:
-            line.append(" " * GAP + f"\n{'':{across + GAP}}".join(wrapped(row[-1], room)))
+            line.append(" " * COLUMN_GAP if i else "")
+            line.append(row[i] + blank if i == 0 or titles[i] in left_aligned else blank + row[i], styles.get(row[i]))
+        if wrap_last and is_beside:
+            line.append(" " * COLUMN_GAP + f"\n{'':{across + COLUMN_GAP}}".join(wrap_words(row[-1], room)))
         line.rstrip()
-        if text and not is_beside:
-            line.append("".join(f"\n{'':{BELOW}}{part}" for part in wrapped(row[-1], limit - BELOW)))
-        where.print(line, soft_wrap=True)
+        if wrap_last and not is_beside:
+            line.append(
+                "".join(
+                    f"\n{'':{CONTINUATION_INDENT}}{part}" for part in wrap_words(row[-1], limit - CONTINUATION_INDENT)
+                )
+            )
+        console.print(line, soft_wrap=True)
         if number == 0:
-            rule = across + is_beside * (GAP + min(room, widths[-1]))
-            where.print("─" * min(rule, width or RULE), style="dim")
-    tell_spared(where, [title for title in spare if titles.index(title) not in shown])
+            rule = across + is_beside * (COLUMN_GAP + min(room, widths[-1]))
+            console.print("─" * min(rule, width or MAX_RULE_WIDTH), style="dim")
+    print_omitted_columns(console, [title for title in droppable if titles.index(title) not in shown])
 
 
-def fitting(titles: Sequence[str], widths: Sequence[int], spare: Sequence[str], width: int | None) -> list[int]:
+def fit_columns(titles: Sequence[str], widths: Sequence[int], droppable: Sequence[str], width: int | None) -> list[int]:
     """Return the indices of the columns that fit: droppable ones are omitted in order while the line is too wide.
 
-    >>> fitting(["size", "count", "time"], [8, 9, 8], ["count", "time"], 20)
+    >>> fit_columns(["size", "count", "time"], [8, 9, 8], ["count", "time"], 20)
     [0, 2]
     """
     shown = list(range(len(titles)))
-    for title in spare:
-        if sum(widths[i] for i in shown) > (width or UNLIMITED):
+    for title in droppable:
+        if sum(widths[i] for i in shown) > (width or UNLIMITED_WIDTH):
             shown.remove(titles.index(title))
     return shown
 
 
-def tell_spared(where: Console, titles: Sequence[str]) -> None:
+def print_omitted_columns(console: Console, titles: Sequence[str]) -> None:
     """Print the titles of the columns that were omitted."""
     if titles:
-        say(where, f"not shown in {width_of(where)} columns: {', '.join(titles)}", style="dim")
+        print_text(console, f"not shown in {line_width(console)} columns: {', '.join(titles)}", style="dim")

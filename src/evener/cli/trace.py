@@ -8,7 +8,7 @@ EXAMPLES = """
 evener trace runs/mine
 evener trace runs/mine --steps 100:110
 """
-MOST = 60  # steps without --steps: all of the last ones, and every hundredth before
+MAX_DEFAULT_STEPS = 60  # steps without --steps: all of the last ones, and every hundredth before
 
 
 def trace(
@@ -29,41 +29,49 @@ def trace(
     import json
     from pathlib import Path
 
-    from evener.cli.terminal import console, say
+    from evener.cli.terminal import make_console, print_text
     from evener.core.rundir import RunDir
-    from evener.report.profile import read_profiles
-    from evener.report.timeline import gaps, read_timeline, told_ranges
-    from evener.report.trace import told_error, write_trace
+    from evener.report.chrome_trace import format_clock_error, write_trace
+    from evener.report.timeline import format_ranges, missing_ranges, read_timeline
+    from evener.report.torch_profile import read_profiles
 
     rundir = RunDir(run)
-    requested = None if steps is None else _steps(steps)
+    requested = None if steps is None else _parse_steps(steps)
     profiles = read_profiles(rundir)
-    profiled = {step for profile in profiles.values() for step in profile.joint.steps}
-    timeline = read_timeline(rundir, requested, None if requested else MOST, profiled)
+    profiled = {step for profile in profiles.values() for step in profile.clock_sync.steps}
+    timeline = read_timeline(rundir, requested, None if requested else MAX_DEFAULT_STEPS, profiled)
     path = Path(out) if out is not None else rundir.path / "trace.json"
     num_events = write_trace(rundir, timeline, path, profiles)
-    missing = gaps(timeline.recorded, timeline.num_steps)
+    missing = missing_ranges(timeline.recorded_ranges, timeline.num_steps)
     if as_json:
-        print(json.dumps({
-            "trace": str(path), "events": num_events, "shown": timeline.shown, "recorded": timeline.recorded,
-            "not_recorded": missing, "clock_error_s": {str(rank): one for rank, one in timeline.error_s.items()},
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "trace": str(path),
+                    "events": num_events,
+                    "shown": timeline.shown_ranges,
+                    "recorded": timeline.recorded_ranges,
+                    "not_recorded": missing,
+                    "clock_error_s": {str(rank): one for rank, one in timeline.clock_error_s.items()},
+                }
+            )
+        )
         return 0
-    screen = console(stderr=True)
-    say(screen, f"steps {told_ranges(timeline.shown)}")
-    if timeline.shown != timeline.recorded:
-        say(screen, f"recorded: {told_ranges(timeline.recorded)}")
-    say(screen, f"not recorded: {told_ranges(missing) or 'none'}")
+    screen = make_console(stderr=True)
+    print_text(screen, f"steps {format_ranges(timeline.shown_ranges)}")
+    if timeline.shown_ranges != timeline.recorded_ranges:
+        print_text(screen, f"recorded: {format_ranges(timeline.recorded_ranges)}")
+    print_text(screen, f"not recorded: {format_ranges(missing) or 'none'}")
     names = rundir.manifest().roster
-    for rank, error_s in timeline.error_s.items():
+    for rank, error_s in timeline.clock_error_s.items():
         if error_s != 0:
-            say(screen, f"clock of {names.name_of(rank)}: {told_error(error_s)}")
-    say(screen, "open https://ui.perfetto.dev and drop the file there; it stays in your browser")
+            print_text(screen, f"clock of {names.rank_label(rank)}: {format_clock_error(error_s)}")
+    print_text(screen, "open https://ui.perfetto.dev and drop the file there; it stays in your browser")
     print(path)
     return 0
 
 
-def _steps(text: str) -> range:
+def _parse_steps(text: str) -> range:
     """Parse `100:110` or a single step; raise UsageError for anything else."""
     from evener.core.errors import UsageError
 

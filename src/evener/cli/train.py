@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.core.fleet import Fleet
-    from evener.core.plan import Plan
-    from evener.core.resolve import Resolved
-    from evener.core.spec import RunSpec
+    from evener.core.fleet_file import Fleet
+    from evener.core.resolve import ResolvedRun
+    from evener.core.run_plan import Plan
+    from evener.core.run_spec import RunSpec
 
 EXAMPLES = (
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
@@ -43,37 +43,41 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     """
     import json
 
-    from evener.cli import fleets, follow, loggers
-    from evener.core.plan import find_plan
+    from evener.cli import follow_output, logger_processes, start_run
+    from evener.core.run_plan import read_plan_if_present
     from evener.core.rundir import RunDir
-    from evener.corpus.check import check_token_ids
-    from evener.report.summary import as_result, summarize
+    from evener.corpus.token_check import check_token_ids
+    from evener.report.run_summary import summarize_run, summary_json
 
-    logged = loggers.chosen(log, None if resume is None else RunDir(resume))
-    before = None if resume is None else find_plan(RunDir(resume))
-    chosen = fleets.chosen(fleet, hosts) if resume is None else fleets.chosen_again(fleet, hosts, before)
-    resolved = _resolved(spec_file, resume, flags)
+    logged = logger_processes.select_loggers(log, None if resume is None else RunDir(resume))
+    before = None if resume is None else read_plan_if_present(RunDir(resume))
+    chosen = (
+        start_run.select_fleet(fleet, hosts)
+        if resume is None
+        else start_run.select_fleet_to_resume(fleet, hosts, before)
+    )
+    resolved = _resolve_spec(spec_file, resume, flags)
     check_token_ids(resolved.corpus)
     if resolved.resume is not None:
         where = "this machine" if chosen is None else ", ".join(chosen.hosts)
-        fleets.say(f"resuming from step {resolved.resume.step} on {where}")
+        start_run.print_status(f"resuming from step {resolved.resume.step} on {where}")
     if chosen is None:
-        status = _here(before, resolved, logged, detach, dry_run, as_json)
+        status = _train_locally(before, resolved, logged, detach, dry_run, as_json)
     else:
-        status = _on_fleet(chosen, before, resolved, logged, detach, dry_run, as_json)
+        status = _train_on_fleet(chosen, before, resolved, logged, detach, dry_run, as_json)
     if status is not None:
         return status
-    summary = summarize(fleets.rundir_of(resolved))
-    rundir = fleets.rundir_of(resolved)
+    summary = summarize_run(start_run.rundir_of(resolved))
+    rundir = start_run.rundir_of(resolved)
     if as_json:
-        print(json.dumps(as_result(summary) | fleets.weights(rundir, find_plan(rundir))))
+        print(json.dumps(summary_json(summary) | start_run.checkpoint_info(rundir, read_plan_if_present(rundir))))
     else:
-        follow.tell_end(summary)
-        fleets.tell_weights(rundir, find_plan(rundir))
-    return follow.exit_status(summary.manifest)
+        follow_output.print_summary(summary)
+        start_run.print_checkpoint(rundir, read_plan_if_present(rundir))
+    return follow_output.exit_status(summary.manifest)
 
 
-def _here(before: Plan | None, resolved: Resolved, logged: list[str], detach: bool, dry_run: bool,
+def _train_locally(before: Plan | None, resolved: ResolvedRun, logged: list[str], detach: bool, dry_run: bool,
           as_json: bool) -> int | None:  # fmt: skip
     """Train on this machine alone. Return the exit status if there is no result to report, else None.
 
@@ -81,133 +85,144 @@ def _here(before: Plan | None, resolved: Resolved, logged: list[str], detach: bo
     """
     import msgspec
 
-    from evener.cli import fleets, follow, loggers
-    from evener.launch import fleet as launcher
-    from evener.launch import here
+    from evener.cli import follow_output, logger_processes, start_run
+    from evener.launch import launcher, local_run
 
-    rundir, resumes, to_plan = fleets.rundir_of(resolved), resolved.resume is not None, fleets.as_it_agrees(resolved)
-    with here.this_machine_connected() as sessions:
+    rundir, resumes, to_plan = (
+        start_run.rundir_of(resolved),
+        resolved.resume is not None,
+        start_run.with_previous_sync(resolved),
+    )
+    with local_run.open_local_session() as sessions:
         ranks, run_id = resolved.spec.machine.ranks, before.id if before else None
-        prepared = here.prepare_here(sessions, rundir, ranks=ranks, run_id=run_id)
-        roster = prepared.roster(to_plan)
-        prediction = fleets.predicted_here(to_plan, prepared.seats(resolved.spec.machine))
-        roster = fleets.as_before(prediction.option(prediction.chosen).roster if prediction else roster, resolved)
+        prepared = local_run.prepare_local(sessions, rundir, ranks=ranks, run_id=run_id)
+        roster = prepared.initial_roster(to_plan)
+        prediction = start_run.predict_local_run(to_plan, prepared.rank_slots(resolved.spec.machine))
+        roster = start_run.with_previous_buckets(
+            prediction.option(prediction.chosen).roster if prediction else roster, resolved
+        )
         plan, _ = launcher.plan_training(prepared, resolved, roster, resume=resumes)
         plan = msgspec.structs.replace(plan, prediction=prediction)
         if dry_run:
-            fleets.print_plan(plan, as_json)
+            start_run.print_plan(plan, as_json)
             return 0
         if detach:
             launcher.start(rundir, plan, sessions)
-            loggers.leave(rundir, logged)
-            fleets.left_alone(rundir)
+            logger_processes.defer_loggers(rundir, logged)
+            start_run.print_detached(rundir)
             return 0
-        with (loggers.fed(rundir, logged) as feeding,
-              follow.screen(resolved, plan, quiet=as_json) as observe):  # fmt: skip
-            here.stay_with(rundir, plan, sessions, feeding(observe))
+        with (logger_processes.feed_loggers(rundir, logged) as feeding,
+              follow_output.display_run(resolved, plan, quiet=as_json) as observe):  # fmt: skip
+            local_run.run_attached(rundir, plan, sessions, feeding(observe))
     if not rundir.is_run():
-        fleets.say("stopped before the first step; nothing was saved")
+        start_run.print_status("stopped before the first step; nothing was saved")
         return 130
     return None
 
 
-def _on_fleet(fleet: Fleet, before: Plan | None, resolved: Resolved, logged: list[str], detach: bool, dry_run: bool,
-              as_json: bool) -> int | None:  # fmt: skip
+def _train_on_fleet(
+    fleet: Fleet,
+    before: Plan | None,
+    resolved: ResolvedRun,
+    logged: list[str],
+    detach: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int | None:
     """Train on a fleet. Return the exit status if there is no result to report, else None.
 
     `before` is the plan of a run that is resumed.
     """
-    from evener.cli import fleet_run, fleets, follow, loggers
+    from evener.cli import fleet_training, follow_output, logger_processes, start_run
     from evener.core.errors import UsageError
-    from evener.core.plan import find_plan
+    from evener.core.run_plan import read_plan_if_present
     from evener.hosts.session import connect
-    from evener.launch.follow import follow as follow_run
+    from evener.launch.follow_run import follow_run
 
-    rundir = fleets.rundir_of(resolved)
-    existing = find_plan(rundir)
-    if existing is not None and not existing.is_here and resolved.resume is None:
+    rundir = start_run.rundir_of(resolved)
+    existing = read_plan_if_present(rundir)
+    if existing is not None and not existing.is_local_run and resolved.resume is None:
         # Its hosts may have newer records and checkpoints than its directory.
         raise UsageError(
             f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
         )
     with connect(fleet) as (sessions, errors):
-        plan, trees, prepared = fleet_run.planned(fleet, sessions, errors, resolved, before)
+        plan, trees, prepared = fleet_training.plan_fleet_training(fleet, sessions, errors, resolved, before)
         if dry_run:
-            fleets.print_plan(plan, as_json)
+            start_run.print_plan(plan, as_json)
             return 0
-        fleet_run.begin(plan, trees, prepared, sessions, resolved)
+        fleet_training.start_fleet_training(plan, trees, prepared, sessions, resolved)
     if not as_json:
-        fleets.tell_plan(plan)
+        start_run.print_placement(plan)
     if detach:
-        loggers.leave(rundir, logged)
-        fleets.left_alone(rundir)
+        logger_processes.defer_loggers(rundir, logged)
+        start_run.print_detached(rundir)
         return 0
     try:
-        with (loggers.fed(rundir, logged) as feeding,
-              follow.screen(resolved, plan, quiet=as_json) as observe):  # fmt: skip
-            follow_run(rundir, plan, feeding(observe), fleets.on_lost, say=fleets.say)
+        with (logger_processes.feed_loggers(rundir, logged) as feeding,
+              follow_output.display_run(resolved, plan, quiet=as_json) as observe):  # fmt: skip
+            follow_run(rundir, plan, feeding(observe), start_run.print_connection_change, notify=start_run.print_status)
     except KeyboardInterrupt:
-        fleets.left_alone(rundir)
+        start_run.print_detached(rundir)
         return 130
     return None
 
 
-def _resolved(spec_file: str | None, resume: str | None, flags: dict[str, str | bool | None]) -> Resolved:
+def _resolve_spec(spec_file: str | None, resume: str | None, flags: dict[str, str | bool | None]) -> ResolvedRun:
     """Build and check the spec from the TOML file and the flags; a resumed run starts from its own spec."""
     from pathlib import Path
 
     import msgspec
 
-    from evener.cli.flags import given
+    from evener.cli.flags import explicit_values
     from evener.core.errors import UsageError
-    from evener.core.resolve import new_run_path, resolve
-    from evener.core.spec import make_spec
+    from evener.core.resolve import default_run_path, resolve
+    from evener.core.run_spec import make_spec
 
-    texts = given(flags)
+    texts = explicit_values(flags)
     base = None
     if resume is not None:
         if spec_file is not None or "out" in texts:
             raise UsageError("--resume: the run has its own spec and directory", hint="without --out and the TOML file")
-        base = msgspec.structs.replace(_spec_of(resume), out=resume)
+        base = msgspec.structs.replace(_resumed_spec(resume), out=resume)
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
     resolved = resolve(spec, resume=resume is not None)
-    return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or new_run_path(spec)))
+    return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or default_run_path(spec)))
 
 
-def _spec_of(resume: str) -> RunSpec:
+def _resumed_spec(resume: str) -> RunSpec:
     """Return the spec of a run that is resumed, after fetching its records and newest checkpoint."""
-    from evener.cli import fleets
+    from evener.cli import start_run
     from evener.core.errors import HostError, UsageError
-    from evener.core.plan import find_plan
+    from evener.core.run_plan import read_plan_if_present
     from evener.core.rundir import RunDir
 
     rundir = RunDir(resume)
-    plan = find_plan(rundir)
+    plan = read_plan_if_present(rundir)
     if plan is None:
         return rundir.manifest().spec
     if plan.spec is None:
         raise UsageError(f"{resume}: a program of your own, which evener cannot resume", hint="evener launch again")
-    from evener.launch import carry
-    from evener.launch import fleet as launcher
+    from evener.launch import checkpoint_transfer, launcher
 
-    for name, state in launcher.states(rundir, plan).items():
+    for name, state in launcher.query_states(rundir, plan).items():
         if not isinstance(state, HostError) and state["state"] == "running":
             raise UsageError(
                 f"{resume}: still running on {name}", hint=f"evener logs -f {resume}, or evener stop {resume}"
             )
-    launcher.catch_up(rundir, plan)
+    launcher.mirror_once(rundir, plan)
     try:
-        carry.bring(rundir, plan, fleets.say)
+        checkpoint_transfer.fetch_checkpoints(rundir, plan, start_run.print_status)
     except HostError as error:
-        fleets.say(f"warning: {error}; resuming from the newest checkpoint on this machine")
+        start_run.print_status(f"warning: {error}; resuming from the newest checkpoint on this machine")
     return plan.spec
 
 
-def add_to(app: typer.Typer) -> None:
+def register(app: typer.Typer) -> None:
     """Add `train`, with one option for every leaf of RunSpec."""
-    from evener.cli.flags import Parameter, signature, spec_options
+    from evener.cli.flags import CommandParameter, command_signature, spec_options
 
-    options: list[Parameter] = [
+    options: list[CommandParameter] = [
         ("spec_file", SPEC_FILE, str | None),
         ("resume", RESUME, str | None),
         ("fleet", FLEET, str | None),
@@ -223,5 +238,5 @@ def add_to(app: typer.Typer) -> None:
         return train(**values)
 
     command.__doc__ = train.__doc__
-    command.__signature__ = signature(options)  # type: ignore[attr-defined]
+    command.__signature__ = command_signature(options)  # type: ignore[attr-defined]
     app.command("train", epilog=EXAMPLES)(command)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.report.replayable import Replayable
-    from evener.report.replayed import Tolerance, Verdict
+    from evener.report.replay_check import ReplayTolerance, ReplayVerdict
+    from evener.report.replay_job import ReplayJob
 
 EXAMPLES = "evener verify runs/mine\nevener verify runs/mine --replay 20"
 
@@ -37,7 +37,7 @@ def verify(
     import json
 
     from evener.core.errors import UsageError
-    from evener.launch.tool import lines_of
+    from evener.launch.torch_subprocess import program_lines
 
     from pathlib import Path  # isort: skip
 
@@ -50,15 +50,15 @@ def verify(
         return _replay(run, replay, from_step, as_json)
     if from_step is not None:
         raise UsageError("--from-step: only with --replay", hint=f"evener verify {run} --replay 20 --from-step N")
-    comparison = json.loads(list(lines_of("evener.worker.compare", run, *([other] if other else [])))[-1])
+    comparison = json.loads(list(program_lines("evener.worker.compare_weights", run, *([other] if other else [])))[-1])
     largest = comparison["largest_difference"]
     passes = comparison["agree"] or (largest is not None and largest <= tolerance)
     if as_json:
         print(json.dumps(comparison | {"passes": passes}))
     else:
         for check in comparison["checks"]:
-            print(f"{_word(check):>24}  {check['what']} ({check['tensors']} tensors)")
-        print(_verdict(comparison["agree"], largest, passes))
+            print(f"{_format_check(check):>24}  {check['what']} ({check['tensors']} tensors)")
+        print(_format_verdict(comparison["agree"], largest, passes))
     return 0 if passes else 1
 
 
@@ -72,22 +72,22 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
     from evener.core.corpus import hash_content
     from evener.core.errors import UsageError
     from evener.core.rundir import RunDir
-    from evener.launch.tool import lines_of
-    from evener.report.replayable import replayable
-    from evener.report.replayed import Point, judge_ranks, tolerance_of
+    from evener.launch.torch_subprocess import program_lines
+    from evener.report.replay_check import ReplayPoint, compare_replay_by_rank, replay_tolerance
+    from evener.report.replay_job import find_replay_job
 
     from pathlib import Path  # isort: skip
 
     rundir = RunDir(run)
-    job, was = replayable(rundir, num_steps, from_step), rundir.manifest().corpus
+    job, was = find_replay_job(rundir, num_steps, from_step), rundir.manifest().corpus
     assert was is not None
     is_sampled = was.content_hash.startswith("sampled-")
     corpus_changed = hash_content(Path(job.corpus.path), sampled=is_sampled) != was.content_hash
     names = ("first", "num_steps", "dtype", "micro_batch", "spec", "corpus", "shape")
     request = {"run_dir": run} | {name: getattr(job, name) for name in names}
     header: dict[str, Any] = {}
-    replayed: list[Point] = []
-    for line in lines_of("evener.worker.replay", msgspec.json.encode(request).decode()):
+    replayed: list[ReplayPoint] = []
+    for line in program_lines("evener.worker.replay", msgspec.json.encode(request).decode()):
         message = json.loads(line)
         if not header:
             header = message
@@ -99,47 +99,47 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
                 f"flags of its newest start it is {message['lr']:g}",
                 hint="a step after that start can be: --from-step",
             )
-        replayed.append(Point(step=message["step"], loss=message["loss"], norm=message["grad_norm"]))
-    recorded = {rank: [Point(step=one.step, loss=one.loss, norm=one.grad_norm) for one in records]
+        replayed.append(ReplayPoint(step=message["step"], loss=message["loss"], grad_norm=message["grad_norm"]))
+    recorded = {rank: [ReplayPoint(step=one.step, loss=one.loss, grad_norm=one.grad_norm) for one in records]
                 for rank, records in job.records.items()}  # fmt: skip
-    tolerance = tolerance_of(job.dtypes, job.syncs)
-    verdict = judge_ranks(recorded, replayed, tolerance, clips=job.spec.train.clip > 0,
-                          corpus_changed=corpus_changed, unlike=header["unlike"])  # fmt: skip
+    tolerance = replay_tolerance(job.dtypes, job.syncs)
+    verdict = compare_replay_by_rank(recorded, replayed, tolerance, has_grad_norms=job.spec.train.clip > 0,
+                          corpus_changed=corpus_changed, mismatched_tensor=header["unlike"])  # fmt: skip
     if as_json:
-        steps = [{"step": ours.step, "loss": ours.loss, "grad_norm": ours.norm, "recorded_loss": theirs.loss,
-                  "recorded_grad_norm": theirs.norm}
+        steps = [{"step": ours.step, "loss": ours.loss, "grad_norm": ours.grad_norm, "recorded_loss": theirs.loss,
+                  "recorded_grad_norm": theirs.grad_norm}
                  for ours, theirs in zip(replayed, next(iter(recorded.values())), strict=False)]  # fmt: skip
         print(json.dumps({"run_dir": run, "first_step": job.first, "device": header["device"], "dtype": job.dtype,
-                          "passes": verdict.agrees, "verdict": msgspec.to_builtins(verdict),
+                          "passes": verdict.is_match, "verdict": msgspec.to_builtins(verdict),
                           "tolerance": msgspec.to_builtins(tolerance), "steps": steps}))  # fmt: skip
     else:
-        _tell(job, header["device"], verdict, tolerance)
-    return 0 if verdict.agrees else 1
+        _print_replay(job, header["device"], verdict, tolerance)
+    return 0 if verdict.is_match else 1
 
 
-def _tell(asked: Replayable, device: str, verdict: Verdict, tolerance: Tolerance) -> None:
-    start = f"its checkpoint of step {asked.first}" if asked.first else "the weights of its seed"
-    print(f"replayed steps {asked.first + 1} to {asked.first + asked.num_steps} from {start}, on {device} in "
-          f"{asked.dtype}")  # fmt: skip
+def _print_replay(job: ReplayJob, device: str, verdict: ReplayVerdict, tolerance: ReplayTolerance) -> None:
+    start = f"its checkpoint of step {job.first}" if job.first else "the weights of its seed"
+    print(f"replayed steps {job.first + 1} to {job.first + job.num_steps} from {start}, on {device} in "
+          f"{job.dtype}")  # fmt: skip
     if verdict.largest_loss is not None and verdict.largest_norm is not None:
-        loss, norm = tolerance.later if asked.num_steps > 1 else tolerance.first
+        loss, norm = tolerance.later if job.num_steps > 1 else tolerance.first
         allowed = "not compared" if norm is None else f"{norm:.0e} allowed"
         print(f"largest relative difference: loss {verdict.largest_loss:.1e} ({loss:.0e} allowed), gradient norm "
               f"{verdict.largest_norm:.1e} ({allowed}): {tolerance.why}")  # fmt: skip
-    print(f"{'agree' if verdict.agrees else 'DIFFER'}: {verdict.sentence}")
-    if not verdict.agrees and asked.resumed is not None:
-        print(f"the run was resumed at step {asked.resumed}: if its flags were changed then, these steps were "
+    print(f"{'agree' if verdict.is_match else 'DIFFER'}: {verdict.sentence}")
+    if not verdict.is_match and job.later_start_step is not None:
+        print(f"the run was resumed at step {job.later_start_step}: if its flags were changed then, these steps were "
               "taken with the earlier ones")  # fmt: skip
 
 
-def _word(check: dict[str, Any]) -> str:
+def _format_check(check: dict[str, Any]) -> str:
     if check["equal"]:
         return "equal to the bit"
     largest = check["largest_difference"]
     return f"differs in {check['tensor']}" if largest is None else f"differs by {largest:.3g}"
 
 
-def _verdict(agree: bool, largest: float | None, passes: bool) -> str:
+def _format_verdict(agree: bool, largest: float | None, passes: bool) -> str:
     if agree:
         return "agree to the bit: largest absolute difference 0"
     size = "not known: only hashes were kept" if largest is None else f"{largest:.3g}"

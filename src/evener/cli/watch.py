@@ -23,30 +23,30 @@ def watch(
     The printed address contains a token that every request needs. With --host, others who have the address see the runs
     and can stop them. It is sent unencrypted, so use only a network that you trust.
     """
-    from evener.cli import watching
-    from evener.cli.fleets import say
-    from evener.watch.guard import user_token
-    from evener.watch.hub import Hub
-    from evener.watch.serve import address, listen, serve
-    from evener.watch.server import Actions
+    from evener.cli import watch_actions
+    from evener.cli.start_run import print_status
+    from evener.watch.auth import user_token
+    from evener.watch.dashboard import Dashboard
+    from evener.watch.http_app import RunActions
+    from evener.watch.http_listener import dashboard_url, listen, serve_dashboard
 
-    find = watching.finder(run or [])
+    find = watch_actions.make_run_finder(run or [])
     if terminal:
-        return watching.on_screen(find)
+        return watch_actions.watch_in_terminal(find)
     token, one = user_token(), listen(host, port)
     shared = host not in ("127.0.0.1", "localhost", "::1")
     if shared:
-        watching.tell_shared(one.getsockname()[1])
+        watch_actions.print_shared_warning(one.getsockname()[1])
 
     def begin() -> None:
-        print(address(one, host, token), flush=True)
-        say("Ctrl-C ends the page; the runs go on")
+        print(dashboard_url(one, host, token), flush=True)
+        print_status("Ctrl-C ends the page; the runs go on")
 
-    with watching.followers() as follow:
-        hub = Hub(find, on_new=follow)
-        actions = Actions(
-            stop=watching.stop, save=watching.save, can_ask=watching.can_ask,
-            sample=watching.sample, can_sample=watching.can_sample,
+    with watch_actions.background_followers() as follow:
+        hub = Dashboard(find, on_new_run=follow)
+        actions = RunActions(
+            stop=watch_actions.stop_run, save=watch_actions.save_checkpoint, can_control=watch_actions.can_control,
+            sample=watch_actions.sample_text, can_sample=watch_actions.can_sample,
         )  # fmt: skip
-        serve(one, hub, actions, token, watching.names_of(host), begin)
+        serve_dashboard(one, hub, actions, token, watch_actions.allowed_host_names(host), begin)
     return 0

@@ -14,7 +14,7 @@ What is checked, and when:
 |---|---|---|
 | the files exist and hold whole tokens, as many as meta.json says; its tokenizer | none | `load_corpus` |
 | each split is at least one block long | none | `check_block_size`, once the block size is known |
-| every id is inside the vocabulary | reads the files | `evener.corpus.check.check_token_ids`, before a launch |
+| every id is inside the vocabulary | reads the files | `evener.corpus.token_check.check_token_ids`, before a launch |
 | the content is unchanged | reads and hashes the files | `verify_content`, on request |
 """
 
@@ -35,13 +35,13 @@ import msgspec
 
 from evener.core.decoding import from_json
 from evener.core.errors import DataError
-from evener.core.files import open_file, read_file
+from evener.core.file_io import open_file, read_file
 
-FORMAT = 1
+CORPUS_FORMAT = 1
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
 SPLITS = ("train", "val")
 TOKENIZER_FILES = ("tokenizer.json", "meta.pkl")  # ours, nanoGPT's; its GPT-2 folders have none
-MIN_TOKENS = 2  # one token and the next one, which is predicted
+MIN_SPLIT_TOKENS = 2  # one token and the next one, which is predicted
 GPT2_VOCAB_SIZE = 50257
 PARTIAL_SUFFIX = ".partial"
 
@@ -49,11 +49,11 @@ _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _MAX_PICKLE_BYTES = 64 * 1024 * 1024
 _SAMPLED_ABOVE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
-_LOOKED_AT_BLOCKS = 256
+_DISTINCT_SAMPLE_BLOCKS = 256
 _PREPARE_HINT = "prepare one, for example: evener data verbs"
 
 
-class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CorpusMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of meta.json."""
 
     format: int
@@ -88,7 +88,7 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
     content_hash: str
     tokenizer_hash: str
 
-    def file(self, split: str) -> Path:
+    def split_path(self, split: str) -> Path:
         """Return the .bin file of "train" or "val"."""
         return Path(self.path) / f"{split}.bin"
 
@@ -133,35 +133,35 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
         raise DataError(f"{root} is a file, not a prepared corpus", hint=f"prepare it: evener data text {root}")
     corpus = _from_meta(root) if (root / "meta.json").exists() else _from_nanogpt(root)
     for split in SPLITS:
-        if corpus.num_tokens(split) < MIN_TOKENS:
+        if corpus.num_tokens(split) < MIN_SPLIT_TOKENS:
             raise DataError(
-                f"{corpus.file(split)} holds {corpus.num_tokens(split)} tokens: fewer than {MIN_TOKENS}",
+                f"{corpus.split_path(split)} holds {corpus.num_tokens(split)} tokens: fewer than {MIN_SPLIT_TOKENS}",
                 hint="prepare the corpus again from more text",
             )
     return corpus
 
 
-def check_block(corpus: Corpus, block_tokens: int) -> None:
+def check_block_size(corpus: Corpus, block_tokens: int) -> None:
     """Raise DataError if a split is too short for one block and the token after it."""
     for split in SPLITS:
         if corpus.num_tokens(split) < block_tokens + 1:
             raise DataError(
-                f"{corpus.file(split)} holds {corpus.num_tokens(split)} tokens: "
+                f"{corpus.split_path(split)} holds {corpus.num_tokens(split)} tokens: "
                 f"too short for one block of {block_tokens} and the token after it",
                 hint="take a shorter block or more text",
             )
 
 
-def beyond_vocabulary(corpus: Corpus, split: str, position: int, token_id: int) -> DataError:
+def token_out_of_range_error(corpus: Corpus, split: str, position: int, token_id: int) -> DataError:
     """Return the error for a token id outside the vocabulary; the reader of the tokens raises it."""
     return DataError(
-        f"{corpus.file(split)} holds token id {token_id} at position {position}, "
+        f"{corpus.split_path(split)} holds token id {token_id} at position {position}, "
         f"beyond the {corpus.tokenizer} vocabulary of {corpus.vocab_size}",
         hint="the file belongs to another tokenizer or is damaged: prepare the corpus again",
     )
 
 
-def distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
+def mean_distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
     """Return the mean number of distinct tokens in 1, 2, 4, … blocks of the training split.
 
     This is the number of embedding rows that a batch of so many blocks looks up. Measured on at most 256 random blocks;
@@ -170,10 +170,10 @@ def distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
     num_blocks = corpus.train_tokens // block_size
     if not num_blocks:
         return []
-    num = 1 << (min(num_blocks, _LOOKED_AT_BLOCKS).bit_length() - 1)
+    num = 1 << (min(num_blocks, _DISTINCT_SAMPLE_BLOCKS).bit_length() - 1)
     num_bytes, kind = block_size * _ITEM_BYTES[corpus.dtype], {"uint16": "H", "uint32": "I"}[corpus.dtype]
     groups = []
-    with open_file(corpus.file("train")) as file:
+    with open_file(corpus.split_path("train")) as file:
         for block in random.Random(0).sample(range(num_blocks), num):
             file.seek(block * num_bytes)
             groups.append(set(array(kind, file.read(num_bytes))))
@@ -223,11 +223,11 @@ def _from_meta(root: Path) -> Corpus:
     try:
         content = read_file(path)
         version = from_json(content, dict[str, Any]).get("format")
-        if version != FORMAT:
+        if version != CORPUS_FORMAT:
             raise DataError(
-                f"{path} is of format {version}; this evener reads {FORMAT}", hint="prepare the corpus again"
+                f"{path} is of format {version}; this evener reads {CORPUS_FORMAT}", hint="prepare the corpus again"
             )
-        meta = from_json(content, Meta)
+        meta = from_json(content, CorpusMeta)
         tokenizer = read_file(root / "tokenizer.json")
     except msgspec.DecodeError as error:
         raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
@@ -305,7 +305,7 @@ def _from_nanogpt(root: Path) -> Corpus:
     )
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     """Unpickles numbers, strings and their containers; refuses every class and function."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -318,7 +318,7 @@ def read_nanogpt_chars(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_PICKLE_BYTES:
             raise DataError(f"{path} is no character table: it is larger than {_MAX_PICKLE_BYTES} bytes", hint=hint)
-        table = _PlainUnpickler(io.BytesIO(read_file(path))).load()
+        table = _RestrictedUnpickler(io.BytesIO(read_file(path))).load()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except DataError:

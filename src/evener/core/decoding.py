@@ -29,10 +29,10 @@ def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 def from_json(text: bytes | str, kind: type[T]) -> T:
     """Decode JSON into a value of this type. Raise msgspec.MsgspecError, which says what is wrong."""
-    return lines_from_json([text], kind)[0]
+    return from_json_lines([text], kind)[0]
 
 
-def lines_from_json(lines: Iterable[bytes | str], kind: type[T]) -> list[T]:
+def from_json_lines(lines: Iterable[bytes | str], kind: type[T]) -> list[T]:
     """Decode each line of JSON. Raise msgspec.MsgspecError, which says what is wrong."""
     decoder = json_decoder(kind)
     try:
@@ -62,7 +62,7 @@ def from_toml(text: str) -> dict[str, Any]:
         raise tomllib.TOMLDecodeError("nested too deeply") from None
 
 
-def from_tree(tree: Any, kind: type[T], *, strict: bool = True) -> T:
+def from_builtins(tree: Any, kind: type[T], *, strict: bool = True) -> T:
     """Convert dicts, lists and scalars, as from TOML or the command line, into a value of this type.
 
     Raise msgspec.ValidationError, which says what is wrong.

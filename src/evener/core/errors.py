@@ -32,7 +32,7 @@ class EvenerError(Exception):
         self.hint = hint
         self.output = output  # the last output of the failed program
 
-    def as_line(self) -> str:
+    def to_json_line(self) -> str:
         """Encode the error for the command that started this worker program and raises it again: see launch.tool."""
         return json.dumps({"error": str(self), "hint": self.hint, "kind": type(self).__name__})
 
@@ -44,7 +44,7 @@ class UsageError(EvenerError):
 class NoRoomError(UsageError):
     """A disk is too full for the request, which needs `needed_bytes`."""
 
-    needed = 0
+    needed_bytes = 0
 
 
 class DataError(EvenerError):
@@ -70,9 +70,9 @@ class RunError(EvenerError):
 
     exit_status = 1
 
-    def __init__(self, message: str, *, hint: str = "", output: str = "", of_rank: int | None = None) -> None:
+    def __init__(self, message: str, *, hint: str = "", output: str = "", failed_rank: int | None = None) -> None:
         super().__init__(message, hint=hint, output=output)
-        self.of_rank = of_rank
+        self.failed_rank = failed_rank
 
 
 class NonFiniteError(RunError):
@@ -86,9 +86,10 @@ class NonFiniteError(RunError):
 class DivergedError(RunError):
     """Replicas that should be identical are not; all ranks raise this together."""
 
-    def __init__(self, message: str, *, step: int, odd: list[int], hint: str, **facts: Any) -> None:
+    def __init__(self, message: str, *, step: int, outlier_ranks: list[int], hint: str, **facts: Any) -> None:
         super().__init__(message, hint=hint)
-        self.step, self.odd = step, odd  # steps taken; ranks that differ from the majority, [] if there is no majority
+        # steps taken; ranks that differ from the majority, [] if there is no majority
+        self.step, self.outlier_ranks = step, outlier_ranks
         self.facts = facts  # further keys of the event
 
 

@@ -22,6 +22,6 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     fix: str  # the command or configuration line that fixes it
 
 
-def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+def sort_by_severity(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings by severity, errors first; the sort is stable."""
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))

@@ -32,7 +32,7 @@ from evener.core.errors import UsageError, did_you_mean
 PCIE_3, PCIE_4, PCIE_5 = (giga_transfers * 16 / 8 * 128 / 130 for giga_transfers in (8, 16, 32))
 NVLINK_2, NVLINK_3, NVLINK_4, NVLINK_5 = 150.0, 300.0, 450.0, 900.0
 ECC_SHARE = 1 / 16  # of GDDR6: an L4 of 24 GiB reports 22.5 (23034 MiB), an L40S of 48 reports 45 (46068 MiB)
-MOST_CORES = 1024
+MAX_CORES = 1024
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None
     matmul_flops: dict[str, float]  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
     copy_Bps: float | None  # memory bandwidth, bytes read and written
-    local_Bps: float | None  # to the other GPUs of its host, one direction; None for devices that have no peers
+    intra_node_Bps: float | None  # to the other GPUs of its host, one direction; None for devices that have no peers
     watts: float | None  # of the board
     source: str
 
@@ -58,7 +58,7 @@ def _gpu(name: str, *, gb: int, fp32: float, half: float, memory: float, local: 
         memory_bytes=int(gb * 10**9 * (1 - ECC_SHARE if ecc else 1)),
         matmul_flops={dtype: rate * 1e12 for dtype, rate in tflops.items()},
         copy_Bps=memory * 1e9,
-        local_Bps=local * 1e9,
+        intra_node_Bps=local * 1e9,
         watts=watts,
         source=source,
     )
@@ -72,7 +72,7 @@ def _mac(name: str, *, tflops: float, memory: float, source: str) -> Hardware:
         memory_bytes=None,
         matmul_flops={"fp32": tflops * 1e12, "fp16": tflops * 1e12},
         copy_Bps=memory * 1e9,
-        local_Bps=None,
+        intra_node_Bps=None,
         watts=None,
         source=source,
     )
@@ -224,14 +224,14 @@ def _cpu(num_cores: int) -> Hardware:
         memory_bytes=None,
         matmul_flops={dtype: num_cores * rate for dtype, rate in CORE_FLOPS.items()},
         copy_Bps=num_cores * CORE_COPY_BPS,
-        local_Bps=None,
+        intra_node_Bps=None,
         watts=num_cores * CORE_WATTS,
         source="measured by evener on 2 cores of an AMD EPYC (Zen 4), 2026-11; power: AMD EPYC 9654 product page",
     )
 
 
 # Words that do not distinguish devices; "sxm4" before "80gb" matches its own digit only.
-NOISE = re.compile(
+IGNORED_WORDS_PATTERN = re.compile(
     r"nvidia|geforce|rtx|tesla|amd|instinct|oam|apple|hbm\d?e?|sxm[2-6]?(?=\d\d|\D|$)|(?<=\d)\s*gb|[\s_-]"
 )
 
@@ -242,12 +242,12 @@ def _key(text: str) -> str:
     >>> _key("NVIDIA A100-SXM4-80GB"), _key("NVIDIA H100 PCIe"), _key("m2-max")
     ('a10080', 'h100pcie', 'm2max')
     """
-    key = NOISE.sub("", text.lower())
+    key = IGNORED_WORDS_PATTERN.sub("", text.lower())
     return key.replace("pcie", "") + "pcie" if "pcie" in key else key  # before the memory's size or after it
 
 
-KEYS = {_key(word): short for short, row in HARDWARE.items() for word in (short, row.name)}
-KEYS["mi250x/mi250"] = "mi250"  # ROCm's name for both: take the slower
+SHORT_NAME_BY_KEY = {_key(word): short for short, row in HARDWARE.items() for word in (short, row.name)}
+SHORT_NAME_BY_KEY["mi250x/mi250"] = "mi250"  # ROCm's name for both: take the slower
 
 
 def parse_hardware(text: str) -> Hardware:
@@ -257,23 +257,23 @@ def parse_hardware(text: str) -> Hardware:
 
     >>> parse_hardware("NVIDIA GeForce RTX 4090") == parse_hardware("rtx4090") == HARDWARE["4090"]
     True
-    >>> parse_hardware("A100-SXM4-80GB").local_Bps, parse_hardware("cpu:8").watts
+    >>> parse_hardware("A100-SXM4-80GB").intra_node_Bps, parse_hardware("cpu:8").watts
     (300000000000.0, 30.0)
     """
     cores = re.fullmatch(r"cpu\s*[:-]?\s*([0-9]{1,9})", text.strip().lower())
     if cores:
-        if not 1 <= int(cores[1]) <= MOST_CORES:
-            raise UsageError(f"--gpu {text}: expected 1 to {MOST_CORES} cores", hint="--gpu cpu:8")
+        if not 1 <= int(cores[1]) <= MAX_CORES:
+            raise UsageError(f"--gpu {text}: expected 1 to {MAX_CORES} cores", hint="--gpu cpu:8")
         return _cpu(int(cores[1]))
     key = _key(text)
-    if key in KEYS:
-        return HARDWARE[KEYS[key]]
+    if key in SHORT_NAME_BY_KEY:
+        return HARDWARE[SHORT_NAME_BY_KEY[key]]
     sizes = [short for short in HARDWARE if _key(re.sub(r"-\d+", "", short)) == key]
     if sizes:
         raise UsageError(f"--gpu {text}: there are several", hint=" or ".join(f"--gpu {short}" for short in sizes))
     many = re.fullmatch(r"(\d{1,4})\s*[x×*]\s*(.+)", text.strip())
-    if many and _key(many[2]) in KEYS:
-        num, name = int(many[1]), KEYS[_key(many[2])]
+    if many and _key(many[2]) in SHORT_NAME_BY_KEY:
+        num, name = int(many[1]), SHORT_NAME_BY_KEY[_key(many[2])]
         hint = f"--gpu {name} --per-node {num} for {num} in each machine, --gpu {name} --nodes {num} for {num} machines"
         raise UsageError(f"--gpu {text}: expected a device's name without their number", hint=hint)
     raise UsageError(f"--gpu {text}: expected a device's name, or cpu:8", hint=did_you_mean(key, [*HARDWARE, "cpu:8"]))

@@ -14,12 +14,13 @@ from msgspec import Meta
 from evener.core.errors import UsageError, did_you_mean
 
 Positive = Annotated[float, Meta(gt=0)]
-ETHERNET_SHARE = 0.85  # share of the line rate that a collective gets: *assumption*, the rule of thumb in home labs
+# share of the line rate that a collective gets: *assumption*, the rule of thumb in home labs
+ETHERNET_EFFICIENCY = 0.85
 # Measured links in Linux reach 0.95, so predictions are rather too slow.
-WIRED_S, DATACENTRE_S = 50e-6, 10e-6  # α including the sockets of both ends: *assumptions*
-UNITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
-MOST_BPS, LONGEST_S = 1e15, 60.0  # larger values are typing errors
+WIRED_LATENCY_S, DATACENTRE_LATENCY_S = 50e-6, 10e-6  # α including the sockets of both ends: *assumptions*
+SI_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TIME_UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+MAX_BANDWIDTH_BPS, MAX_RTT_S = 1e15, 60.0  # larger values are typing errors
 LINE_RATE = re.compile(r"(?:(\d{1,3})\s*x\s*)?(\d+(?:\.\d+)?)\s*([kmgt])(bits?/s|bits?|bps|be)?", re.IGNORECASE)
 BIT_RATE = re.compile(r"(?:(\d{1,3})\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(b/s)")
 PAYLOAD_RATE = re.compile(r"(?:(\d{1,3})\s*x\s*)?(\d+(?:\.\d+)?)\s*([kMGT])(Bps|B/s)")
@@ -27,7 +28,7 @@ BITS_OR_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])(b|b/s)", re.IGNORECASE)
 LATENCY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|µs)")
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True):
+class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
     """Alpha-beta model of one direction between two ranks, or of a whole medium that is shared."""
 
     latency_s: float  # α: a small message, one way, including the backend's overhead
@@ -35,27 +36,27 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     is_shared: bool = False  # half duplex and shared with all such links, as Wi-Fi is
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A link by its commercial name, and its model for a collective."""
 
     name: str
-    wire: Wire
-    assumed: str  # the assumption, one sentence
+    wire: LinkModel
+    assumption: str  # the assumption, one sentence
 
 
-def _named(name: str, bandwidth_Bps: float, latency_s: float, why: str) -> Link:
-    return Link(name=name, wire=Wire(latency_s=latency_s, bandwidth_Bps=bandwidth_Bps), assumed=why)
+def _named(name: str, bandwidth_Bps: float, latency_s: float, why: str) -> LinkSpec:
+    return LinkSpec(name=name, wire=LinkModel(latency_s=latency_s, bandwidth_Bps=bandwidth_Bps), assumption=why)
 
 
-def _wifi(rate_Bps: float, latency_s: float) -> Link:
+def _wifi(rate_Bps: float, latency_s: float) -> LinkSpec:
     """Return a half-duplex medium shared by its hosts; traffic between two crosses it twice, via the access point."""
     rate = f"{rate_Bps * 8 / 1e6:g} Mbit/s"
     why = f"Wi-Fi: {rate} to one host at a time, half of that from host to host, shared by all, and {_ms(latency_s)}"
-    wire = Wire(latency_s=latency_s, bandwidth_Bps=rate_Bps / 2, is_shared=True)
-    return Link(name="wifi", wire=wire, assumed=f"{why} one way are assumed")
+    wire = LinkModel(latency_s=latency_s, bandwidth_Bps=rate_Bps / 2, is_shared=True)
+    return LinkSpec(name="wifi", wire=wire, assumption=f"{why} one way are assumed")
 
 
-def _wan(rate_Bps: float, latency_s: float) -> Link:
+def _wan(rate_Bps: float, latency_s: float) -> LinkSpec:
     why = f"WAN: {rate_Bps * 8 / 1e6:g} Mbit/s in each direction and {_ms(latency_s)} one way are assumed"
     return _named("wan", rate_Bps, latency_s, why)
 
@@ -66,7 +67,7 @@ def _ms(latency_s: float) -> str:
 
 # Constructor, default rate and default latency: *assumptions*
 MEDIA = {"wifi": (_wifi, 300e6 / 8, 2e-3), "wan": (_wan, 100e6 / 8, 20e-3)}
-NAMED = {
+NAMED_LINKS = {
     "wifi": _wifi(*MEDIA["wifi"][1:]),
     "wan": _wan(*MEDIA["wan"][1:]),
     "nvlink": _named("nvlink", 450e9, 3e-6, "NVLink: 450 GB/s in each direction and 3 µs are assumed (H100, H200)"),
@@ -75,7 +76,7 @@ NAMED = {
 FABRICS = ("wan", "wifi", "1GbE", "2.5GbE", "10GbE", "25GbE", "100GbE", "400GbE")
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> LinkSpec:
     """Parse a link's name or rate. Raise UsageError if it is neither.
 
     A rate in bits is a line rate, of which 85 % are taken for payload; a rate in bytes is measured payload. `8x400Gbit`
@@ -87,7 +88,7 @@ def parse_link(text: str) -> Link:
     >>> parse_link("400G").wire.latency_s, parse_link("3.19 GB/s").wire.bandwidth_Bps
     (1e-05, 3190000000.0)
     >>> parse_link("1Gbit,5ms").wire.latency_s, parse_link("wifi:200Mbit").wire
-    (0.0025, Wire(latency_s=0.002, bandwidth_Bps=12500000.0, is_shared=True))
+    (0.0025, LinkModel(latency_s=0.002, bandwidth_Bps=12500000.0, is_shared=True))
     """
     name, comma, rtt = (part.strip() for part in text.partition(","))
     medium, colon, rate = (part.strip() for part in name.partition(":"))
@@ -97,14 +98,14 @@ def parse_link(text: str) -> Link:
         make, default_Bps, default_s = MEDIA[key]
         return make(_rate(text, rate)[0] if colon else default_Bps, default_s if latency_s is None else latency_s)
     if colon:
-        raise _unknown(text, medium)
-    if key in NAMED:
-        link = NAMED[key]
+        raise _unknown_link_error(text, medium)
+    if key in NAMED_LINKS:
+        link = NAMED_LINKS[key]
     else:
         rate_Bps, is_payload = _rate(text, name)
-        rate_Bps *= 1 if is_payload else ETHERNET_SHARE
-        default_s = DATACENTRE_S if rate_Bps >= 10e9 else WIRED_S
-        share = "its rate" if is_payload else f"{ETHERNET_SHARE:.0%} of the line rate"
+        rate_Bps *= 1 if is_payload else ETHERNET_EFFICIENCY
+        default_s = DATACENTRE_LATENCY_S if rate_Bps >= 10e9 else WIRED_LATENCY_S
+        share = "its rate" if is_payload else f"{ETHERNET_EFFICIENCY:.0%} of the line rate"
         alpha_s = default_s if latency_s is None else latency_s
         link = _named(name, rate_Bps, alpha_s, f"{name}: {share} and {_ms(alpha_s)} one way are assumed")
     if latency_s is None:
@@ -115,8 +116,8 @@ def parse_link(text: str) -> Link:
 def _latency_s(text: str, rtt: str) -> float:
     """Parse a round-trip time and return the one-way latency."""
     matched = LATENCY.fullmatch(rtt)
-    rtt_s = float(matched[1]) * TIMES[matched[2]] if matched else -1.0
-    if not 0 <= rtt_s <= LONGEST_S:
+    rtt_s = float(matched[1]) * TIME_UNITS_S[matched[2]] if matched else -1.0
+    if not 0 <= rtt_s <= MAX_RTT_S:
         raise UsageError(f"link {text}: expected a round-trip time after the comma", hint="for example 1Gbit,5ms")
     return rtt_s / 2
 
@@ -129,17 +130,17 @@ def _rate(text: str, rate: str) -> tuple[float, bool]:
         if unclear := BITS_OR_BYTES.fullmatch(rate):
             number, prefix = unclear[1], unclear[2].upper()
             raise UsageError(f"link {text}: bits or bytes?", hint=f"{number}{prefix}bit or {number}{prefix}B/s")
-        raise _unknown(text, rate)
-    rate_Bps = int(matched[1] or 1) * float(matched[2]) * UNITS[matched[3].lower()] / (1 if payload else 8)
+        raise _unknown_link_error(text, rate)
+    rate_Bps = int(matched[1] or 1) * float(matched[2]) * SI_PREFIXES[matched[3].lower()] / (1 if payload else 8)
     if rate_Bps < 1:
         raise UsageError(f"link {text}: it has no bandwidth", hint="for example 1GbE")
-    if rate_Bps > MOST_BPS:
+    if rate_Bps > MAX_BANDWIDTH_BPS:
         raise UsageError(f"link {text}: no link is that fast", hint="for example 400GbE")
     return rate_Bps, payload is not None
 
 
-def _unknown(text: str, name: str) -> UsageError:
-    known = sorted({"100Mbit", "3.19GB/s", "8x400Gbit", "1Gbit,5ms", "wifi:200Mbit", *FABRICS, *NAMED})
+def _unknown_link_error(text: str, name: str) -> UsageError:
+    known = sorted({"100Mbit", "3.19GB/s", "8x400Gbit", "1Gbit,5ms", "wifi:200Mbit", *FABRICS, *NAMED_LINKS})
     close = "" if name[:1] in "-0123456789" else did_you_mean(name, known)
     hint = close or f"for example {', '.join(known)}"
     return UsageError(f"link {text}: expected a rate with its unit, or a name", hint=hint)

@@ -13,14 +13,14 @@ from typing import Literal
 
 import msgspec
 
-from evener.core.link import Positive, Wire
-from evener.core.roster import Dtype, Member, Roster, Seat, first_roster
+from evener.core.link import LinkModel, Positive
+from evener.core.roster import Dtype, Member, RankSlot, Roster, initial_roster
+from evener.core.run_spec import RunSpec
 from evener.core.shape import GPTShape
-from evener.core.spec import RunSpec
-from evener.core.step import StepCost
+from evener.core.step_cost import StepCost
 
-Basis = Literal["measured", "declared", "derived", "assumed"]  # derived: from another model's rate, by FLOPs
-EXACT = "exact"  # the loss source of strategies whose penalty is 0 by construction
+RateBasis = Literal["measured", "declared", "derived", "assumed"]  # derived: from another model's rate, by FLOPs
+EXACT_SOURCE = "exact"  # the loss source of strategies whose penalty is 0 by construction
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,14 +41,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens per step."""
         return self.spec.train.batch * self.shape.block_size
 
-    def rows(self, sequences: int) -> float:
+    def embedding_rows(self, sequences: int) -> float:
         """Return the mean number of embedding rows that this many sequences look up; one per token if not measured.
 
         Between two measured numbers and beyond the last, distinct tokens grow as a power of all tokens   [Heaps' law].
 
         >>> from evener.core.shape import preset_shape
         >>> job = Job(spec=RunSpec(), shape=preset_shape("d8", 32768, 256), distinct_tokens=[100.0, 160.0, 250.0])
-        >>> [round(job.rows(sequences)) for sequences in (0, 1, 2, 3, 4, 8, 1 << 20)]
+        >>> [round(job.embedding_rows(sequences)) for sequences in (0, 1, 2, 3, 4, 8, 1 << 20)]
         [0, 100, 160, 208, 250, 391, 32768]
         """
         distinct, vocab_size = self.distinct_tokens, self.shape.vocab_size
@@ -58,9 +58,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         power = math.log2(distinct[level + 1] / distinct[level]) if len(distinct) > 1 else 1.0
         return min(distinct[level] * math.pow(sequences / 2**level, power), vocab_size)
 
-    def roster(self, seats: Sequence[Seat]) -> Roster:
+    def initial_roster(self, seats: Sequence[RankSlot]) -> Roster:
         """Return the initial Roster of a run on these slots whose speed is unknown."""
-        return first_roster(self.spec, seats, self.shape.block_size)
+        return initial_roster(self.spec, seats, self.shape.block_size)
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,28 +75,28 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     sum_Bps: Positive | None = None  # γ: bytes per second that one thread adds from one buffer to another
     copy_Bps: Positive | None = None  # memory bandwidth, bytes read and written
     coding_Bps: dict[str, Positive] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
-    local: Wire | None = None  # the link between two of its ranks
+    local: LinkModel | None = None  # the link between two of its ranks
     memory_bytes: int | None = None  # CPU: of the host, for all its ranks; GPU: of each
     bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
     watts: float | None = None  # of the whole host while it trains
     price_per_h: float | None = None  # of the whole host
-    basis: Basis = "declared"  # the source of tokens_per_s
+    basis: RateBasis = "declared"  # the source of tokens_per_s
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The machines and links available to the planner. A Roster says which of them take part."""
 
-    seats: list[Seat]  # rank slots, host after host, in the order of their ranks
+    seats: list[RankSlot]  # rank slots, host after host, in the order of their ranks
     hosts: dict[str, HostRates]
-    wire: Wire | None = None  # the default link between two hosts
-    wires: dict[str, dict[str, Wire]] = {}  # from host to host, where the link is not the default
+    wire: LinkModel | None = None  # the default link between two hosts
+    wires: dict[str, dict[str, LinkModel]] = {}  # from host to host, where the link is not the default
     are_links_measured: bool = False
     jitter: float = 0.0  # coefficient of variation of a rank's compute time from step to step; lognormal
     late_s: float = 0.0  # mean wait per step for a straggler that changes from step to step; 0 for a single rank
     assumed: list[str] = []  # sentences: what was not measured, and the assumption used instead
 
     @property
-    def names(self) -> list[str]:
+    def host_names(self) -> list[str]:
         """The host names, in the order of the slots."""
         return list(dict.fromkeys(seat.host for seat in self.seats))
 
@@ -107,24 +107,24 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             return self.assumed
         return [*self.assumed, f"a rank's compute time varies by {self.jitter:.0%} from step to step"]
 
-    def between(self, source: str, target: str) -> Wire:
+    def link_between(self, source: str, target: str) -> LinkModel:
         """Return the link from one host to another."""
         wire = self.wires.get(source, {}).get(target, self.wire)
         assert wire is not None, f"no link from {source} to {target}"
         return wire
 
     @property
-    def kinds_of_wires(self) -> set[Wire]:
+    def distinct_links(self) -> set[LinkModel]:
         """The distinct links between its hosts."""
-        names = set(self.names)
+        names = set(self.host_names)
         explicit = [wire for source in names for target, wire in self.wires.get(source, {}).items() if target in names]
         default = [self.wire] if self.wire is not None and len(explicit) < len(names) * (len(names) - 1) else []
         return {*explicit, *default}
 
     @property
-    def slowest_Bps(self) -> float:
+    def slowest_link_Bps(self) -> float:
         """The bandwidth of the slowest link between its hosts; needs at least two hosts."""
-        return min(wire.bandwidth_Bps for wire in self.kinds_of_wires)
+        return min(wire.bandwidth_Bps for wire in self.distinct_links)
 
     def tokens_per_s(self, member: Member) -> float:
         """Return the rate of a rank's forward and backward, in its dtype."""
@@ -140,7 +140,7 @@ class RankCost(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int | None  # peak
 
 
-class Option(msgspec.Struct, frozen=True, kw_only=True):
+class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     """One configuration in which the job can run, with its predicted cost."""
 
     name: str  # unique among the options: "ddp", "attic alone", "ddp without laptop", "ddp, shares 11 : 5"
@@ -158,17 +158,17 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_exact(self) -> bool:
         """Whether the loss penalty is 0 by construction; a lossy strategy may have been measured to cost 0."""
-        return self.loss_source == EXACT
+        return self.loss_source == EXACT_SOURCE
 
     @property
-    def last(self) -> Member:
+    def straggler(self) -> Member:
         """The rank that the others wait for."""
         return min(self.roster.members, key=lambda member: self.ranks[member.rank].cost.wait_s or 0.0)
 
     @property
-    def slowest(self) -> RankCost:
+    def straggler_cost(self) -> RankCost:
         """The step cost of the straggler."""
-        return self.ranks[self.last.rank]
+        return self.ranks[self.straggler.rank]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,16 +179,16 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str  # one sentence
     recommended: str  # an option's name
     chosen: str  # the option of this run, which the user may have set to another than the recommended one
-    options: list[Option]
+    options: list[PlanOption]
     is_sync_ours: bool = False  # whether the planner chose the job's strategy
     notes: list[str] = []  # sentences: deviations from the fleet file
     left_out: dict[str, str] = {}  # available hosts that take no part in this run, and why
 
-    def option(self, name: str) -> Option:
+    def option(self, name: str) -> PlanOption:
         """Return the option of this name."""
         return next(option for option in self.options if option.name == name)
 
-    def of(self, roster: Roster) -> Option | None:
+    def option_for(self, roster: Roster) -> PlanOption | None:
         """Return the chosen option if it has the ranks of this Roster, else None."""
         chosen = next((option for option in self.options if option.name == self.chosen), None)
         ranks = [member.rank for member in roster.members]

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.corpus import Corpus, check_block, distinct_tokens, load_corpus
+from evener.core.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
 from evener.core.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.prediction import Job
-from evener.core.roster import NO_SYNC, Roster, SyncSpec, asked_sync, check_built, parse_shares
+from evener.core.roster import NO_SYNC, Roster, SyncSpec, check_sync_supported, parse_shares, requested_sync
+from evener.core.run_spec import RunSpec
 from evener.core.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 from evener.core.shape import PRESETS, GPTShape, preset_shape
-from evener.core.spec import RunSpec
 
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
 # Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
 # DiLoCo: local and last synchronized weights, inner and outer momentum, Adam's second moments, and both residuals.
-OWN_BYTES_PER_PARAM = {"bf16": 8, "int8": 8, "int4": 8, "powersgd": 8, "diloco": 28}
+RANK_STATE_BYTES_PER_PARAM = {"bf16": 8, "int8": 8, "int4": 8, "powersgd": 8, "diloco": 28}
 
 
-class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
     """A checked spec with the corpus, model shape and checkpoint that it names."""
 
     spec: RunSpec
@@ -34,17 +34,17 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def job(self) -> Job:
         """The planner's input."""
-        return job_of(self.spec, self.shape, self.corpus)
+        return make_job(self.spec, self.shape, self.corpus)
 
 
 def resolve(
     spec: RunSpec,
     *,
     resume: bool = False,
-    in_world: bool = False,
+    has_dynamic_membership: bool = False,
     roster: Roster | None = None,
-    ranks_here: int | None = None,
-) -> Resolved:
+    num_local_ranks: int | None = None,
+) -> ResolvedRun:
     """Resolve what a spec names and check that the run can start. Raise EvenerError if it cannot.
 
     `has_dynamic_membership`: the hosts will agree on the checkpoint to resume from. `roster`: the launcher's, if there
@@ -53,33 +53,37 @@ def resolve(
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
     model = spec.model
-    shape = shape_of(spec, corpus.vocab_size)
-    check_block(corpus, shape.block_size)
+    shape = model_shape(spec, corpus.vocab_size)
+    check_block_size(corpus, shape.block_size)
     if model.init_from is not None and not resume:
-        weights_file(model.init_from)
+        find_weights_file(model.init_from)
     rundir = RunDir(spec.out or "runs")
-    check_built(spec)
-    check_suits(asked_sync(spec), shape)
+    check_sync_supported(spec)
+    check_sync_for_shape(requested_sync(spec), shape)
     parse_shares(spec.machine.shares)
-    checkpoint = None if in_world else starting_point(rundir, spec, resume=resume)
+    checkpoint = None if has_dynamic_membership else starting_checkpoint(rundir, spec, resume=resume)
     if checkpoint is not None:
         _check_fits(rundir, shape, corpus, spec)
-    sync = roster.sync if roster else asked_sync(spec) if spec.machine.ranks > 1 else NO_SYNC
-    _check_disk(rundir, shape, spec, OWN_BYTES_PER_PARAM.get(sync.kind, 0) * (ranks_here or spec.machine.ranks))
-    return Resolved(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+    sync = roster.sync if roster else requested_sync(spec) if spec.machine.ranks > 1 else NO_SYNC
+    _check_disk(
+        rundir, shape, spec, RANK_STATE_BYTES_PER_PARAM.get(sync.kind, 0) * (num_local_ranks or spec.machine.ranks)
+    )
+    return ResolvedRun(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
 
 
-def job_of(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
+def make_job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
     """Return the planner's Job; if the model has lookup-only embeddings, with the corpus's distinct-token counts."""
-    distinct = distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_tables else []
+    distinct = (
+        mean_distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_sparse_embeddings else []
+    )
     return Job(spec=spec, shape=shape, distinct_tokens=distinct)
 
 
-def weights_file(init_from: str) -> Path:
+def find_weights_file(init_from: str) -> Path:
     """Return the weights file of `--init-from`: a file, a checkpoint, a transformers folder, or a run (its newest)."""
     path = Path(init_from)
     if RunDir(path).is_run():
-        return RunDir(path).whole_checkpoint() / "weights.safetensors"
+        return RunDir(path).verified_checkpoint() / "weights.safetensors"
     if path.is_dir():
         files = [path / name for name in ("weights.safetensors", "model.safetensors") if (path / name).is_file()]
         if not files:
@@ -90,7 +94,7 @@ def weights_file(init_from: str) -> Path:
     return path
 
 
-def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
+def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     """Return the model's shape for a vocabulary [the preset's]. Raise UsageError if the shape is invalid."""
     model = spec.model
     fields = ("num_layers", "num_heads", "width", "dropout")
@@ -100,35 +104,37 @@ def shape_of(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
 
 
-def check_suits(sync: SyncSpec, shape: GPTShape) -> None:
+def check_sync_for_shape(sync: SyncSpec, shape: GPTShape) -> None:
     """Raise UsageError if a sync strategy would save nothing in a model of this shape."""
-    check_useful(sync, has_tables=shape.has_tables, is_thinner=shape.width > 2 * sync.rank)
+    check_sync_is_useful(
+        sync, has_sparse_embeddings=shape.has_sparse_embeddings, is_low_rank_smaller=shape.width > 2 * sync.rank
+    )
 
 
-def check_useful(sync: SyncSpec, *, has_tables: bool, is_thinner: bool) -> None:
+def check_sync_is_useful(sync: SyncSpec, *, has_sparse_embeddings: bool, is_low_rank_smaller: bool) -> None:
     """Raise UsageError if a sync strategy would save nothing in this model.
 
     `has_sparse_embeddings`: the model has lookup-only embedding tables. `is_low_rank_smaller`: the factors of
     PowerSGD's rank are smaller than some matrix.
     """
-    if sync.kind == "powersgd" and not is_thinner:
+    if sync.kind == "powersgd" and not is_low_rank_smaller:
         raise UsageError(
             f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: none would shrink",
             hint="a smaller rank, such as powersgd:4",
         )
-    if sync.sparse and not has_tables:
+    if sync.sparse and not has_sparse_embeddings:
         raise UsageError(
             f"--sync {sync}: this model has no lookup-only embedding table: its tied head reads the table too",
             hint=f"--sync {str(sync).removesuffix('+sparse')}",
         )
 
 
-def new_run_path(spec: RunSpec) -> str:
+def default_run_path(spec: RunSpec) -> str:
     """Return the default run directory, for a run without --out."""
     return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
 
 
-def starting_point(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
+def starting_checkpoint(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
     """Return the checkpoint to resume from, or None for a new run. Raise EvenerError if --out allows neither."""
     if resume:
         return _newest_checkpoint(rundir, spec)
@@ -154,12 +160,12 @@ def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
     if the run has taken all its steps.
     """
     sync, steps = rundir.manifest().roster.sync, spec.train.steps
-    if sync != NO_SYNC and spec.train.sync != "auto" and asked_sync(spec) != sync:
+    if sync != NO_SYNC and spec.train.sync != "auto" and requested_sync(spec) != sync:
         raise CheckpointError(
             f"{rundir}: its sync strategy is {sync}, and its checkpoints hold no state for {spec.train.sync}",
             hint=f"--sync {sync}, or a new run from its weights",
         )
-    saved = rundir.newest_checkpoint()
+    saved = rundir.newest_checkpoint_step()
     if saved >= steps:
         raise UsageError(f"{rundir}: it has taken all its {saved} steps", hint=f"--steps {2 * saved} goes on")
     return read_checkpoint(rundir.checkpoint_path(saved))
@@ -183,7 +189,7 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
         )
 
 
-def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_param: int) -> None:
+def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, rank_state_bytes_per_param: int) -> None:
     """Raise DiskSpaceError if the disk is too full for the checkpoints and the per-rank state of the local ranks."""
     folder = rundir.path.absolute()
     while not folder.exists():
@@ -194,12 +200,12 @@ def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, own_bytes_per_pa
         raise UsageError(f"{folder}: not writable", hint="another --out")
     num_checkpoints = spec.checkpoint.keep + 2  # the best one, and one being written
     needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_checkpoints
-    needed += shape.num_params() * own_bytes_per_param * 3  # the newest two, and one being written
+    needed += shape.num_params() * rank_state_bytes_per_param * 3  # the newest two, and one being written
     free = shutil.disk_usage(folder).free
     if free < needed:
         error = NoRoomError(
             f"{folder}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
             hint="another --out, or a smaller --keep",
         )
-        error.needed = needed
+        error.needed_bytes = needed
         raise error

@@ -18,15 +18,16 @@ from typing import Literal
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Host
-from evener.core.spec import MachineSpec, RunSpec
-from evener.core.units import plural
+from evener.core.fleet_file import HostConfig
+from evener.core.run_spec import MachineSpec, RunSpec
+from evener.core.units import pluralize
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
-Kind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "hsdp", "zero1", "diloco"]
+SyncKind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "hsdp", "zero1", "diloco"]
 
-BUILT: tuple[Kind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")  # what `train` can run
+# what `train` can run
+SUPPORTED_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")
 MICRO_BATCH_TOKENS = 16384  # *assumption*: enough to keep a processor busy, few enough to fit in memory
 
 
@@ -40,7 +41,7 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
     'diloco:100:int4:streamed'
     """
 
-    kind: Kind
+    kind: SyncKind
     sparse: bool = False  # gradients of lookup-only embedding tables are sent row by row
     rank: int = 0  # of PowerSGD's factors
     every: int = 1  # steps from one synchronization to the next
@@ -65,7 +66,7 @@ _GRAMMAR = re.compile(
 )
 SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse", "powersgd:4", "fsdp", "hsdp",
                  "zero1", "diloco:30")  # fmt: skip
-_NUMBERED = {
+_PARAMETER_HINTS = {
     "powersgd": "powersgd:R of rank R, from 1 to 999999",
     "diloco": "diloco:H, synchronizing every H steps, H from 1 to 999999; optionally :int8 or :int4, then :streamed",
 }
@@ -79,7 +80,7 @@ def parse_sync(text: str) -> SyncSpec:
     """
     matched = _GRAMMAR.fullmatch(text)
     if matched is None:
-        hint = _NUMBERED.get(text.partition(":")[0], f"one of {', '.join(SYNC_EXAMPLES)}")
+        hint = _PARAMETER_HINTS.get(text.partition(":")[0], f"one of {', '.join(SYNC_EXAMPLES)}")
         raise UsageError(f"--sync {text}: no such strategy", hint=hint)
     sparse = bool(matched["sparse"])
     if name := matched["plain"] or matched["dense"]:
@@ -93,7 +94,7 @@ def parse_sync(text: str) -> SyncSpec:
 # --- ranks and the roster ---------------------------------------------------------------------------------------------
 
 
-class Seat(msgspec.Struct, frozen=True, kw_only=True):
+class RankSlot(msgspec.Struct, frozen=True, kw_only=True):
     """A device on a host where one rank can run."""
 
     host: str
@@ -118,35 +119,35 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
         return self.device != "cpu"
 
     @property
-    def micro_batches(self) -> list[int]:
+    def micro_batch_sizes(self) -> list[int]:
         """Sequences in each micro-batch of the share: the fewest micro-batches within the limit, as equal as possible.
 
         >>> member = Member(rank=0, host="attic", device="cpu", dtype="fp32", share=11, micro_batch=4)
-        >>> member.micro_batches
+        >>> member.micro_batch_sizes
         [4, 4, 3]
         """
-        return equal_shares(self.share, self.num_passes) if self.share else []
+        return equal_shares(self.share, self.num_micro_batches) if self.share else []
 
     @property
-    def num_passes(self) -> int:
+    def num_micro_batches(self) -> int:
         """Number of micro-batches; 0 without a share."""
-        return num_passes(self.share, self.micro_batch) if self.share else 0
+        return num_micro_batches(self.share, self.micro_batch) if self.share else 0
 
     @property
-    def largest_pass(self) -> int:
+    def largest_micro_batch(self) -> int:
         """Sequences in the largest (first) micro-batch; 0 without a share."""
-        return -(-self.share // self.num_passes) if self.share else 0
+        return -(-self.share // self.num_micro_batches) if self.share else 0
 
     @property
-    def last_pass(self) -> int:
+    def last_micro_batch(self) -> int:
         """Sequences in the last micro-batch; 0 without a share."""
-        return self.share // self.num_passes if self.share else 0
+        return self.share // self.num_micro_batches if self.share else 0
 
 
-def num_passes(share: int, micro_batch: int) -> int:
+def num_micro_batches(share: int, micro_batch: int) -> int:
     """Return the number of micro-batches that a share needs.
 
-    >>> num_passes(17, 16), num_passes(16, 16), num_passes(0, 16)
+    >>> num_micro_batches(17, 16), num_micro_batches(16, 16), num_micro_batches(0, 16)
     (2, 1, 0)
     """
     return -(-share // micro_batch)
@@ -180,7 +181,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return [member.share for member in self.members]
 
     @property
-    def is_equal(self) -> bool:
+    def has_equal_shares(self) -> bool:
         """Whether the shares are as equal as whole sequences allow."""
         return self.mean_shares == equal_shares(self.batch, self.world_size)
 
@@ -195,11 +196,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return list(dict.fromkeys(member.host for member in self.members))
 
     @property
-    def dtypes(self) -> str:
+    def dtypes_text(self) -> str:
         """The dtypes of all members as text: "bf16", or "bf16 and fp32"."""
         return " and ".join(dict.fromkeys(member.dtype for member in self.members))
 
-    def name_of(self, rank: int) -> str:
+    def rank_label(self, rank: int) -> str:
         """Return how messages name a rank: "rank 1" on one host; else its host, "b", or "b:0", "b:1" if b has two."""
         host = next((member.host for member in self.members if member.rank == rank), None)
         if len(self.hosts) == 1 or host is None:
@@ -207,17 +208,17 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         of_host = [member.rank for member in self.members if member.host == host]
         return host if len(of_host) == 1 else f"{host}:{of_host.index(rank)}"
 
-    def divide(self, num: int) -> list[int]:
+    def divide_work(self, num: int) -> list[int]:
         """Divide `num` units of work among the ranks in proportion to their shares."""
         return weighted_shares(num, self.mean_shares)
 
-    def at(self, step: int) -> Roster:
+    def at_step(self, step: int) -> Roster:
         """Return the Roster for one step: with that step's shares, if the steps of a round divide unequally."""
         if not self.round_shares:
             return self
-        return self.divided(turn(self.round_shares, self.sync.every, step - self.from_step))
+        return self.replace_shares(step_shares(self.round_shares, self.sync.every, step - self.from_step))
 
-    def divided(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
+    def replace_shares(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
         """Return this Roster with other shares: of every batch, or of a whole round, whose steps may then differ."""
         batch, every, is_of_round = self.batch, self.sync.every, sum(shares) != self.batch
         assert not is_of_round or sum(shares) == batch * every, f"shares {shares} of a batch of {batch}"
@@ -233,7 +234,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """Return the index in the global batch of the first sequence of a rank's share; shares are contiguous."""
         return sum(self.shares[:rank])
 
-    def micro_batch_of_two_each(self) -> int | None:
+    def largest_uniform_micro_batch(self) -> int | None:
         """Return the largest micro-batch that divides the global batch and leaves two or more per rank, or None."""
         largest = self.batch // (2 * self.world_size)
         return next((size for size in range(largest, 0, -1) if self.batch % size == 0), None)
@@ -241,28 +242,33 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     def with_shares(self, shares: Sequence[int], from_step: int, micro_batch: int | None = None, *, why: str = "",
                     is_trial: bool = False) -> Roster:  # fmt: skip
         """Return the next Roster: these shares, with the current micro-batch limits or one limit for all ranks."""
-        return msgspec.structs.replace(self.divided(shares, micro_batch), epoch=self.epoch + 1, from_step=from_step,
-                                       why=why, is_trial=is_trial)  # fmt: skip
+        return msgspec.structs.replace(
+            self.replace_shares(shares, micro_batch),
+            epoch=self.epoch + 1,
+            from_step=from_step,
+            why=why,
+            is_trial=is_trial,
+        )
 
-    def agreeing_by(self, sync: SyncSpec, bucket_bytes: int = 0) -> Roster:
+    def replace_sync(self, sync: SyncSpec, bucket_bytes: int = 0) -> Roster:
         """Return this Roster with another sync strategy and the same shares in every step."""
         return msgspec.structs.replace(self, sync=sync, bucket_bytes=bucket_bytes, round_shares=[])
 
     def with_sync(self, sync: SyncSpec, bucket_bytes: int, from_step: int, *, why: str) -> Roster:
         """Return the next Roster: another sync strategy, everything else unchanged."""
-        return msgspec.structs.replace(self.agreeing_by(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
+        return msgspec.structs.replace(self.replace_sync(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
                                        why=why, is_trial=False)  # fmt: skip
 
-    def by_place(self) -> Roster:
+    def renumber_ranks(self) -> Roster:
         """Return this Roster with the ranks renumbered 0, 1, … in their order, as a plan numbers them."""
         members = [msgspec.structs.replace(member, rank=rank) for rank, member in enumerate(self.members)]
         return msgspec.structs.replace(self, members=members)
 
-    def among(self, hosts: Sequence[str], epoch: int, why: str) -> Roster:
+    def for_hosts(self, hosts: Sequence[str], epoch: int, why: str) -> Roster:
         """Return the Roster of these hosts' ranks, in this order; they take over the shares of the other ranks."""
         members = [member for host in hosts for member in self.members if member.host == host]
         weights = [self.mean_shares[self.members.index(member)] for member in members]
-        is_equal = self.is_equal or not any(weights)
+        is_equal = self.has_equal_shares or not any(weights)
         shares = equal_shares(self.batch, len(members)) if is_equal else weighted_shares(self.batch, weights)
         is_single = len(members) == 1
         return msgspec.structs.replace(
@@ -275,7 +281,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
             why=why,
         )
 
-    def of_one(self, member: Member) -> Roster:
+    def for_single_rank(self, member: Member) -> Roster:
         """Return the Roster of one of these ranks, with the whole batch."""
         return msgspec.structs.replace(self, members=[msgspec.structs.replace(member, share=self.batch)],
                                        sync=NO_SYNC, backend="none", round_shares=[])  # fmt: skip
@@ -285,22 +291,22 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return self.with_shares(weighted_shares(self.batch, weights), from_step, why="weights set by the program")
 
 
-def wished_device(host: Host, machine: MachineSpec) -> Literal["auto", "cpu", "cuda"]:
+def requested_device(host: HostConfig, machine: MachineSpec) -> Literal["auto", "cpu", "cuda"]:
     """Return the device requested for the ranks of a host: `--device` takes precedence over the fleet file."""
     return machine.device if machine.device != "auto" else host.devices
 
 
-def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> list[str]:
+def rank_devices(name: str, host: HostConfig, num_gpus: int, machine: MachineSpec) -> list[str]:
     """Return the device of each rank of a host: one rank per GPU, else the requested number of CPU ranks.
 
     Raise UsageError if GPUs were requested and the host has none.
 
-    >>> devices_of("attic", Host(address="local"), 2, MachineSpec())
+    >>> rank_devices("attic", HostConfig(address="local"), 2, MachineSpec())
     ['cuda:0', 'cuda:1']
-    >>> devices_of("laptop", Host(address="192.168.1.28", ranks=2), 0, MachineSpec())
+    >>> rank_devices("laptop", HostConfig(address="192.168.1.28", ranks=2), 0, MachineSpec())
     ['cpu', 'cpu']
     """
-    requested = wished_device(host, machine)
+    requested = requested_device(host, machine)
     if requested == "cuda" and not num_gpus:
         raise UsageError(f"{name}: ranks asked for GPUs, and it has none", hint="--device cpu trains on the processor")
     if requested == "cpu" or not num_gpus:
@@ -308,7 +314,7 @@ def devices_of(name: str, host: Host, num_gpus: int, machine: MachineSpec) -> li
     return [f"cuda:{rank % num_gpus}" for rank in range(host.ranks or num_gpus)]
 
 
-def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> Backend:
+def choose_backend(seats: Sequence[RankSlot], requested: Literal["auto", "gloo", "nccl"]) -> Backend:
     """Return the collective backend for these slots: NCCL if each rank has a GPU to itself, else Gloo.
 
     NCCL moves GPU memory only and refuses two ranks on one GPU. Raise UsageError if it was requested nevertheless.
@@ -316,7 +322,7 @@ def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> 
     if len(seats) == 1:
         return "none"
     rank = rank_without_gpu(seats)
-    if wish == "nccl" and rank is not None:
+    if requested == "nccl" and rank is not None:
         device = seats[rank].device
         where = "the processor" if device == "cpu" else device
         where += ", as does another rank" if device.startswith("cuda") else ""
@@ -324,15 +330,15 @@ def backend_of(seats: Sequence[Seat], wish: Literal["auto", "gloo", "nccl"]) -> 
             f"--backend nccl: rank {rank} on {seats[rank].host} trains on {where}",
             hint="--backend gloo, or a GPU for every rank",
         )
-    if wish != "auto":
-        return wish
+    if requested != "auto":
+        return requested
     return "nccl" if rank is None else "gloo"
 
 
-def rank_without_gpu(seats: Sequence[Seat]) -> int | None:
+def rank_without_gpu(seats: Sequence[RankSlot]) -> int | None:
     """Return the first rank on a CPU or on a GPU of a lower rank, or None if each rank has a GPU to itself.
 
-    >>> rank_without_gpu([Seat(host="attic", device="cuda:0"), Seat(host="attic", device="cuda:0")])
+    >>> rank_without_gpu([RankSlot(host="attic", device="cuda:0"), RankSlot(host="attic", device="cuda:0")])
     1
     """
     taken: set[tuple[str, str]] = set()
@@ -343,49 +349,50 @@ def rank_without_gpu(seats: Sequence[Seat]) -> int | None:
     return None
 
 
-def dtypes_of(seats: Sequence[Seat], wish: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
+def choose_dtypes(seats: Sequence[RankSlot], requested: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
     """Return the dtype of each slot: the fastest of its own device, unless one dtype was requested for all.
 
     bf16 without hardware support is emulated, and slower than fp32. GPUs without it are fast in fp16, whose loss
     scaling must be equal on all ranks: only if all slots are such GPUs. Raise UsageError for fp16 on a CPU.
 
-    >>> dtypes_of([Seat(host="attic", device="cuda:0", has_bf16=True), Seat(host="laptop", device="cpu")], "auto")
+    >>> choose_dtypes([RankSlot(host="attic", device="cuda:0", has_bf16=True), RankSlot(host="laptop", device="cpu")],
+    ...     "auto")
     ['bf16', 'fp32']
     """
-    if wish == "fp16" and any(seat.device == "cpu" for seat in seats):
+    if requested == "fp16" and any(seat.device == "cpu" for seat in seats):
         raise UsageError("--dtype fp16: loss scaling needs a GPU", hint="--dtype bf16 or fp32")
-    if wish != "auto":
-        return [wish] * len(seats)
+    if requested != "auto":
+        return [requested] * len(seats)
     if all(seat.device != "cpu" and not seat.has_bf16 for seat in seats):
         return ["fp16"] * len(seats)
     return ["bf16" if seat.has_bf16 else "fp32" for seat in seats]
 
 
-def largest_micro_batch(spec: RunSpec, block_size: int | None) -> int:
+def micro_batch_limit(spec: RunSpec, block_size: int | None) -> int:
     """Return the most sequences in one backward. `block_size`: tokens per sequence; None for a user's own program."""
     if spec.train.micro_batch is not None:
         return spec.train.micro_batch
     return spec.train.batch if block_size is None else max(1, MICRO_BATCH_TOKENS // block_size)
 
 
-def asked_sync(spec: RunSpec) -> SyncSpec:
+def requested_sync(spec: RunSpec) -> SyncSpec:
     """Return the requested strategy; ddp for "auto", which only the planner resolves."""
     return DDP if spec.train.sync == "auto" else parse_sync(spec.train.sync)
 
 
-def check_built(spec: RunSpec) -> None:
+def check_sync_supported(spec: RunSpec) -> None:
     """Raise UsageError if `train` cannot run the requested strategy."""
-    if (sync := asked_sync(spec)).kind not in ("none", *BUILT):
-        raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(BUILT)}")
+    if (sync := requested_sync(spec)).kind not in ("none", *SUPPORTED_KINDS):
+        raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(SUPPORTED_KINDS)}")
 
 
-def harms_fp16(roster: Roster) -> bool:
+def is_unsafe_in_fp16(roster: Roster) -> bool:
     """Return whether a lossy strategy would add its residual to fp16 gradients of another loss scale."""
     lossy = ("bf16", "int8", "int4", "powersgd")
     return roster.sync.kind in lossy and any(member.dtype == "fp16" for member in roster.members)
 
 
-def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -> Roster:
+def initial_roster(spec: RunSpec, seats: Sequence[RankSlot], block_size: int | None) -> Roster:
     """Return the initial Roster of a run whose speed is unknown: shares equal, or as `--shares` has them.
 
     Slots are by rank. Raise UsageError if a rank would have no share although its weight is not 0.
@@ -398,7 +405,7 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
             hint=f"--batch {num_ranks} or more gives every rank something to do",
         )
     if weights is not None and len(weights) != num_ranks:
-        counted = f"{plural(len(weights), 'share')} for {plural(num_ranks, 'rank')}"
+        counted = f"{pluralize(len(weights), 'share')} for {pluralize(num_ranks, 'rank')}"
         raise UsageError(f"--shares {spec.machine.shares}: {counted}",
                          hint=f"one for each: --shares {':'.join(['1'] * num_ranks)}; or --shares auto")  # fmt: skip
     shares = equal_shares(batch, num_ranks) if weights is None else weighted_shares(batch, weights)
@@ -408,18 +415,18 @@ def first_roster(spec: RunSpec, seats: Sequence[Seat], block_size: int | None) -
                 f"--shares {spec.machine.shares}: rank {rank}'s share of {batch} sequences is less than one",
                 hint="a larger --batch, or 0 for a rank without a share",
             )
-    sync = asked_sync(spec)
+    sync = requested_sync(spec)
     if sync == NO_SYNC and num_ranks > 1:
         raise UsageError("--sync none: replicas that never synchronize are not one model", hint="--sync ddp")
-    dtypes = dtypes_of(seats, spec.model.dtype)
-    limit = largest_micro_batch(spec, block_size)
+    dtypes = choose_dtypes(seats, spec.model.dtype)
+    limit = micro_batch_limit(spec, block_size)
     return Roster(
         members=[
             Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=limit)
             for rank, (seat, dtype, share) in enumerate(zip(seats, dtypes, shares, strict=True))
         ],
         sync=NO_SYNC if num_ranks == 1 else sync,
-        backend=backend_of(seats, spec.machine.backend),
+        backend=choose_backend(seats, spec.machine.backend),
     )
 
 
@@ -452,13 +459,13 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
     return shares
 
 
-def turn(round_shares: Sequence[int], num_steps: int, step: int) -> list[int]:
+def step_shares(round_shares: Sequence[int], num_steps: int, step: int) -> list[int]:
     """Return the shares of one step of a round of H steps: every rank's mean share, rounded down or up.
 
     The remainders of the shares modulo H are laid end to end; position s belongs to step s mod H, so no rank gets two
     of one step. Steps are visited in strides of about 0.618 H, so that no rank leads or lags for long.
 
-    >>> [turn([5, 3], 2, step) for step in range(2)]
+    >>> [step_shares([5, 3], 2, step) for step in range(2)]
     [[3, 1], [2, 2]]
     """
     golden = next(k for k in itertools.count(round(num_steps * 0.618)) if math.gcd(k, num_steps) == 1)
@@ -470,10 +477,10 @@ def turn(round_shares: Sequence[int], num_steps: int, step: int) -> list[int]:
     return shares
 
 
-def shares_text(shares: Sequence[float]) -> str:
+def format_shares(shares: Sequence[float]) -> str:
     """Return the shares as text.
 
-    >>> shares_text([9.1, 4.6, 2.3]), shares_text([11.0, 5.0])
+    >>> format_shares([9.1, 4.6, 2.3]), format_shares([11.0, 5.0])
     ('9.1 : 4.6 : 2.3', '11 : 5')
     """
     return " : ".join(f"{share:.1f}".removesuffix(".0") for share in shares)

@@ -27,26 +27,28 @@ import msgspec
 from evener.core.corpus import Corpus
 from evener.core.decoding import from_json
 from evener.core.errors import CheckpointError, UsageError
-from evener.core.files import digest_of, read_file
-from evener.core.machine import Machine
+from evener.core.file_io import file_digest, read_file
+from evener.core.host_info import HostInfo
+from evener.core.host_vitals import Vitals
+from evener.core.json_files import decode_versioned_json, read_json_lines
 from evener.core.roster import Roster
+from evener.core.run_spec import RunSpec
 from evener.core.shape import GPTShape
-from evener.core.spans import StepSpans
-from evener.core.spec import RunSpec
-from evener.core.step import StepRecord
-from evener.core.stored import from_stored, stored_lines
-from evener.core.vitals import Vitals
+from evener.core.step_cost import StepRecord
+from evener.core.step_spans import StepSpans
 
-FORMAT = 2  # of manifest.json and plan.json
-BEFORE = {1: "its batches came from the sampler uniform-1, which this evener no longer has: it drew the same samples "
-             "step after step; start the run again with another --out"}  # fmt: skip
+RUN_FORMAT = 2  # of manifest.json and plan.json
+OLD_FORMAT_HINTS = {
+    1: "its batches came from the sampler uniform-1, which this evener no longer has: it drew the same samples "
+    "step after step; start the run again with another --out"
+}
 CHECKPOINT_FORMAT = 4
 # --sampling: the sampler, with a version that grows when the same seed and step give other samples. A run is resumed
 # with the sampler with which it began.
 SAMPLERS = {"epochs": "epochs-1", "uniform": "uniform-2"}
 
 
-class Rank(msgspec.Struct, frozen=True, kw_only=True):
+class RankProcess(msgspec.Struct, frozen=True, kw_only=True):
     """One process of a run."""
 
     rank: int
@@ -70,7 +72,7 @@ class Contention(msgspec.Struct, frozen=True, kw_only=True):
     copy_together_Bps: list[float]
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a run that has ended."""
 
     steps: int  # optimizer steps that the weights have taken, over all starts of the run
@@ -83,7 +85,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The settings, hosts, software versions and outcome of a run: manifest.json."""
 
-    format: int = FORMAT
+    format: int = RUN_FORMAT
     verdict: str  # running, finished, stopped, failed
     started: float  # Unix time
     ended: float | None = None
@@ -99,22 +101,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     since: int = 0  # the first step with these ranks and settings: earlier steps do not count for its speed
     compiled: bool
     sampler: str  # one of SAMPLERS; "own" for a program with its own data
-    hosts: list[Machine]
-    ranks: list[Rank]
+    hosts: list[HostInfo]
+    ranks: list[RankProcess]
     contention: Contention | None = None
-    result: Result | None = None
+    result: RunResult | None = None
 
     @property
     def world_size(self) -> int:
         return self.roster.world_size
 
     @property
-    def window(self) -> str:
+    def window_text(self) -> str:
         """The steps that the figures cover, as the end of a sentence; "" for all steps."""
         return f" since step {self.since + 1}, where its ranks or settings changed" if self.since else ""
 
     @property
-    def settings(self) -> tuple[object, ...]:
+    def performance_settings(self) -> tuple[object, ...]:
         """All settings that affect the step time and that a resume may change; links are not known here."""
         roster, spec, train = self.roster, self.spec, self.spec.train
         ranks = [(member.host, member.device, member.dtype) for member in roster.members]
@@ -124,17 +126,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 [(host.host, host.cores) for host in self.hosts])  # fmt: skip
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     """The keys that every event has; readers check the types of all other keys."""
 
     event: str
     time: float
 
 
-def event_of(line: bytes) -> dict[str, Any] | None:
+def parse_event(line: bytes) -> dict[str, Any] | None:
     """Return the event in a line of events.jsonl, or None if the line is damaged, as a full disk leaves it."""
     try:
-        from_json(line, Event)
+        from_json(line, RunEvent)
         return from_json(line, dict[str, Any])
     except msgspec.MsgspecError:
         return None
@@ -189,19 +191,19 @@ class RunDir:
             raise UsageError(
                 f"{self.path}: not a run directory: it has no manifest.json", hint="ls runs/ shows the runs made here"
             ) from None
-        return from_stored(text, Manifest, FORMAT, self.manifest_path, BEFORE)
+        return decode_versioned_json(text, Manifest, RUN_FORMAT, self.manifest_path, OLD_FORMAT_HINTS)
 
     def records(self, rank: int, tail_bytes: int | None = None) -> list[StepRecord]:
         """Read a rank's records in order [all]. A half-written last line, which a kill leaves, is ignored."""
-        return stored_lines(self.steps_path(rank), StepRecord, tail_bytes)
+        return read_json_lines(self.steps_path(rank), StepRecord, tail_bytes)
 
     def vitals(self, host: str) -> list[Vitals]:
         """Read the vitals of a host, in order."""
-        return stored_lines(self.vitals_path(host), Vitals)
+        return read_json_lines(self.vitals_path(host), Vitals)
 
     def spans(self, rank: int, tail_bytes: int | None = None) -> list[StepSpans]:
         """Read a rank's step spans in order [all]; a half-written last line is ignored."""
-        return stored_lines(self.spans_path(rank), StepSpans, tail_bytes)
+        return read_json_lines(self.spans_path(rank), StepSpans, tail_bytes)
 
     def recorded_ranks(self) -> list[int]:
         """Return the ranks that have written records, ascending."""
@@ -216,7 +218,7 @@ class RunDir:
             return []
         except OSError as error:
             raise CheckpointError(f"{self.events_path}: {error.strerror}") from None
-        return [event for line in lines if (event := event_of(line)) is not None]
+        return [event for line in lines if (event := parse_event(line)) is not None]
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -228,11 +230,11 @@ class RunDir:
     def checkpoint_path(self, step: int) -> Path:
         return self.checkpoints_path / f"step-{step:06d}"
 
-    def newest_checkpoint(self) -> int:
+    def newest_checkpoint_step(self) -> int:
         """Return the step of the newest complete checkpoint. Raise CheckpointError if there is none here."""
         if steps := self.checkpoint_steps():
             return steps[-1]
-        saved = self.saved_step() if (self.path / "hosts").is_dir() else None  # else it ran here
+        saved = self.last_saved_step() if (self.path / "hosts").is_dir() else None  # else it ran here
         raise CheckpointError(
             f"{self}: holds no complete checkpoint" + ("" if saved is None else f"; its host saved step {saved}"),
             hint="the first one is saved after --checkpoint-every steps, or at the end of the run"
@@ -240,16 +242,16 @@ class RunDir:
             else f"evener fetch {self}",
         )
 
-    def whole_checkpoint(self, step: int | None = None) -> Path:
+    def verified_checkpoint(self, step: int | None = None) -> Path:
         """Return the checkpoint of a step [the newest] with its files verified. Raise EvenerError if it is damaged."""
-        newest, steps = self.newest_checkpoint(), self.checkpoint_steps()
+        newest, steps = self.newest_checkpoint_step(), self.checkpoint_steps()
         if step is not None and step not in steps:
             raise UsageError(f"--step {step}: {self} holds steps {', '.join(map(str, steps))}")
         folder = self.checkpoint_path(newest if step is None else step)
         read_checkpoint(folder)
         return folder
 
-    def saved_step(self) -> int | None:
+    def last_saved_step(self) -> int | None:
         """Return the newest step that the run reported as saved, on any host, or None."""
         steps = [event.get("step") for event in self.events() if event["event"] == "checkpoint"]
         return next((step for step in reversed(steps) if isinstance(step, int)), None)
@@ -269,22 +271,22 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, str]  # name: blake2b
 
 
-def describe_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint_unverified(folder: Path) -> Checkpoint:
     """Read state.json without verifying the files. Raise CheckpointError if it is missing or damaged."""
     path = folder / "state.json"
     try:
         text = read_file(path)
     except OSError as error:
         raise CheckpointError(f"{folder}: not a checkpoint: {error.strerror}: state.json") from None
-    return from_stored(text, Checkpoint, CHECKPOINT_FORMAT, path)
+    return decode_versioned_json(text, Checkpoint, CHECKPOINT_FORMAT, path)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read state.json and verify all files of a checkpoint. Raise CheckpointError if one is missing or changed."""
-    checkpoint = describe_checkpoint(folder)
+    checkpoint = read_checkpoint_unverified(folder)
     for name, digest in checkpoint.files.items():
         try:
-            actual = digest_of(folder / name)
+            actual = file_digest(folder / name)
         except OSError as error:
             raise CheckpointError(f"{folder / name}: {error.strerror}") from None
         if actual != digest:

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from evener.core.files import write_atomic
+from evener.core.file_io import write_atomic
 from evener.core.rundir import Manifest, RunDir
 
-REMOVED = ".removed"  # suffix of a checkpoint that is being removed
+REMOVED_SUFFIX = ".removed"  # suffix of a checkpoint that is being removed
 
 
 class RunWriter(RunDir):
@@ -42,16 +42,16 @@ class RunWriter(RunDir):
         for step in self.checkpoint_steps()[:-keep]:
             if step != best:
                 self.drop_checkpoint(step)
-        for path in self.checkpoints_path.glob(f".*{REMOVED}"):
+        for path in self.checkpoints_path.glob(f".*{REMOVED_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
 
     def drop_checkpoint(self, step: int) -> None:
         """Rename a checkpoint, if it exists and can be renamed, so that the next `prune_checkpoints` removes it."""
         with contextlib.suppress(OSError):
             path = self.checkpoint_path(step)
-            path.rename(path.with_name(f".{path.name}{REMOVED}"))
+            path.rename(path.with_name(f".{path.name}{REMOVED_SUFFIX}"))
 
-    def keep_records_before(self, rank: int, step: int) -> None:
+    def truncate_records(self, rank: int, step: int) -> None:
         """Drop a rank's records and spans from `step` on, which a resumed run is about to write again."""
         records = [record for record in self.records(rank) if record.step < step]
         write_atomic(self.steps_path(rank), b"".join(msgspec.json.encode(record) + b"\n" for record in records))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.core.decoding import from_tree
+from evener.core.decoding import from_builtins
 from evener.core.errors import UsageError, did_you_mean
 
 MLP_EXPANSION = 4  # the MLP's hidden layer is four times as wide as the model, in GPT-2 and in nanochat
@@ -56,7 +56,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return (layers + 1 - (self.num_layers - 1) % 2) // 2 if self.value_embeddings else 0
 
     @property
-    def has_tables(self) -> bool:
+    def has_sparse_embeddings(self) -> bool:
         """Whether there are lookup-only embedding tables; the token embedding is one unless the head is tied to it."""
         return not self.tied_head or self.value_embeddings
 
@@ -238,7 +238,7 @@ def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **ov
     if block_size is not None:
         fields["block_size"] = block_size
     try:
-        shape = from_tree(fields, GPTShape)
+        shape = from_builtins(fields, GPTShape)
     except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.width`"
         raise UsageError(f"model shape: {error}", hint=f'start from preset "{name}" and change one field') from None
     shape.check()

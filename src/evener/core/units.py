@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from evener.core.errors import UsageError
 
 
-def seconds(value: float | None) -> str:
+def format_seconds(value: float | None) -> str:
     """Return a duration with three significant digits, or "not measured" for None.
 
-    >>> seconds(0.01234), seconds(0.000999999), seconds(2.5), seconds(4020), seconds(None)
+    >>> (format_seconds(0.01234), format_seconds(0.000999999), format_seconds(2.5), format_seconds(4020),
+    ...  format_seconds(None))
     ('12.3 ms', '1 ms', '2.50 s', '1 h 07 min', 'not measured')
     """
     if value is None:
         return "not measured"
     if value < 0:
-        return "-" + seconds(-value)
+        return "-" + format_seconds(-value)
     if value < 0.9995e-3:
         return f"{value * 1e6:.0f} µs"
     if value < 0.9995:
@@ -32,31 +33,34 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """Return a count with the prefix k, M, B or T: 1e9 parameters are 1.0B.
 
-    >>> count(125_829_120), count(1.6e9), count(4096), count(57.04), count(999.6), count(None)
+    >>> (format_count(125_829_120), format_count(1.6e9), format_count(4096), format_count(57.04), format_count(999.6),
+    ...  format_count(None))
     ('125.8M', '1.6B', '4.1k', '57', '1.0k', 'not measured')
     """
     return "not measured" if value is None else _prefixed(value, "kMBT")
 
 
-def metric(value: float) -> str:
+def format_si(value: float) -> str:
     """Return a quantity with its SI prefix, to be followed by the unit.
 
-    >>> metric(1e9) + "bit", metric(2.5e12) + "FLOP/s"
+    >>> format_si(1e9) + "bit", format_si(2.5e12) + "FLOP/s"
     ('1.0Gbit', '2.5TFLOP/s')
     """
     return _prefixed(value, "kMGT")
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes with its unit; GB is 1e9.
 
-    >>> size(503_316_480), size(12)
+    >>> format_bytes(503_316_480), format_bytes(12)
     ('503.3 MB', '12 B')
     """
-    return f"{num_bytes:.0f} B" if num_bytes < 1000 else metric(num_bytes)[:-1] + " " + metric(num_bytes)[-1] + "B"
+    return (
+        f"{num_bytes:.0f} B" if num_bytes < 1000 else format_si(num_bytes)[:-1] + " " + format_si(num_bytes)[-1] + "B"
+    )
 
 
 def parse_bytes(text: str) -> int:
@@ -80,30 +84,30 @@ def _prefixed(value: float, prefixes: str) -> str:
     return f"{value:.3g}"
 
 
-def listed(names: Sequence[str], most: int = 5) -> str:
+def join_names(names: Sequence[str], max_names: int = 5) -> str:
     """Join names for a sentence; of more than `max_names`, name the first ones and count the rest.
 
-    >>> listed("abc"), listed("a"), listed("abcdefgh")
+    >>> join_names("abc"), join_names("a"), join_names("abcdefgh")
     ('a, b and c', 'a', 'a, b, c, d and 4 more')
     """
-    if len(names) > most:
-        return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} more"
+    if len(names) > max_names:
+        return f"{', '.join(names[: max_names - 1])} and {len(names) - max_names + 1} more"
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
-def plural(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1.
 
-    >>> plural(1, "process"), plural(2, "process"), plural(2, "core")
+    >>> pluralize(1, "process"), pluralize(2, "process"), pluralize(2, "core")
     ('1 process', '2 processes', '2 cores')
     """
     return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
 
 
-def link_rate(value_Bps: float | None) -> str:
+def format_bit_rate(value_Bps: float | None) -> str:
     """Return bytes per second in bits per second, the unit in which links are sold.
 
-    >>> link_rate(125e6), link_rate(11.97e6), link_rate(None)
+    >>> format_bit_rate(125e6), format_bit_rate(11.97e6), format_bit_rate(None)
     ('1 Gbit/s', '95.8 Mbit/s', 'not measured')
     """
     if value_Bps is None:

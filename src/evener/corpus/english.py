@@ -16,34 +16,34 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from evener.corpus.lexicon import DOUBLING, IRREGULAR, IRREGULAR_PLURALS, VERBS, Verb
+from evener.corpus.lexicon import DOUBLING, IRREGULAR, IRREGULAR_PLURALS, VERBS, LexiconVerb
 
-Number = Literal["singular", "plural"]
+GrammaticalNumber = Literal["singular", "plural"]
 Tense = Literal["present", "past", "future"]
 Aspect = Literal["simple", "progressive", "perfect", "perfect progressive"]
-Question = Literal["no", "yes/no", "why", "when", "where", "how long"]
+QuestionKind = Literal["no", "yes/no", "why", "when", "where", "how long"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Features:
+class VerbFeatures:
     """Grammatical features of a verb phrase. Person and number come from the subject."""
 
     tense: Tense = "present"
     aspect: Aspect = "simple"
     voice: Literal["active", "passive"] = "active"
     polarity: Literal["positive", "negative"] = "positive"
-    question: Question = "no"
+    question: QuestionKind = "no"
     contracted: bool = False
 
 
 @dataclass(frozen=True)
-class Phrase:
+class NounPhrase:
     """A noun phrase: its forms as subject and as object, and the person and number with which a verb agrees."""
 
     subject: str
     object: str
     person: int
-    number: Number
+    number: GrammaticalNumber
 
     @property
     def is_pronoun(self) -> bool:
@@ -51,7 +51,7 @@ class Phrase:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PrincipalParts:
     """The principal parts of a verb."""
 
     base: str
@@ -62,57 +62,58 @@ class Parts:
 
 
 PRONOUNS = (
-    Phrase("I", "me", 1, "singular"),
-    Phrase("you", "you", 2, "singular"),
-    Phrase("he", "him", 3, "singular"),
-    Phrase("she", "her", 3, "singular"),
-    Phrase("it", "it", 3, "singular"),
-    Phrase("we", "us", 1, "plural"),
-    Phrase("you", "you", 2, "plural"),
-    Phrase("they", "them", 3, "plural"),
+    NounPhrase("I", "me", 1, "singular"),
+    NounPhrase("you", "you", 2, "singular"),
+    NounPhrase("he", "him", 3, "singular"),
+    NounPhrase("she", "her", 3, "singular"),
+    NounPhrase("it", "it", 3, "singular"),
+    NounPhrase("we", "us", 1, "plural"),
+    NounPhrase("you", "you", 2, "plural"),
+    NounPhrase("they", "them", 3, "plural"),
 )
 _NOT = {"will": "won't"}
 _CLITICS = {"am": "'m", "is": "'s", "are": "'re", "have": "'ve", "has": "'s", "had": "'d", "will": "'ll"}
 
 
-def phrase(text: str, number: Number = "singular") -> Phrase:
+def noun_phrase(text: str, number: GrammaticalNumber = "singular") -> NounPhrase:
     """Return the pronoun with this subject form, or any other noun phrase in the third person.
 
-    >>> phrase("they").object, phrase("the letters", "plural").object
+    >>> noun_phrase("they").object, noun_phrase("the letters", "plural").object
     ('them', 'the letters')
     """
     for pronoun in PRONOUNS:
         if pronoun.subject == text:
             return pronoun
-    return Phrase(text, text, 3, number)
+    return NounPhrase(text, text, 3, number)
 
 
 @cache
-def principal_parts(lemma: str) -> Parts:
+def principal_parts(lemma: str) -> PrincipalParts:
     """Return the base, third person, past, past participle and present participle of a verb.
 
     >>> principal_parts("panic")
-    Parts(base='panic', third='panics', past='panicked', participle='panicked', ing='panicking')
+    PrincipalParts(base='panic', third='panics', past='panicked', participle='panicked', ing='panicking')
     """
     past, participle = IRREGULAR.get(lemma) or (_regular_past(lemma),) * 2
-    third = {"be": "is", "have": "has"}.get(lemma) or _with_s(lemma)
-    return Parts(lemma, third, past, participle, _with_ing(lemma))
+    third = {"be": "is", "have": "has"}.get(lemma) or _add_s(lemma)
+    return PrincipalParts(lemma, third, past, participle, _add_ing(lemma))
 
 
-def plural(noun: str) -> str:
+def pluralize_noun(noun: str) -> str:
     """Return the plural of a noun; of several words the last one changes.
 
-    >>> plural("knife"), plural("box"), plural("apple pie"), plural("party")
+    >>> pluralize_noun("knife"), pluralize_noun("box"), pluralize_noun("apple pie"), pluralize_noun("party")
     ('knives', 'boxes', 'apple pies', 'parties')
     """
     head, space, last = noun.rpartition(" ")
-    return head + space + (IRREGULAR_PLURALS.get(last) or _with_s(last))
+    return head + space + (IRREGULAR_PLURALS.get(last) or _add_s(last))
 
 
-def indefinite(noun: str) -> str:
+def with_indefinite_article(noun: str) -> str:
     """Return the noun with "a" or "an", by sound: an hour, a university.
 
-    >>> indefinite("old hat"), indefinite("hour"), indefinite("uniform"), indefinite("umbrella")
+    >>> (with_indefinite_article("old hat"), with_indefinite_article("hour"), with_indefinite_article("uniform"),
+    ...  with_indefinite_article("umbrella"))
     ('an old hat', 'an hour', 'a uniform', 'an umbrella')
     """
     vowel = re.match(r"[aeiou]|hour|heir|hono|hones", noun, re.IGNORECASE)
@@ -120,7 +121,7 @@ def indefinite(noun: str) -> str:
     return f"an {noun}" if vowel and not consonant else f"a {noun}"
 
 
-def _with_s(word: str) -> str:
+def _add_s(word: str) -> str:
     """Return the regular third person of a verb or plural of a noun."""
     if re.search(r"[^aeiou]y$", word):
         return word[:-1] + "ies"
@@ -136,18 +137,18 @@ def _regular_past(lemma: str) -> str:
         return lemma + "d"
     if re.search(r"[^aeiou]y$", lemma):
         return lemma[:-1] + "ied"
-    return _lengthened(lemma) + "ed"
+    return _double_final_consonant(lemma) + "ed"
 
 
-def _with_ing(lemma: str) -> str:
+def _add_ing(lemma: str) -> str:
     if lemma.endswith("ie"):
         return lemma[:-2] + "ying"
     if lemma.endswith("e") and not lemma.endswith(("ee", "oe", "ye")) and lemma != "be":
         return lemma[:-1] + "ing"
-    return _lengthened(lemma) + "ing"
+    return _double_final_consonant(lemma) + "ing"
 
 
-def _lengthened(lemma: str) -> str:
+def _double_final_consonant(lemma: str) -> str:
     """Prepare a verb for -ed or -ing: a final c becomes ck; the last letter doubles after one short, stressed vowel."""
     if lemma.endswith("c"):
         return lemma + "k"
@@ -155,7 +156,7 @@ def _lengthened(lemma: str) -> str:
     return lemma + lemma[-1] if one_syllable or lemma in DOUBLING else lemma
 
 
-def objection(verb: Verb, features: Features) -> str:
+def why_ungrammatical(verb: LexiconVerb, features: VerbFeatures) -> str:
     """Return why English has no such sentence; "" if it has."""
     if features.voice == "passive":
         if not verb.has_passive:
@@ -167,10 +168,10 @@ def objection(verb: Verb, features: Features) -> str:
     return ""
 
 
-def verb_phrase(lemma: str, features: Features, subject: Phrase) -> list[str]:
+def verb_phrase(lemma: str, features: VerbFeatures, subject: NounPhrase) -> list[str]:
     """Return the helpers and the verb, finite form first, without "not".
 
-    >>> verb_phrase("write", Features(aspect="perfect progressive"), phrase("she"))
+    >>> verb_phrase("write", VerbFeatures(aspect="perfect progressive"), noun_phrase("she"))
     ['has', 'been', 'writing']
     """
     links: list[tuple[str, str]] = []
@@ -195,7 +196,7 @@ def verb_phrase(lemma: str, features: Features, subject: Phrase) -> list[str]:
     return words
 
 
-def _finite(lemma: str, tense: str, subject: Phrase) -> str:
+def _finite(lemma: str, tense: str, subject: NounPhrase) -> str:
     third_singular = (subject.person, subject.number) == (3, "singular")
     if lemma == "be":
         first_singular = (subject.person, subject.number) == (1, "singular")
@@ -208,19 +209,21 @@ def _finite(lemma: str, tense: str, subject: Phrase) -> str:
     return parts.third if third_singular else parts.base
 
 
-def sentence(lemma: str, features: Features, subject: str | Phrase, rest: str = "", *, adverb: str = "") -> str:
+def build_sentence(
+    lemma: str, features: VerbFeatures, subject: str | NounPhrase, rest: str = "", *, adverb: str = ""
+) -> str:
     """Build one sentence. `rest` follows the verb; `adverb` stands before it, behind the first helper.
 
     Raise ValueError for ungrammatical features: the passive of "sleep", the progressive of "know".
 
-    >>> sentence("write", Features(aspect="perfect progressive", polarity="negative"), "she", "the letter")
+    >>> build_sentence("write", VerbFeatures(aspect="perfect progressive", polarity="negative"), "she", "the letter")
     'She has not been writing the letter.'
-    >>> sentence("write", Features(tense="past", voice="passive", question="yes/no"), "the letter", "by them")
+    >>> build_sentence("write", VerbFeatures(tense="past", voice="passive", question="yes/no"), "the letter", "by them")
     'Was the letter written by them?'
     """
-    if reason := objection(VERBS[lemma], features):
+    if reason := why_ungrammatical(VERBS[lemma], features):
         raise ValueError(reason)
-    who = phrase(subject) if isinstance(subject, str) else subject
+    who = noun_phrase(subject) if isinstance(subject, str) else subject
     first, *others = verb_phrase(lemma, features, who)
     has_helper = bool(others) or lemma == "be"
     is_negative = features.polarity == "negative"
@@ -240,7 +243,7 @@ def sentence(lemma: str, features: Features, subject: str | Phrase, rest: str = 
     return text[0].upper() + text[1:] + ("." if features.question == "no" else "?")
 
 
-def _subject_and_helper(who: Phrase, helper: str, features: Features) -> list[str]:
+def _subject_and_helper(who: NounPhrase, helper: str, features: VerbFeatures) -> list[str]:
     if features.polarity == "negative":
         if not features.contracted:
             return [who.subject, helper, "not"]

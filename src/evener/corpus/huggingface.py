@@ -14,7 +14,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
     """Write tokenizer.json and tokenizer_config.json; for GPT-2's own tokens only the latter, which names them."""
     config: dict[str, object] = {"model_max_length": block_size, "clean_up_tokenization_spaces": False}
     if isinstance(tokenizer, BpeTokenizer | ByteTokenizer | CharTokenizer):
-        (folder / "tokenizer.json").write_bytes(_description(tokenizer))
+        (folder / "tokenizer.json").write_bytes(_tokenizer_json(tokenizer))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if tokenizer.end_of_text is not None:
             config |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
@@ -23,9 +23,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _description(tokenizer: BpeTokenizer | ByteTokenizer | CharTokenizer) -> bytes:
+def _tokenizer_json(tokenizer: BpeTokenizer | ByteTokenizer | CharTokenizer) -> bytes:
     if isinstance(tokenizer, BpeTokenizer):
-        return tokenizer.describe()
+        return tokenizer.serialize()
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Engine
 

@@ -303,7 +303,7 @@ MID_ADVERBS: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Verb:
+class LexiconVerb:
     """A verb and the words that it combines with."""
 
     lemma: str
@@ -326,20 +326,20 @@ class Verb:
         return self.frame in ("transitive", "ditransitive") and self.lemma not in ACTIVE_ONLY
 
 
-def _read_frame(frame: Frame, table: str) -> dict[str, Verb]:
+def _read_frame(frame: Frame, table: str) -> dict[str, LexiconVerb]:
     verbs = {}
     for entry in _entries(table):
         head, _, rest = entry.partition(": ")
         lemma, _, preposition = head.partition(" ")
         words, _, tail = rest.partition(" | ")
-        verbs[lemma] = Verb(lemma, frame, tuple(words.split(", ")), preposition, tail)
+        verbs[lemma] = LexiconVerb(lemma, frame, tuple(words.split(", ")), preposition, tail)
     return verbs
 
 
 IRREGULAR: dict[str, tuple[str, str]] = {
     base: (past, participle) for base, past, participle in map(str.split, _entries(IRREGULAR_FORMS))
 }
-VERBS: dict[str, Verb] = (
+VERBS: dict[str, LexiconVerb] = (
     _read_frame("intransitive", INTRANSITIVE)
     | _read_frame("happening", HAPPENING)
     | _read_frame("transitive", TRANSITIVE)

@@ -33,7 +33,7 @@ from evener.core.corpus import (
     token_dtype,
 )
 from evener.core.errors import DataError, UsageError, did_you_mean
-from evener.core.files import read_file
+from evener.core.file_io import read_file
 
 BPE_VOCAB_SIZE = 8192
 _END_OF_TEXT = "<|endoftext|>"
@@ -44,7 +44,7 @@ _BATCH_CHARS = 1 << 20
 # Unicode's White_Space, which GPT-2's pattern calls \s. isspace() has four more.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 
-Ids = NDArray[Any]
+TokenIds = NDArray[Any]
 """Token ids, in the dtype of the .bin file."""
 
 
@@ -53,16 +53,16 @@ class Tokenizer(Protocol):
     vocab_size: int
     end_of_text: int | None
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> TokenIds:
         """Return the ids of a text. Raise DataError if the vocabulary cannot encode it."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Return the ids of each text, on several cores where that is faster."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, with U+FFFD for invalid UTF-8. Raise DataError for an id beyond the vocabulary."""
 
-    def describe(self) -> bytes:
+    def serialize(self) -> bytes:
         """Return the content of tokenizer.json."""
 
 
@@ -73,16 +73,16 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_text: int | None = None
 
-    def encode(self, text: str) -> Ids:
-        return np.frombuffer(_encoded(text), np.uint8).astype(np.uint16)
+    def encode(self, text: str) -> TokenIds:
+        return np.frombuffer(_encode_text(text), np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(_checked(ids, self.vocab_size)).decode("utf-8", errors="replace")
+        return bytes(_check_ids(ids, self.vocab_size)).decode("utf-8", errors="replace")
 
-    def describe(self) -> bytes:
+    def serialize(self) -> bytes:
         return describe_tokenizer(self.kind)
 
 
@@ -102,7 +102,7 @@ class CharTokenizer:
         self._ids = np.zeros(0x110000, dtype)
         self._ids[codes] = np.arange(len(chars), dtype=dtype)
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> TokenIds:
         codes = _code_points(text)
         known = self._known[codes]
         if not known.all():
@@ -113,13 +113,13 @@ class CharTokenizer:
             )
         return self._ids[codes]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return "".join(self.chars[index] for index in _checked(ids, self.vocab_size))
+        return "".join(self.chars[index] for index in _check_ids(ids, self.vocab_size))
 
-    def describe(self) -> bytes:
+    def serialize(self) -> bytes:
         return describe_tokenizer(self.kind, self.chars)
 
 
@@ -141,19 +141,19 @@ class BpeTokenizer:
         self._description = description
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         for text in texts:
-            _encoded(text)
+            _encode_text(text)
         encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._engine.decode(_checked(ids, self.vocab_size), skip_special_tokens=False))
+        return str(self._engine.decode(_check_ids(ids, self.vocab_size), skip_special_tokens=False))
 
-    def describe(self) -> bytes:
+    def serialize(self) -> bytes:
         return self._description
 
 
@@ -180,25 +180,25 @@ class Gpt2Tokenizer:
             ) from None
         self.end_of_text: int | None = self._engine.eot_token
 
-    def encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> TokenIds:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         for text in texts:
-            _encoded(text)
+            _encode_text(text)
         threads = os.cpu_count() or 1
         return [
             np.array(ids, np.uint16) for ids in self._engine.encode_ordinary_batch(list(texts), num_threads=threads)
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._engine.decode(_checked(ids, self.vocab_size)))
+        return str(self._engine.decode(_check_ids(ids, self.vocab_size)))
 
-    def describe(self) -> bytes:
+    def serialize(self) -> bytes:
         return describe_tokenizer(self.kind)
 
 
-def check_options(kind: str, vocab_size: int | None) -> None:
+def check_tokenizer_options(kind: str, vocab_size: int | None) -> None:
     """Raise UsageError for an unknown tokenizer, or a vocabulary size that it cannot have."""
     if kind not in TOKENIZERS:
         raise UsageError(f'--tokenizer "{kind}" is not known', hint=did_you_mean(kind, TOKENIZERS))
@@ -245,7 +245,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     raise DataError(f"{path} is damaged: no tokenizer of the kind {kind!r}", hint="prepare the corpus again")
 
 
-def tokenizer_of(run: Path, corpus: Corpus) -> Tokenizer:
+def load_run_tokenizer(run: Path, corpus: Corpus) -> Tokenizer:
     """Load a run's own copy of the tokenizer, which outlives the corpus; else that of the corpus."""
     return load_tokenizer(run if any((run / name).exists() for name in TOKENIZER_FILES) else corpus.path)
 
@@ -274,7 +274,7 @@ def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeToke
     return BpeTokenizer(engine.to_str().encode())
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[str], bool]]) -> Iterator[Ids]:
+def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[str], bool]]) -> Iterator[TokenIds]:
     """Yield the ids of documents given as (pieces of text, whether the document ends after them), in bounded memory.
 
     The ids equal those of each document encoded as one string: pieces are joined and cut again where a word begins.
@@ -295,7 +295,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[st
         yield _encode_pieces(tokenizer, batch)
 
 
-def _encode_pieces(tokenizer: Tokenizer, pieces: list[str | None]) -> Ids:
+def _encode_pieces(tokenizer: Tokenizer, pieces: list[str | None]) -> TokenIds:
     dtype = np.dtype(token_dtype(tokenizer.vocab_size))
     end = np.array([tokenizer.end_of_text or 0], dtype)
     encoded = iter(tokenizer.encode_batch([piece for piece in pieces if piece is not None]))
@@ -327,13 +327,13 @@ def _word_start(text: str, start: int, limit: int) -> int:
 
 def _sample(texts: Iterable[str], text_bytes: int) -> list[str]:
     pieces = (text[start : start + _SAMPLE_CHARS] for text in texts for start in range(0, len(text), _SAMPLE_CHARS))
-    sample = list(_evenly(pieces, min(1.0, _SAMPLE_BYTES / max(1, text_bytes))))
+    sample = list(_sample_evenly(pieces, min(1.0, _SAMPLE_BYTES / max(1, text_bytes))))
     while (num_bytes := _distinct_word_bytes(sample)) > _DISTINCT_WORD_BYTES and len(sample) > 1:
-        sample = list(_evenly(sample, _DISTINCT_WORD_BYTES / num_bytes)) or sample[:1]
+        sample = list(_sample_evenly(sample, _DISTINCT_WORD_BYTES / num_bytes)) or sample[:1]
     return sample
 
 
-def _evenly(items: Iterable[str], fraction: float) -> Iterator[str]:
+def _sample_evenly(items: Iterable[str], fraction: float) -> Iterator[str]:
     """Yield this fraction of the items, evenly spread."""
     credit = 0.0
     for item in items:
@@ -347,7 +347,7 @@ def _distinct_word_bytes(texts: Iterable[str]) -> int:
     return sum(len(word.encode()) for word in {word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)})
 
 
-def _encoded(text: str, encoding: str = "utf-8") -> bytes:
+def _encode_text(text: str, encoding: str = "utf-8") -> bytes:
     try:
         return text.encode(encoding)
     except UnicodeEncodeError as error:
@@ -355,10 +355,10 @@ def _encoded(text: str, encoding: str = "utf-8") -> bytes:
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(_encoded(text, "utf-32-le"), "<u4").astype(np.uint32, copy=False)
+    return np.frombuffer(_encode_text(text, "utf-32-le"), "<u4").astype(np.uint32, copy=False)
 
 
-def _checked(ids: Iterable[int], vocab_size: int) -> list[int]:
+def _check_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
     checked = [int(index) for index in ids]
     for index in checked:
         if not 0 <= index < vocab_size:

@@ -16,19 +16,20 @@ from typing import TypeVar
 import msgspec
 
 from evener.core.errors import UsageError
+from evener.corpus.documents import CorpusSplits, Document, whole_document
 from evener.corpus.english import (
     PRONOUNS,
     Aspect,
-    Features,
-    Number,
-    Phrase,
-    Question,
+    GrammaticalNumber,
+    NounPhrase,
+    QuestionKind,
     Tense,
-    indefinite,
-    objection,
-    phrase,
-    plural,
-    sentence,
+    VerbFeatures,
+    build_sentence,
+    noun_phrase,
+    pluralize_noun,
+    why_ungrammatical,
+    with_indefinite_article,
 )
 from evener.corpus.lexicon import (
     MANNERS,
@@ -44,12 +45,11 @@ from evener.corpus.lexicon import (
     THING_ADJECTIVES,
     TIMES,
     VERBS,
-    Verb,
+    LexiconVerb,
 )
-from evener.corpus.text import Document, Splits, whole
 
 _PEOPLE_PRONOUNS = tuple(p for p in PRONOUNS if p.subject != "it")
-_THING_PRONOUNS = {"singular": phrase("it"), "plural": phrase("they")}
+_THING_PRONOUNS = {"singular": noun_phrase("it"), "plural": noun_phrase("they")}
 _SINGULAR = ("the", "the", "the", "a", "a", "my", "your", "his", "her", "our", "their", "this", "that")
 _PLURAL = (
     "the",
@@ -91,9 +91,9 @@ class Sentence:
     question: str
 
 
-def sentences(seed: int, num: int) -> Iterator[Sentence]:
+def generate_sentences(seed: int, num: int) -> Iterator[Sentence]:
     """Yield `num` distinct sentences. Verbs occur equally often; the first sentences do not depend on `num`."""
-    sampler = _Draw(random.Random(seed))
+    sampler = _SentenceSampler(random.Random(seed))
     verbs = list(VERBS.values())
     seen: set[str] = set()
     repeats = 0
@@ -111,7 +111,7 @@ def sentences(seed: int, num: int) -> Iterator[Sentence]:
                 return
 
 
-def make_verbs(seed: int, num: int, val_fraction: float) -> tuple[Splits, dict[str, bytes]]:
+def make_verb_corpus(seed: int, num: int, val_fraction: float) -> tuple[CorpusSplits, dict[str, bytes]]:
     """Return the corpus as text, one sentence per line, and as the files train.jsonl and val.jsonl."""
     num_val = round(num * val_fraction)
     if not 0 < num_val < num:
@@ -119,21 +119,21 @@ def make_verbs(seed: int, num: int, val_fraction: float) -> tuple[Splits, dict[s
             f"{num} sentences with a validation fraction of {val_fraction:g} leave one split empty",
             hint="for example: --sentences 100000 --val-fraction 0.1",
         )
-    drawn = list(sentences(seed, num))
+    drawn = list(generate_sentences(seed, num))
     encoder = msgspec.json.Encoder()
     parts, files = [], {}
     for split, lines in (("train", drawn[:-num_val]), ("val", drawn[-num_val:])):
         text = "".join(line.text + "\n" for line in lines).encode()
-        parts.append((whole(Document(f"{split}.txt", len(text), text)),))
+        parts.append((whole_document(Document(f"{split}.txt", len(text), text)),))
         files[f"{split}.jsonl"] = b"".join(encoder.encode(line) + b"\n" for line in lines)
-    return Splits(*parts), files
+    return CorpusSplits(*parts), files
 
 
 def _join(*words: str) -> str:
     return " ".join(word for word in words if word)
 
 
-class _Draw:
+class _SentenceSampler:
     """Samples sentences from one stream of random numbers."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -142,7 +142,7 @@ class _Draw:
     def chance(self, probability: float) -> bool:
         return self.random() < probability
 
-    def one(self, options: Sequence[T]) -> T:
+    def choose(self, options: Sequence[T]) -> T:
         return options[int(self.random() * len(options))]
 
     def shuffled(self, items: Sequence[T]) -> list[T]:
@@ -152,13 +152,13 @@ class _Draw:
             order[last], order[other] = order[other], order[last]
         return order
 
-    def sentence(self, verb: Verb) -> Sentence:
+    def sentence(self, verb: LexiconVerb) -> Sentence:
         features = self.features(verb)
         subject, rest = self.participants(verb, features)
         adverb = self.mid_adverb(verb, features)
-        where = self.where(verb, features)
-        when = "" if adverb else self.when(verb, features)  # not "will soon leave next year"
-        text = sentence(verb.lemma, features, subject, _join(rest, where, when), adverb=adverb)
+        where = self.place_adverbial(verb, features)
+        when = "" if adverb else self.time_adverbial(verb, features)  # not "will soon leave next year"
+        text = build_sentence(verb.lemma, features, subject, _join(rest, where, when), adverb=adverb)
         return Sentence(
             text=text,
             lemma=verb.lemma,
@@ -171,13 +171,13 @@ class _Draw:
             question=features.question,
         )
 
-    def features(self, verb: Verb) -> Features:
+    def features(self, verb: LexiconVerb) -> VerbFeatures:
         """Sample features that the verb allows and that make sense with it."""
         while True:
-            aspect = self.one(_ASPECTS)
+            aspect = self.choose(_ASPECTS)
             negative = self.chance(0.3)
-            features = Features(
-                tense=self.one(_TENSES),
+            features = VerbFeatures(
+                tense=self.choose(_TENSES),
                 aspect=aspect,
                 voice="passive" if verb.has_passive and self.chance(0.3) else "active",
                 polarity="negative" if negative else "positive",
@@ -185,11 +185,11 @@ class _Draw:
                 contracted=self.chance(0.4),
             )
             lasts_too_long = verb.is_event and aspect == "perfect progressive"
-            if not lasts_too_long and not objection(verb, features):
+            if not lasts_too_long and not why_ungrammatical(verb, features):
                 return features
 
-    def question(self, verb: Verb, aspect: Aspect, negative: bool) -> Question:
-        options: list[Question] = ["yes/no", "yes/no", "yes/no", "why"]
+    def question(self, verb: LexiconVerb, aspect: Aspect, negative: bool) -> QuestionKind:
+        options: list[QuestionKind] = ["yes/no", "yes/no", "yes/no", "why"]
         if not negative:
             if aspect == "simple" and not verb.is_state:
                 options.append("when")
@@ -197,99 +197,101 @@ class _Draw:
                 options.append("where")
             if aspect == "perfect progressive" or (aspect == "perfect" and verb.is_state):
                 options.append("how long")
-        return self.one(options)
+        return self.choose(options)
 
-    def participants(self, verb: Verb, features: Features) -> tuple[Phrase, str]:
+    def participants(self, verb: LexiconVerb, features: VerbFeatures) -> tuple[NounPhrase, str]:
         """Sample the subject, and the objects or complement of the verb."""
         if verb.frame == "happening":
-            return self.thing(verb.words), ""
+            return self.inanimate(verb.words), ""
         if features.voice == "passive":
             return self.passive_participants(verb)
         subject = self.person()
         if verb.frame == "intransitive":
             return subject, ""
         if verb.frame == "linking":
-            return subject, self.one(verb.words)
+            return subject, self.choose(verb.words)
         if verb.frame == "ditransitive":
-            return subject, f"{self.other_person(subject).object} {self.thing(verb.words, pronouns=False).object}"
+            return subject, f"{self.other_person(subject).object} {self.inanimate(verb.words, pronouns=False).object}"
         target = self.object_of(verb, subject)
         return subject, _join(verb.preposition, target.object, verb.tail)
 
-    def passive_participants(self, verb: Verb) -> tuple[Phrase, str]:
+    def passive_participants(self, verb: LexiconVerb) -> tuple[NounPhrase, str]:
         if verb.frame == "ditransitive":
             subject = self.person()
-            rest = self.thing(verb.words, pronouns=False).object
+            rest = self.inanimate(verb.words, pronouns=False).object
         else:
             subject = self.object_of(verb, None)
             rest = verb.tail
         agent = f"by {self.other_person(subject).object}" if self.chance(0.4) else ""
         return subject, _join(rest, agent)
 
-    def object_of(self, verb: Verb, subject: Phrase | None) -> Phrase:
-        word = self.one(verb.words)
+    def object_of(self, verb: LexiconVerb, subject: NounPhrase | None) -> NounPhrase:
+        word = self.choose(verb.words)
         if word == "@people":
             return self.other_person(subject) if subject else self.person()
-        return self.thing((word,))
+        return self.inanimate((word,))
 
-    def person(self) -> Phrase:
+    def person(self) -> NounPhrase:
         if self.chance(0.45):
-            return self.one(_PEOPLE_PRONOUNS)
+            return self.choose(_PEOPLE_PRONOUNS)
         if self.chance(0.2):
-            return phrase(self.one(NAMES))
+            return noun_phrase(self.choose(NAMES))
         if self.chance(0.1):
             first, second = self.shuffled(NAMES)[:2]
-            return phrase(f"{first} and {second}", "plural")
-        return self.noun_phrase(self.one(PEOPLE), PEOPLE_ADJECTIVES)
+            return noun_phrase(f"{first} and {second}", "plural")
+        return self.noun_phrase(self.choose(PEOPLE), PEOPLE_ADJECTIVES)
 
-    def other_person(self, than: Phrase) -> Phrase:
+    def other_person(self, than: NounPhrase) -> NounPhrase:
         """Sample someone else than the subject: "I helped me" and "we helped me" are not English."""
         while True:
             other = self.person()
             if other != than and (other.person == 3 or other.person != than.person):
                 return other
 
-    def thing(self, nouns: Sequence[str], *, pronouns: bool = True) -> Phrase:
-        noun = self.noun_phrase(self.one(nouns), THING_ADJECTIVES)
+    def inanimate(self, nouns: Sequence[str], *, pronouns: bool = True) -> NounPhrase:
+        noun = self.noun_phrase(self.choose(nouns), THING_ADJECTIVES)
         return _THING_PRONOUNS[noun.number] if pronouns and self.chance(0.12) else noun
 
-    def noun_phrase(self, noun: str, adjectives: Sequence[str]) -> Phrase:
-        number: Number = "plural" if noun not in MASS and self.chance(0.35) else "singular"
-        determiner = self.one(_MASS if noun in MASS else _PLURAL if number == "plural" else _SINGULAR)
-        words = plural(noun) if number == "plural" else noun
+    def noun_phrase(self, noun: str, adjectives: Sequence[str]) -> NounPhrase:
+        number: GrammaticalNumber = "plural" if noun not in MASS and self.chance(0.35) else "singular"
+        determiner = self.choose(_MASS if noun in MASS else _PLURAL if number == "plural" else _SINGULAR)
+        words = pluralize_noun(noun) if number == "plural" else noun
         if self.chance(0.2):
-            words = f"{self.one(adjectives)} {words}"
-        return phrase(indefinite(words) if determiner == "a" else f"{determiner} {words}".strip(), number)
+            words = f"{self.choose(adjectives)} {words}"
+        return noun_phrase(
+            with_indefinite_article(words) if determiner == "a" else f"{determiner} {words}".strip(), number
+        )
 
-    def where(self, verb: Verb, features: Features) -> str:
+    def place_adverbial(self, verb: LexiconVerb, features: VerbFeatures) -> str:
         """Sample an adverbial of manner or place."""
         if verb.is_state or verb.frame in ("linking", "prepositional") or features.question == "where":
             return ""
         if verb.frame == "intransitive":
             kind = verb.words[0]
             places = MOTIONS if kind == "motion" else PLACES if kind == "place" else ()
-            return self.one(places) if places and self.chance(0.6) else ""
+            return self.choose(places) if places and self.chance(0.6) else ""
         if verb.frame == "happening" or verb.tail or not self.chance(0.35):
             return ""
-        return self.one(PLACES_OF_ACTION if verb.is_event or self.chance(0.5) else MANNERS)
+        return self.choose(PLACES_OF_ACTION if verb.is_event or self.chance(0.5) else MANNERS)
 
-    def when(self, verb: Verb, features: Features) -> str:
+    def time_adverbial(self, verb: LexiconVerb, features: VerbFeatures) -> str:
         key = (features.tense, features.aspect)
         if features.question in ("when", "how long") or not self.chance(0.45):
             return ""
         if verb.is_state:
-            return self.one(STATE_TIMES[key])
+            return self.choose(STATE_TIMES[key])
         if verb.is_event and key == ("present", "simple"):
             return ""
         if key == ("present", "perfect") and self.chance(0.3):
             is_open = features.polarity == "negative" or features.question != "no"
             return "yet" if is_open and features.question in ("no", "yes/no") else ""
-        return self.one(TIMES[key])
+        return self.choose(TIMES[key])
 
-    def mid_adverb(self, verb: Verb, features: Features) -> str:
+    def mid_adverb(self, verb: LexiconVerb, features: VerbFeatures) -> str:
         key = (features.tense, features.aspect)
         if verb.is_state or verb.is_event or key not in MID_ADVERBS or not self.chance(0.2):
             return ""
         anywhere, in_statements = MID_ADVERBS[key]
         is_plain = features.question == "no" and features.polarity == "positive"
         options = anywhere + in_statements if is_plain else anywhere
-        return self.one(options) if options else ""
+        return self.choose(options) if options else ""

@@ -10,28 +10,45 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from evener.core.finding import Finding, Severity
-from evener.core.fleet import Fleet
-from evener.core.units import seconds
-from evener.hosts.facts import Facts, Process
-from evener.hosts.linkchecks import check_links
-from evener.hosts.machinechecks import check_machines
-from evener.hosts.netchecks import check_network
-from evener.hosts.private import check_private
-from evener.hosts.seen import Seen, each, finding_of, holder_of, is_address, is_mistaken, listed
+from evener.core.fleet_file import Fleet
+from evener.core.units import format_seconds
+from evener.hosts.context import (
+    CheckContext,
+    describe_by_host,
+    find_address_holder,
+    finding_for_hosts,
+    has_foreign_host_key,
+    is_ip_address,
+    join_names,
+)
+from evener.hosts.facts import HostFacts, HostProcess
+from evener.hosts.firewall import check_port_protection
+from evener.hosts.link_checks import check_links
+from evener.hosts.machine_checks import check_machines
+from evener.hosts.network_checks import check_network
 
-PYTHON_NEEDED = (3, 11)
+MIN_PYTHON_VERSION = (3, 11)
 
 
-def check(seen: Seen) -> list[Finding]:
+def run_checks(context: CheckContext) -> list[Finding]:
     """Return every finding, in the order in which a person would fix them."""
-    findings = [*_reachable(seen), *_same_machine(seen), *_shadowed(seen), *_versions(seen)]
-    if not seen.is_one_host:
-        findings += [*check_network(seen), *check_links(seen)]
-    findings += check_private(seen.guards, seen.network.ways, {name: seen.sudo(name) for name in seen.guards})
-    return [*findings, *_ports_and_processes(seen), *check_machines(seen)]
+    findings = [
+        *_check_reachable(context),
+        *_check_duplicate_machines(context),
+        *_check_shadowed_modules(context),
+        *_check_versions(context),
+    ]
+    if not context.is_one_host:
+        findings += [*check_network(context), *check_links(context)]
+    findings += check_port_protection(
+        context.port_protection,
+        context.network.interfaces,
+        {name: context.sudo_prefix(name) for name in context.port_protection},
+    )
+    return [*findings, *_check_ports_and_processes(context), *check_machines(context)]
 
 
-def names_to_resolve(fleet: Fleet, facts: Mapping[str, Facts]) -> list[str]:
+def names_to_resolve(fleet: Fleet, facts: Mapping[str, HostFacts]) -> list[str]:
     """Return the names by which a host may be addressed: its own, the one in the fleet file, MASTER_ADDR."""
     names = [host_facts.hostname for host_facts in facts.values()]
     names += [host.address for host in fleet.hosts.values() if not host.is_local]
@@ -40,22 +57,25 @@ def names_to_resolve(fleet: Fleet, facts: Mapping[str, Facts]) -> list[str]:
         for host_facts in facts.values()
         if "MASTER_ADDR" in host_facts.environment
     ]
-    return list(dict.fromkeys(name.rpartition("@")[2] for name in names if not is_address(name)))
+    return list(dict.fromkeys(name.rpartition("@")[2] for name in names if not is_ip_address(name)))
 
 
 # --- reachability, identity, versions ----------------------------------------------------------------------------
 
 
-def _reachable(seen: Seen) -> Iterator[Finding]:
-    for name, error in seen.errors.items():
-        if is_mistaken(seen, name) and holder_of(seen, name, seen.fleet.hosts[name].address) is not None:
+def _check_reachable(context: CheckContext) -> Iterator[Finding]:
+    for name, error in context.errors.items():
+        if (
+            has_foreign_host_key(context, name)
+            and find_address_holder(context, name, context.fleet.hosts[name].address) is not None
+        ):
             continue  # another finding reports that another machine has its address
         yield Finding(check=error.check, severity="error", host=name, evidence=str(error), fix=error.hint)
 
 
-def _same_machine(seen: Seen) -> Iterator[Finding]:
+def _check_duplicate_machines(context: CheckContext) -> Iterator[Finding]:
     first: dict[str, str] = {}
-    for name, facts in seen.facts.items():
+    for name, facts in context.facts.items():
         if facts.machine_id is None:
             continue
         other = first.setdefault(facts.machine_id, name)
@@ -67,9 +87,9 @@ def _same_machine(seen: Seen) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _shadowed(seen: Seen) -> Iterator[Finding]:
+def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
     """Check that python starts in its environment, and that no other file shadows its modules or torch."""
-    for name, facts in seen.facts.items():
+    for name, facts in context.facts.items():
         if facts.shadowed:
             module, path = next(iter(facts.shadowed.items()))
             others = f", and {len(facts.shadowed) - 1} more" if len(facts.shadowed) > 1 else ""
@@ -77,60 +97,83 @@ def _shadowed(seen: Seen) -> Iterator[Finding]:
             breaks = error is not None or "torch" in facts.shadowed
             yield Finding(
                 check="env.shadowed", severity="error" if breaks else "warning", host=name,
-                evidence=f"PYTHONPATH has {path}{others}: python imports it in place of {_own(module)} own"
-                + (f", and ends: {_last(error)}" if error else ""),
-                fix=seen.unset(name, "PYTHONPATH"),
+                evidence=f"PYTHONPATH has {path}{others}: python imports it in place of {_owner_of_module(module)} own"
+                + (f", and ends: {_last_line(error)}" if error else ""),
+                fix=context.unset_command(name, "PYTHONPATH"),
             )  # fmt: skip
         elif facts.python_error is not None and facts.python_version is not None:
             yield Finding(
                 check="env.shadowed", severity="error", host=name,
-                evidence=f"{facts.python} starts only with -I; in its environment: {_last(facts.python_error)}",
+                evidence=f"{facts.python} starts only with -I; in its environment: {_last_line(facts.python_error)}",
                 fix=f"on {name}: {facts.python} -c pass shows which file that is",
             )  # fmt: skip
         elif facts.torch_error is not None and facts.torch_version is not None:
             yield Finding(
-                check="version.torch", severity="error", host=name,
-                evidence=f"torch {facts.torch_version} is there, and cannot be imported: {_last(facts.torch_error)}",
-                fix=f"on {name}: {facts.python} -m pip uninstall -y torch; {seen.setup()}",
-            )  # fmt: skip
+                check="version.torch",
+                severity="error",
+                host=name,
+                evidence=f"torch {facts.torch_version} is there, and cannot be imported: "
+                f"{_last_line(facts.torch_error)}",
+                fix=f"on {name}: {facts.python} -m pip uninstall -y torch; {context.setup_command()}",
+            )
 
 
-def _own(module: str) -> str:
+def _owner_of_module(module: str) -> str:
     return "torch's" if module == "torch" else "its"
 
 
-def _last(said: str) -> str:
-    return said.splitlines()[-1]
+def _last_line(output: str) -> str:
+    return output.splitlines()[-1]
 
 
-def _versions(seen: Seen) -> Iterator[Finding]:
-    broken = [name for name, facts in seen.facts.items() if facts.python_version is None]
+def _check_versions(context: CheckContext) -> Iterator[Finding]:
+    broken = [name for name, facts in context.facts.items() if facts.python_version is None]
     for name in broken:
-        error = seen.facts[name].python_error
+        error = context.facts[name].python_error
         yield Finding(
             check="version.python", severity="error", host=name,
-            evidence=f"{seen.facts[name].python} does not start{f': {_last(error)}' if error else ''}",
-            fix=f'{seen.setup()}; or [hosts.{name}] python = "…"',
+            evidence=f"{context.facts[name].python} does not start{f': {_last_line(error)}' if error else ''}",
+            fix=f'{context.setup_command()}; or [hosts.{name}] python = "…"',
         )  # fmt: skip
-    facts = {name: host_facts for name, host_facts in seen.facts.items() if name not in broken}
-    outdated = [name for name, host_facts in facts.items() if _minor(host_facts.python_version) < PYTHON_NEEDED]
+    facts = {name: host_facts for name, host_facts in context.facts.items() if name not in broken}
+    outdated = [
+        name
+        for name, host_facts in facts.items()
+        if _parse_minor_version(host_facts.python_version) < MIN_PYTHON_VERSION
+    ]
     if outdated:
-        yield finding_of(outdated, "version.python", "error",
-                  f"{each(outdated, lambda name: f'python {facts[name].python_version}')}; evener needs 3.11 or newer",
-                  f"install python 3.11 there; then {seen.setup()}{_or_python(outdated)}")  # fmt: skip
+        yield finding_for_hosts(
+            outdated,
+            "version.python",
+            "error",
+            f"{describe_by_host(outdated, lambda name: f'python {facts[name].python_version}')}; evener needs "
+            f"3.11 or newer",
+            f"install python 3.11 there; then {context.setup_command()}{_python_override_hint(outdated)}",
+        )
     else:
-        yield from _differing(
-            {name: ".".join(map(str, _minor(host_facts.python_version))) for name, host_facts in facts.items()},
-            "version.python", "python", "warning", seen.setup(),
-        )  # fmt: skip
+        yield from _check_version_mismatch(
+            {
+                name: ".".join(map(str, _parse_minor_version(host_facts.python_version)))
+                for name, host_facts in facts.items()
+            },
+            "version.python",
+            "python",
+            "warning",
+            context.setup_command(),
+        )
     no_torch = [name for name, host_facts in facts.items() if host_facts.torch_version is None and name not in outdated]
     if no_torch:
-        yield finding_of(no_torch, "version.torch", "error",
-                  f"{each(no_torch, lambda name: f'{facts[name].python} has no torch')}", seen.setup())  # fmt: skip
-    yield from _differing(
+        yield finding_for_hosts(
+            no_torch,
+            "version.torch",
+            "error",
+            f"{describe_by_host(no_torch, lambda name: f'{facts[name].python} has no torch')}",
+            context.setup_command(),
+        )
+    yield from _check_version_mismatch(
         {name: host_facts.torch_version.partition("+")[0] for name, host_facts in facts.items()
          if host_facts.torch_version},
-        "version.torch", "torch", "error", seen.setup(),
+        "version.torch", "torch", "error", context.setup_command(),
     )  # fmt: skip
     no_evener = [
         name
@@ -138,16 +181,29 @@ def _versions(seen: Seen) -> Iterator[Finding]:
         if host_facts.evener_hash is None and name not in [*no_torch, *outdated]
     ]
     if no_evener:
-        yield finding_of(no_evener, "version.evener", "error",
-                  f"{each(no_evener, lambda name: f'{facts[name].python} has no evener')}", seen.setup())  # fmt: skip
-    differing = [name for name, host_facts in facts.items() if host_facts.evener_hash not in (None, seen.own_hash)]
+        yield finding_for_hosts(
+            no_evener,
+            "version.evener",
+            "error",
+            f"{describe_by_host(no_evener, lambda name: f'{facts[name].python} has no evener')}",
+            context.setup_command(),
+        )
+    differing = [
+        name for name, host_facts in facts.items() if host_facts.evener_hash not in (None, context.local_code_hash)
+    ]
     if differing:
-        yield finding_of(differing, "version.evener", "error",
-                  each(differing, lambda name: f"its evener {facts[name].evener_version} differs from this machine's"),
-                  seen.setup())  # fmt: skip
+        yield finding_for_hosts(
+            differing,
+            "version.evener",
+            "error",
+            describe_by_host(
+                differing, lambda name: f"its evener {facts[name].evener_version} differs from this machine's"
+            ),
+            context.setup_command(),
+        )
 
 
-def _differing(
+def _check_version_mismatch(
     versions: Mapping[str, str], check: str, package: str, severity: Severity, fix: str
 ) -> Iterator[Finding]:
     if len(set(versions.values())) < 2:
@@ -155,73 +211,81 @@ def _differing(
     common = Counter(versions.values()).most_common(1)[0][0]  # of equally many, the first host's
     common_hosts = [name for name, version in versions.items() if version == common]
     others = [name for name, version in versions.items() if version != common]
-    yield finding_of(others, check, severity,
-              f"{each(others, lambda name: f'{package} {versions[name]}')}; {listed(common_hosts)}: {common}",
-              fix)  # fmt: skip
+    yield finding_for_hosts(
+        others,
+        check,
+        severity,
+        f"{describe_by_host(others, lambda name: f'{package} {versions[name]}')}; {join_names(common_hosts)}: {common}",
+        fix,
+    )
 
 
 # --- ports and processes -----------------------------------------------------------------------------------------
 
 
-def _ports_and_processes(seen: Seen) -> Iterator[Finding]:
-    for name, facts in seen.facts.items():
+def _check_ports_and_processes(context: CheckContext) -> Iterator[Finding]:
+    for name, facts in context.facts.items():
         stale_pids = {process.pid for process in facts.stale}
         if facts.port_holder is not None:
             holder = facts.port_holder
             show_command = f"on {name}: sudo ss -tlnp 'sport = :{facts.port}'"
             yield Finding(
-                check="port.in-use", severity="warning", host=name,
-                evidence=f"port {facts.port} is held by {_process(holder)}; evener will take another port",
-                fix=show_command if holder.pid is None else _end(seen, name, holder, is_stale=holder.pid in stale_pids),
-            )  # fmt: skip
-        for group in _by_run(facts.stale):
+                check="port.in-use",
+                severity="warning",
+                host=name,
+                evidence=f"port {facts.port} is held by {_describe_process(holder)}; evener will take another port",
+                fix=show_command
+                if holder.pid is None
+                else _kill_command(context, name, holder, is_stale=holder.pid in stale_pids),
+            )
+        for group in _group_by_run(facts.stale):
             others = f", and {len(group) - 1} more" if len(group) > 1 else ""
             yield Finding(
                 check="proc.stale", severity="warning", host=name,
-                evidence=f"left over, without a supervisor: {_process(group[0])}{others}",
-                fix=f"evener stop --stale{seen.fleet.flag}"
+                evidence=f"left over, without a supervisor: {_describe_process(group[0])}{others}",
+                fix=f"evener stop --stale{context.fleet.cli_flag}"
                 if group[0].run
                 else f"on {name}: kill {' '.join(str(one.pid) for one in group)}",
             )  # fmt: skip
         for process in facts.attached:
             yield Finding(
                 check="tty.attached", severity="warning", host=name,
-                evidence=f"ends when its terminal or ssh session does: {_process(process)}",
+                evidence=f"ends when its terminal or ssh session does: {_describe_process(process)}",
                 fix="start it by evener launch, which detaches it; or inside tmux",
             )  # fmt: skip
 
 
-def _end(seen: Seen, name: str, process: Process, *, is_stale: bool) -> str:
+def _kill_command(context: CheckContext, name: str, process: HostProcess, *, is_stale: bool) -> str:
     if process.run is not None:
-        return f"evener stop --stale{seen.fleet.flag}" if is_stale else f"evener stop {process.run}"
+        return f"evener stop --stale{context.fleet.cli_flag}" if is_stale else f"evener stop {process.run}"
     return f"on {name}: kill {process.pid}"
 
 
-def _by_run(processes: Iterable[Process]) -> list[list[Process]]:
-    groups: dict[str | None, list[Process]] = {}
+def _group_by_run(processes: Iterable[HostProcess]) -> list[list[HostProcess]]:
+    groups: dict[str | None, list[HostProcess]] = {}
     for process in processes:
         groups.setdefault(process.run, []).append(process)
     return list(groups.values())
 
 
-def _process(process: Process) -> str:
+def _describe_process(process: HostProcess) -> str:
     if process.pid is None:
         return "a process of another user, which only root may see"
     parts = [f"pid {process.pid}"]
     parts += [f"of {process.owner}"] if process.owner else []
-    parts += [f"for {seconds(process.age_s)}"] if process.age_s is not None else []
+    parts += [f"for {format_seconds(process.age_s)}"] if process.age_s is not None else []
     parts += [f"run {process.run}"] if process.run else []
-    return f"{', '.join(parts)}: {_short(process.command or 'its command is not known')}"
+    return f"{', '.join(parts)}: {_truncate_command(process.command or 'its command is not known')}"
 
 
-def _or_python(hosts: Sequence[str]) -> str:
+def _python_override_hint(hosts: Sequence[str]) -> str:
     return f'; or [hosts.{hosts[0]}] python = "…"' if len(hosts) == 1 else ""
 
 
-def _short(command: str) -> str:
+def _truncate_command(command: str) -> str:
     command = " ".join(command.split())
     return command if len(command) <= 90 else command[:87] + "…"
 
 
-def _minor(version: str | None) -> tuple[int, ...]:
+def _parse_minor_version(version: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in (version or "0.0").split(".")[:2])

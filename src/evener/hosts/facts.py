@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from evener.core.decoding import from_tree
+from evener.core.decoding import from_builtins
 
-Kind = Literal["loopback", "wired", "wireless", "tunnel", "wireguard", "docker", "bridge", "virtual"]
+InterfaceKind = Literal["loopback", "wired", "wireless", "tunnel", "wireguard", "docker", "bridge", "virtual"]
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
-BF16_CAPABILITY = 8.0  # CUDA compute capability from which a GPU has bfloat16 units: Ampere
+MIN_BF16_COMPUTE_CAPABILITY = 8.0  # CUDA compute capability from which a GPU has bfloat16 units: Ampere
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class FactsRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Base of the structs that make up the facts."""
 
 
-class Address(Record, frozen=True, kw_only=True):
+class InterfaceAddress(FactsRecord, frozen=True, kw_only=True):
     """One address of a network interface."""
 
     address: str
@@ -39,13 +39,13 @@ class Address(Record, frozen=True, kw_only=True):
         return str(ipaddress.ip_network(f"{self.address}/{width}", strict=False))
 
 
-class Interface(Record, frozen=True, kw_only=True):
+class NetworkInterface(FactsRecord, frozen=True, kw_only=True):
     """One network interface, its addresses in the order in which Gloo tries them."""
 
     name: str
-    addresses: list[Address]
+    addresses: list[InterfaceAddress]
     up: bool  # switched on, and with a carrier
-    kind: Kind
+    kind: InterfaceKind
     mtu: int | None = None
     mac: str | None = None  # its hardware address
     is_physical: bool = False  # a NIC, so that its speed and duplex mean something
@@ -53,19 +53,19 @@ class Interface(Record, frozen=True, kw_only=True):
     duplex: Literal["full", "half"] | None = None
 
     @property
-    def first(self) -> Address | None:
+    def first_address(self) -> InterfaceAddress | None:
         """Return the address that Gloo binds when it is given this interface's name."""
         return self.addresses[0] if self.addresses else None
 
 
-class Limit(Record, frozen=True, kw_only=True):
+class ResourceLimit(FactsRecord, frozen=True, kw_only=True):
     """A resource limit; None = unlimited."""
 
     soft: int | None
     hard: int | None
 
 
-class Process(Record, frozen=True, kw_only=True):
+class HostProcess(FactsRecord, frozen=True, kw_only=True):
     """A process that holds the port, is left over from a run, or ends with its terminal."""
 
     pid: int | None
@@ -75,7 +75,7 @@ class Process(Record, frozen=True, kw_only=True):
     run: str | None = None  # the run of evener that it belongs to
 
 
-class Candidate(Record, frozen=True, kw_only=True):
+class ResolvedAddress(FactsRecord, frozen=True, kw_only=True):
     """One address that the host's own name resolves to."""
 
     address: str
@@ -83,16 +83,16 @@ class Candidate(Record, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class GlooChoice(Record, frozen=True, kw_only=True):
+class GlooDefaultAddress(FactsRecord, frozen=True, kw_only=True):
     """The address that Gloo would choose without GLOO_SOCKET_IFNAME."""
 
     hostname: str
-    candidates: list[Candidate]
+    candidates: list[ResolvedAddress]
     address: str
     error: str | None = None
 
 
-class Devices(Record, frozen=True, kw_only=True):
+class ComputeDevices(FactsRecord, frozen=True, kw_only=True):
     """The devices that ranks can compute on."""
 
     cores: int  # available to a process
@@ -108,11 +108,11 @@ class Devices(Record, frozen=True, kw_only=True):
     @property
     def gpus_have_bf16(self) -> bool:
         """Return whether it has GPUs and all of them compute in bfloat16."""
-        supported = [capability >= BF16_CAPABILITY for capability in self.gpu_capabilities]
+        supported = [capability >= MIN_BF16_COMPUTE_CAPABILITY for capability in self.gpu_capabilities]
         return bool(self.gpus) and len(supported) == len(self.gpus) and all(supported)
 
 
-class Facts(Devices, frozen=True, kw_only=True):
+class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     """All that is known of one machine."""
 
     hostname: str
@@ -150,14 +150,14 @@ class Facts(Devices, frozen=True, kw_only=True):
     disk_folder: str | None = None  # that, or the nearest existing folder above it
     disk_writable: bool | None = None
     shm_bytes: int | None = None
-    limits: dict[str, Limit | None] = {}
+    limits: dict[str, ResourceLimit | None] = {}
 
     gpu_driver: str | None = None
     gpu_error: str | None = None
     gpu_cards: int = 0  # NVIDIA cards on the bus
     gpu_iommu: bool | None = None  # an IOMMU translates between the cards
 
-    interfaces: list[Interface] = []
+    interfaces: list[NetworkInterface] = []
     port_range: tuple[int, int] = (32768, 60999)
     congestion_control: str | None = None
     queue_discipline: str | None = None
@@ -166,12 +166,12 @@ class Facts(Devices, frozen=True, kw_only=True):
     firewall: Literal["ufw", "firewalld", "nftables", "iptables", "macos"] | None = None
     firewall_chain: str | None = None
     port: int
-    port_holder: Process | None = None
-    gloo: GlooChoice
+    port_holder: HostProcess | None = None
+    gloo: GlooDefaultAddress
     environment: dict[str, str] = {}
     set_in: dict[str, str] = {}  # the file that sets a variable for every session
-    stale: list[Process] = []
-    attached: list[Process] = []
+    stale: list[HostProcess] = []
+    attached: list[HostProcess] = []
 
     has_battery: bool | None = None
     on_battery: bool | None = None
@@ -181,11 +181,11 @@ class Facts(Devices, frozen=True, kw_only=True):
     clock_offset_s: float | None = None  # their clock minus the controller's
     clock_error_s: float | None = None
 
-    def interface(self, name: str) -> Interface | None:
+    def find_interface(self, name: str) -> NetworkInterface | None:
         """Return the interface of this name, if there is one."""
         return next((interface for interface in self.interfaces if interface.name == name), None)
 
-    def interface_of(self, address: str) -> Interface | None:
+    def find_interface_by_address(self, address: str) -> NetworkInterface | None:
         """Return the interface that has this address; any of 127.0.0.0/8 counts as the loopback's."""
         ip = ipaddress.ip_address(address.partition("%")[0])
         for interface in self.interfaces:
@@ -196,9 +196,9 @@ class Facts(Devices, frozen=True, kw_only=True):
         return None
 
 
-def to_facts(told: dict[str, Any], clock: tuple[float, float] | None = None) -> Facts:
+def decode_facts(collected: dict[str, Any], clock: tuple[float, float] | None = None) -> HostFacts:
     """Decode the facts that a host reported; `clock` is (its clock's offset, the error of that) in seconds."""
-    facts = from_tree(told, Facts)
+    facts = from_builtins(collected, HostFacts)
     if clock is None:
         return facts
     return msgspec.structs.replace(facts, clock_offset_s=clock[0], clock_error_s=clock[1])

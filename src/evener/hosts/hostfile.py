@@ -16,63 +16,71 @@ from pathlib import Path
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.hosts.found import USER, Found, LeftOut, Listing, machine, target, text_of
+from evener.hosts.import_hosts import (
+    USERNAME_PATTERN,
+    HostList,
+    ImportedHost,
+    SkippedHost,
+    machine_key,
+    parse_ssh_target,
+    read_text_file,
+)
 
 EXPECTED = "expected a name or an IP address, user@host:port, NAME=ADDRESS or local"
-LEAST_PORT = 1024  # a smaller number after a host's colon is its slots: no machine has so many
+MIN_SSH_PORT = 1024  # a smaller number after a host's colon is its slots: no machine has so many
 SLOTS_NOTE = (
     "slots are not written: evener starts a process for each GPU that it finds, and one where there is none; "
     "`ranks = N` below a host sets another number"
 )
 
 
-def of_words(words: Iterable[str], here: str = "here") -> Listing:
+def parse_host_arguments(arguments: Iterable[str], local_name: str = "here") -> HostList:
     """Parse machines as typed: "attic=192.168.1.36", "ben@laptop:2222", "local", which is named `local_name`."""
-    return Listing(found=[of_word(word, here) for word in words])
+    return HostList(hosts=[parse_host_argument(word, local_name) for word in arguments])
 
 
-def of_word(word: str, here: str = "here") -> Found:
+def parse_host_argument(argument: str, local_name: str = "here") -> ImportedHost:
     """Parse one machine as typed.
 
-    >>> found = of_word("attic=192.168.1.36")
+    >>> found = parse_host_argument("attic=192.168.1.36")
     >>> found.name, found.host.address
     ('attic', '192.168.1.36')
     """
-    name, is_named, address = word.partition("=")
-    host = target(address if is_named else word)
+    name, is_named, address = argument.partition("=")
+    host = parse_ssh_target(address if is_named else argument)
     if host is None or (is_named and not name.strip()):
-        raise UsageError(f"{word!r} names no machine", hint=EXPECTED)
-    return Found(name if is_named else here if host.is_local else host.address, host)
+        raise UsageError(f"{argument!r} names no machine", hint=EXPECTED)
+    return ImportedHost(name if is_named else local_name if host.is_local else host.address, host)
 
 
-def of_hostfile(file: Path) -> Listing:
+def import_hostfile(file: Path) -> HostList:
     """Return the machines of a hostfile, without duplicates. UsageError names the line that is not valid."""
-    hosts: dict[object, Found] = {}
+    hosts: dict[object, ImportedHost] = {}
     slots: dict[object, int] = {}
-    for number, line in enumerate(text_of(file).split("\n"), 1):
+    for number, line in enumerate(read_text_file(file).split("\n"), 1):
         words = " ".join(line.partition("#")[0].split()).replace(" =", "=").replace("= ", "=").split()
         if words:
-            imported, count = _host(words, f"{file}, line {number}")
-            key = machine(imported.host)
+            imported, count = _parse_host_line(words, f"{file}, line {number}")
+            key = machine_key(imported.host)
             hosts.setdefault(key, imported)
             slots[key] = slots.get(key, 0) + count
     if not hosts:
         raise UsageError(f"{file}: it names no host", hint="one a line: worker-1 slots=8")
-    return Listing(
-        found=[imported for key, imported in hosts.items() if slots[key]],
-        left_out=[LeftOut(imported.name, "it has no slots") for key, imported in hosts.items() if not slots[key]],
+    return HostList(
+        hosts=[imported for key, imported in hosts.items() if slots[key]],
+        skipped=[SkippedHost(imported.name, "it has no slots") for key, imported in hosts.items() if not slots[key]],
         notes=[SLOTS_NOTE] if max(slots.values()) > 1 else [],
     )
 
 
-def _host(words: list[str], where: str) -> tuple[Found, int]:
+def _parse_host_line(words: list[str], where: str) -> tuple[ImportedHost, int]:
     """Parse a line into (host, slots); 1 slot if it gives none."""
     first, *pairs = words
     count = 1
     name, _, digits = first.rpartition(":")
-    if re.fullmatch(r"[0-9]{1,4}", digits) and int(digits) < LEAST_PORT and (":" not in name or name.endswith("]")):
+    if re.fullmatch(r"[0-9]{1,4}", digits) and int(digits) < MIN_SSH_PORT and (":" not in name or name.endswith("]")):
         first, count = name, int(digits)
-    host = target(first)
+    host = parse_ssh_target(first)
     if host is None:
         raise UsageError(f"{where}: {words[0]!r} names no machine", hint="expected one a line: worker-1 slots=8")
     for pair in pairs:
@@ -83,6 +91,6 @@ def _host(words: list[str], where: str) -> tuple[Found, int]:
             if not re.fullmatch(r"[0-9]{1,6}", value):
                 raise UsageError(f"{where}: {pair!r}: expected a whole number")
             count = int(value)
-        elif key in ("user", "username") and USER.fullmatch(value) and not host.is_local:
+        elif key in ("user", "username") and USERNAME_PATTERN.fullmatch(value) and not host.is_local:
             host = msgspec.structs.replace(host, user=host.user or value)
-    return Found("localhost" if host.is_local else host.address, host), count
+    return ImportedHost("localhost" if host.is_local else host.address, host), count

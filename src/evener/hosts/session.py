@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from evener.core.errors import HostError
-from evener.core.fleet import Fleet, Host
-from evener.hosts.shell import Shell, shell_of
+from evener.core.fleet_file import Fleet, HostConfig
+from evener.hosts.transport import Transport, make_transport
 
-REMOTE = Path(__file__).parent / "remote"
+REMOTE_DIR = Path(__file__).parent / "remote"
 MAGIC = b"\nevener-session-1\n"
-HELLO_S = 12.0
-ANSWER_S = 3.0  # from the TCP connection to the reply
-CALL_S = 30.0
+HANDSHAKE_TIMEOUT_S = 12.0
+HANDSHAKE_MARGIN_S = 3.0  # from the TCP connection to the reply
+CALL_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,33 +48,33 @@ class RemoteError(Exception):
 class Session:
     """An open connection to one host. Safe to use from several threads."""
 
-    def __init__(self, name: str, shell: Shell, patience_s: float) -> None:
-        self.name, self._shell = name, shell
+    def __init__(self, name: str, shell: Transport, connect_timeout_s: float) -> None:
+        self.name, self._transport = name, shell
         self._process = shell.start()
         self._ids = itertools.count(1)
-        self._queues: dict[Any, queue.SimpleQueue[tuple[dict[str, Any], bytes]]] = {}
-        self._known: set[str] = set()
+        self._replies: dict[Any, queue.SimpleQueue[tuple[dict[str, Any], bytes]]] = {}
+        self._loaded_modules: set[str] = set()
         self._lock, self._write_lock, self._load_lock = threading.Lock(), threading.Lock(), threading.Lock()
-        self._lost: HostError | None = None
+        self._connection_error: HostError | None = None
         self._closing = False
         self._stderr: list[bytes] = []
-        self._noise = b""  # printed before the remote program answered
-        self._queues["hello"] = queue.SimpleQueue()
-        self._errors = threading.Thread(target=self._read_stderr, daemon=True)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._errors.start()
-        self._reader.start()
-        program = (REMOTE / "serve.py").read_bytes()
+        self._login_output = b""  # printed before the remote program answered
+        self._replies["hello"] = queue.SimpleQueue()
+        self._stderr_thread = threading.Thread(target=self._read_stderr, daemon=True)
+        self._reader_thread = threading.Thread(target=self._read_replies, daemon=True)
+        self._stderr_thread.start()
+        self._reader_thread.start()
+        program = (REMOTE_DIR / "rpc_server.py").read_bytes()
         self._write(f"{len(program)}\n".encode() + program)
         try:
-            hello, _ = self._next("hello", patience_s)
+            hello, _ = self._next_reply("hello", connect_timeout_s)
         except BaseException:
             self.close()
             raise
         self.python: str = hello["hello"]
 
     def call(
-        self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_S, **args: Any
+        self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_TIMEOUT_S, **args: Any
     ) -> Any:
         """Call a function and return its result: the last item of one that yields, None if it yields nothing."""
         value = None
@@ -83,15 +83,15 @@ class Session:
         return value
 
     def stream(
-        self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_S, **args: Any
+        self, module: str, function: str, *, body: bytes = b"", timeout_s: float | None = CALL_TIMEOUT_S, **args: Any
     ) -> Iterator[Any]:
         """Yield the items of a function as they arrive, at most `timeout_s` apart. Leaving early cancels the call."""
-        self._load(module)
-        request_id = self._request({"module": module, "function": function, "args": args}, body)
+        self._load_module(module)
+        request_id = self._send_request({"module": module, "function": function, "args": args}, body)
         done = False
         try:
             while True:
-                header, content = self._next(request_id, timeout_s)
+                header, content = self._next_reply(request_id, timeout_s)
                 if "done" in header:
                     done = True
                     return
@@ -101,8 +101,8 @@ class Session:
                 yield content if "size" in header else header["value"]
         finally:
             with self._lock:
-                self._queues.pop(request_id, None)
-            if not done and self._lost is None:
+                self._replies.pop(request_id, None)
+            if not done and self._connection_error is None:
                 with contextlib.suppress(HostError):
                     self._write(json.dumps({"cancel": request_id}).encode() + b"\n")
 
@@ -112,10 +112,10 @@ class Session:
         for _ in range(repeats):
             ping = f"ping-{next(self._ids)}"
             with self._lock:
-                self._queues[ping] = queue.SimpleQueue()
+                self._replies[ping] = queue.SimpleQueue()
             began = time.time()
             self._write(json.dumps({"ping": ping}).encode() + b"\n")
-            header, _ = self._next(ping, CALL_S)
+            header, _ = self._next_reply(ping, CALL_TIMEOUT_S)
             took = time.time() - began
             if took / 2 < best[1]:
                 best = (header["time"] - (began + took / 2), took / 2)
@@ -132,37 +132,37 @@ class Session:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(1)
-        self._errors.join(1)
+        self._reader_thread.join(1)
+        self._stderr_thread.join(1)
 
-    def _load(self, module: str) -> None:
+    def _load_module(self, module: str) -> None:
         with self._load_lock:
-            if module in self._known:
+            if module in self._loaded_modules:
                 return
-            request_id = self._request({"module": module, "source": (REMOTE / f"{module}.py").read_text()})
-            header, _ = self._next(request_id, CALL_S)
+            request_id = self._send_request({"module": module, "source": (REMOTE_DIR / f"{module}.py").read_text()})
+            header, _ = self._next_reply(request_id, CALL_TIMEOUT_S)
             if "error" in header:
                 raise RemoteError(self.name, header["error"], header["kind"], header["traceback"])
-            self._known.add(module)
+            self._loaded_modules.add(module)
 
-    def _request(self, request: dict[str, Any], body: bytes = b"") -> int:
+    def _send_request(self, request: dict[str, Any], body: bytes = b"") -> int:
         request_id = next(self._ids)
         with self._lock:
-            self._queues[request_id] = queue.SimpleQueue()
-            if self._lost is not None:
-                raise self._lost
+            self._replies[request_id] = queue.SimpleQueue()
+            if self._connection_error is not None:
+                raise self._connection_error
         header = request | {"id": request_id} | ({"size": len(body)} if body else {})
         self._write(json.dumps(header).encode() + b"\n" + body)
         return request_id
 
-    def _next(self, key: Any, timeout_s: float | None) -> tuple[dict[str, Any], bytes]:
+    def _next_reply(self, key: Any, timeout_s: float | None) -> tuple[dict[str, Any], bytes]:
         with self._lock:
-            replies = self._queues[key]
+            replies = self._replies[key]
         try:
             header, content = replies.get(timeout=timeout_s)
         except queue.Empty:
             if key == "hello":
-                raise self._failed(None) from None
+                raise self._startup_error(None) from None
             raise HostError(
                 f"{self.name}: no answer within {timeout_s:g} s",
                 check="ssh.unreachable",
@@ -170,9 +170,9 @@ class Session:
                 hint="the machine or its network has stopped responding",
             ) from None
         if "lost" in header:
-            assert self._lost is not None
+            assert self._connection_error is not None
             replies.put((header, content))
-            raise self._lost
+            raise self._connection_error
         return header, content
 
     def _write(self, data: bytes) -> None:
@@ -182,12 +182,12 @@ class Session:
                 self._process.stdin.write(data)
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                self._reader.join(HELLO_S)
-                if self._lost is not None:
-                    raise self._lost from None
+                self._reader_thread.join(HANDSHAKE_TIMEOUT_S)
+                if self._connection_error is not None:
+                    raise self._connection_error from None
                 raise
 
-    def _read(self) -> None:
+    def _read_replies(self) -> None:
         stdout = self._process.stdout
         assert stdout is not None
         answered = False
@@ -198,7 +198,7 @@ class Session:
                 if not line:
                     return
                 login_output = (login_output + line)[-4096:]
-                self._noise = login_output
+                self._login_output = login_output
             answered = True
             while True:
                 line = stdout.readline()
@@ -211,13 +211,13 @@ class Session:
                     return
                 key = "hello" if "hello" in header else header.get("id", header.get("ping"))
                 with self._lock:
-                    replies = self._queues.get(key)
+                    replies = self._replies.get(key)
                 if replies is not None:
                     replies.put((header, content))
         finally:
-            self._end(answered)
+            self._fail_pending(answered)
 
-    def _end(self, answered: bool) -> None:
+    def _fail_pending(self, answered: bool) -> None:
         """Fail every pending request with the reason why the connection ended."""
         if self._closing:
             status = None
@@ -226,17 +226,19 @@ class Session:
                 status = self._process.wait(2)
             except subprocess.TimeoutExpired:
                 status = None
-            self._errors.join(1)
-        self._lost = self._connection_lost(status) if answered or self._closing else self._failed(status)
+            self._stderr_thread.join(1)
+        self._connection_error = (
+            self._connection_lost_error(status) if answered or self._closing else self._startup_error(status)
+        )
         with self._lock:  # a request that comes later sees _lost
-            for replies in self._queues.values():
+            for replies in self._replies.values():
                 replies.put(({"lost": True}, b""))
 
-    def _failed(self, status: int | None) -> HostError:
-        outputs = (b"".join(self._stderr), self._noise)
-        return self._shell.failure(status, *(text.decode(errors="replace") for text in outputs))
+    def _startup_error(self, status: int | None) -> HostError:
+        outputs = (b"".join(self._stderr), self._login_output)
+        return self._transport.explain_failure(status, *(text.decode(errors="replace") for text in outputs))
 
-    def _connection_lost(self, status: int | None) -> HostError:
+    def _connection_lost_error(self, status: int | None) -> HostError:
         last_line = b"".join(self._stderr).decode(errors="replace").strip().splitlines()[-1:]
         return HostError(
             f"{self.name}: the connection was lost" + (f": {last_line[0]}" if last_line else ""),
@@ -255,32 +257,36 @@ class Session:
 Sessions = dict[str, Session]
 
 
-def open_session(name: str, host: Host, patience_s: float = HELLO_S) -> Session:
+def open_session(name: str, host: HostConfig, connect_timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Session:
     """Open a connection to one host; wait longer if its ssh options have a larger ConnectTimeout.
 
     HostError says why it failed: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey, ssh.shell, net.mtu, version.python.
     """
     timeouts = [re.match(r"(?i)connecttimeout[ =]+(\d+)$", option) for option in host.ssh_options]
     return Session(
-        name, shell_of(name, host), max([patience_s, *(int(match[1]) + ANSWER_S for match in timeouts if match)])
+        name,
+        make_transport(name, host),
+        max([connect_timeout_s, *(int(match[1]) + HANDSHAKE_MARGIN_S for match in timeouts if match)]),
     )
 
 
 @contextlib.contextmanager
-def connect(fleet: Fleet, patience_s: float = HELLO_S) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
+def connect(
+    fleet: Fleet, connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
     """Connect to all hosts at once. Yield the sessions, in the fleet's order, and the errors of hosts that cannot be
     reached or do not answer in time.
     """
-    opened = for_each(fleet.hosts, lambda name: _try_open(name, fleet.hosts[name], patience_s))
+    opened = parallel_map(fleet.hosts, lambda name: _open_or_error(name, fleet.hosts[name], connect_timeout_s))
     sessions = {name: result for name, result in opened.items() if isinstance(result, Session)}
     errors = {name: result for name, result in opened.items() if isinstance(result, HostError)}
     try:
         yield sessions, errors
     finally:
-        for_each(sessions, lambda name: sessions[name].close())
+        parallel_map(sessions, lambda name: sessions[name].close())
 
 
-def for_each(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> dict[str, R]:
+def parallel_map(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> dict[str, R]:
     """Return {name: work(name)}, computed in parallel; raise the first exception after all have ended."""
     if not names:
         return {}
@@ -295,8 +301,8 @@ def for_each(names: Mapping[str, T] | list[str], work: Callable[[str], R]) -> di
     return {name: future.result() for name, future in futures.items()}
 
 
-def _try_open(name: str, host: Host, patience_s: float) -> Session | HostError:
+def _open_or_error(name: str, host: HostConfig, connect_timeout_s: float) -> Session | HostError:
     try:
-        return open_session(name, host, patience_s)
+        return open_session(name, host, connect_timeout_s)
     except HostError as error:
         return error

@@ -30,7 +30,7 @@ def make(lab: str, host: str, cpus: float | None, memory_bytes: int | None, root
     procs = []
     try:
         for controller, values in settings:
-            group = _group(root, controller, lab, host, is_v1)
+            group = _make_group(root, controller, lab, host, is_v1)
             for file, value in values.items():
                 (group / file).write_text(value)
             procs.append(str(group / "cgroup.procs"))
@@ -53,7 +53,7 @@ def remove(lab: str, root: Path = ROOT) -> None:
             subtree.rmdir()
 
 
-def _group(root: Path, controller: str, lab: str, host: str, is_v1: bool) -> Path:
+def _make_group(root: Path, controller: str, lab: str, host: str, is_v1: bool) -> Path:
     if is_v1:
         group = root / controller / SUBTREE / lab / host
         group.mkdir(parents=True, exist_ok=True)

@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 
 from evener.core.errors import EvenerError
-from evener.lab.needs import find_programs
+from evener.lab.lab_requirements import find_programs
 
-PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
-TRIES = 20  # another process may write to it meanwhile
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")  # bytes
+MAX_RESIZE_ATTEMPTS = 20  # another process may write to it meanwhile
 
 
 def mount(home: Path, size: int) -> None:
@@ -25,10 +25,10 @@ def mount(home: Path, size: int) -> None:
 def resize(home: Path, size: int | None) -> None:
     """Change the size of a disk to this many bytes; None: to the used bytes, so that none is free."""
     [program] = find_programs("mount")
-    for _ in range(TRIES):
+    for _ in range(MAX_RESIZE_ATTEMPTS):
         stat = os.statvfs(home)
         used = (stat.f_blocks - stat.f_bfree) * stat.f_frsize
-        options = f"remount,size={max(PAGE, used) if size is None else size}"
+        options = f"remount,size={max(PAGE_BYTES, used) if size is None else size}"
         result = subprocess.run([program, "-o", options, home], capture_output=True, text=True, check=False)
         if result.returncode == 0:
             return

@@ -14,18 +14,18 @@ import msgspec
 
 from evener.core.errors import EvenerError, UsageError
 from evener.lab import disk, power, state
+from evener.lab.create_lab import wiring_config
 from evener.lab.init import PATH
-from evener.lab.make import wiring
-from evener.lab.needs import find_programs
-from evener.lab.spec import HostSpec
+from evener.lab.lab_requirements import find_programs
+from evener.lab.lab_spec import HostSpec
+from evener.lab.network_process import NetworkProcess
 from evener.lab.state import HostState, LabFolder
-from evener.lab.switch import Switch
 
-HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with time stamps
-TIMED_OUT = 124  # what timeout(1) exits with
+HEADER_BYTES = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with time stamps
+TIMEOUT_EXIT_STATUS = 124  # what timeout(1) exits with
 
 
-class Counters(NamedTuple):
+class LinkCounters(NamedTuple):
     """The kernel's counters of an interface since it was created."""
 
     tx_bytes: int
@@ -33,12 +33,12 @@ class Counters(NamedTuple):
     tx_packets: int
 
     @property
-    def payload(self) -> int:
+    def payload_bytes(self) -> int:
         """Bytes sent without the headers of Ethernet, IPv4 and TCP; nearly none if only ACKs were sent."""
-        return self.tx_bytes - HEADERS * self.tx_packets
+        return self.tx_bytes - HEADER_BYTES * self.tx_packets
 
 
-class Host:
+class LabHost:
     """One host of a lab: run things in it, and break it."""
 
     def __init__(self, lab: LabFolder, name: str) -> None:
@@ -72,7 +72,7 @@ class Host:
     @property
     def home(self) -> Path:
         """The user's home directory in the host, as a path of this machine."""
-        return self._lab.of_host(self.name) / "home"
+        return self._lab.host_folder(self.name) / "home"
 
     def is_alive(self) -> bool:
         """Return whether the host runs."""
@@ -92,27 +92,27 @@ class Host:
 
         Its home stays. What a lab keeps in memory is reset by the next boot: /tmp, /run, /etc, overridden files.
         """
-        self._change_network("unplug", host=wiring(self.spec, self._state))
-        with state.locked():
-            self._lab.change_host(self.name, is_off=True)
+        self._change_network("unplug", host=wiring_config(self.spec, self._state))
+        with state.lock_labs():
+            self._lab.update_host(self.name, is_off=True)
             self.kill()
 
     def boot(self) -> None:
         """Boot the host with its former addresses, home, host key and limits; raise UsageError if it is on."""
         power.boot(self._lab, self.name)
-        self.equip()
+        self.apply_spec()
 
-    def equip(self) -> None:
+    def apply_spec(self) -> None:
         """Apply what only a running host can get: the marks of Wi-Fi cards and the firewall of its spec."""
         for name in (self.spec.interface, *self.spec.more_interfaces):
             if name.startswith("wl"):
-                self.look_wireless(name)
+                self.mark_wireless(name)
         if self.spec.firewall:
-            self.firewall(self.spec.firewall)
+            self.set_firewall(self.spec.firewall)
 
     def argv(self, command: Sequence[str]) -> list[str]:
         """Return the command line that enters the host: its limits, namespaces, and its user's home and environment."""
-        folder = self._lab.of_host(self.name)
+        folder = self._lab.host_folder(self.name)
         limits = "".join(f"echo $$ >{shlex.quote(procs)}; " for procs in json.loads((folder / "cgroups").read_text()))
         nsenter, setpriv, taskset = find_programs("nsenter", "setpriv", "taskset")
         pin = [taskset, "-c", ",".join(map(str, self.spec.cores))] if self.spec.cores else []
@@ -135,7 +135,7 @@ class Host:
             input=stdin or "",
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-        if result.returncode == TIMED_OUT:
+        if result.returncode == TIMEOUT_EXIT_STATUS:
             raise EvenerError(
                 f"host {self.name}: {shlex.join(command)}: timed out after {timeout_s:.0f} s",
                 output=result.stdout + result.stderr,
@@ -155,14 +155,14 @@ class Host:
     def set_rate(self, rate: str | None = None, *, up: str | None = None, down: str | None = None,
                  policed: bool = False) -> None:  # fmt: skip
         """Change the rate of its link; None: no limit. Policed: packets above `down` are dropped, not queued."""
-        spec = self._changed(rate=rate, rate_up=up, rate_down=down, policed=policed)
+        spec = self._update_spec(rate=rate, rate_up=up, rate_down=down, policed=policed)
         self._change_network("set_rate", pid=self.pid, interface=spec.interface, port=self._state.port,
                       up_bps=spec.up_bps, down_bps=spec.down_bps, policed=policed)  # fmt: skip
 
     def set_mtu(self, mtu: int, path_mtu: int | None = None) -> None:
         """Change the largest packet that it sends, and the largest that its path lets through."""
-        self._changed(mtu=mtu, path_mtu=path_mtu)
-        self._change_network("set_mtus", hosts=power.living(self._lab.state))
+        self._update_spec(mtu=mtu, path_mtu=path_mtu)
+        self._change_network("set_mtus", hosts=power.running_hosts(self._lab.state))
 
     def fill_disk(self, full: bool) -> None:
         """Fill its disk (True), or restore its size; raise EvenerError if it shares this machine's disk."""
@@ -171,11 +171,11 @@ class Host:
             raise EvenerError(f"the disk of {self.name} is this machine's", hint="evener lab up --disk 2GB")
         disk.resize(self.home, None if full else size)
 
-    def link_up(self, up: bool) -> None:
+    def set_link_up(self, up: bool) -> None:
         """Pull its cable out of the switch (False), or plug it in again."""
         self._change_network("set_link", port=self._state.port, up=up)
 
-    def firewall(self, rules: Sequence[str]) -> None:
+    def set_firewall(self, rules: Sequence[str]) -> None:
         """Replace the nftables rules for incoming packets, such as `["tcp dport 29500 drop"]`; none: no firewall.
 
         Replies to connections that the host opened always pass, and so does its loopback.
@@ -189,18 +189,18 @@ class Host:
         [nft] = find_programs("nft")
         self.exec([nft, "-f", "-"], stdin=text)
 
-    def face(self, path: str, content: str | None) -> None:
+    def override_file(self, path: str, content: str | None) -> None:
         """Mount a file over a path of the host (/sys/class/net/eth0/speed, /proc/cpuinfo); None unmounts it."""
         if content is None:
             self.exec(["umount", path])
             return
-        folder = self._lab.of_host(self.name) / "faces"
+        folder = self._lab.host_folder(self.name) / "faces"
         folder.mkdir(exist_ok=True)
         file = folder / f"{len(list(folder.iterdir()))}"
         file.write_text(content)
         self.exec(["mount", "--bind", str(file), path])
 
-    def look_wireless(self, interface: str) -> None:
+    def mark_wireless(self, interface: str) -> None:
         """Create the folder by which programs recognize a Wi-Fi card: /sys/class/net/wlan0/wireless."""
         layers = f"/run/evener-lab/{interface}"
         options = f"lowerdir=$D,upperdir={layers}/upper,workdir={layers}/work" + ",userxattr" * self._lab.state.rootless
@@ -209,9 +209,9 @@ class Host:
 
     def pids(self) -> list[int]:
         """Return the pids of all processes of the host, in this machine's pid namespace."""
-        return state.pids_with(self._state.init)
+        return state.host_pids(self._state.init)
 
-    def interface_counters(self, interface: str | None = None) -> Counters:
+    def interface_counters(self, interface: str | None = None) -> LinkCounters:
         """Return the kernel's counters of an interface, by default the main one.
 
         A veth counts a large segment with one header: 0.1 % more than the payload, where a NIC counts 4.5 % more.
@@ -221,10 +221,10 @@ class Host:
             title, _, numbers = line.partition(":")
             if title.strip() == name:
                 fields = numbers.split()
-                return Counters(tx_bytes=int(fields[8]), rx_bytes=int(fields[0]), tx_packets=int(fields[9]))
+                return LinkCounters(tx_bytes=int(fields[8]), rx_bytes=int(fields[0]), tx_packets=int(fields[9]))
         raise UsageError(f"host {self.name} has no interface {name}")
 
-    def _changed(self, **values: Any) -> HostSpec:
+    def _update_spec(self, **values: Any) -> HostSpec:
         """Check and record a changed spec of this host; return it."""
         self.check_alive()
         lab = self._lab.state
@@ -236,8 +236,8 @@ class Host:
 
     def _change_network(self, call: str, **arguments: Any) -> None:
         self.check_alive()
-        with Switch() as switch:
-            switch.do(self._lab.state.desk.pid, self._lab.state.rootless, **{call: arguments})
+        with NetworkProcess() as switch:
+            switch.call(self._lab.state.controller.pid, self._lab.state.rootless, **{call: arguments})
 
     def check_alive(self) -> None:
         if not self.is_alive():

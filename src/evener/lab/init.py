@@ -41,29 +41,29 @@ def main(state: str) -> None:
         with open(pipe) as reader:
             pids[name] = int(reader.read() or 0)
     print(json.dumps({"desk": os.getpid(), "hosts": pids}), flush=True)
-    log_to(f"{state}/desk.log")
-    reap(lambda: boot_asked(state, config))
+    redirect_output(f"{state}/desk.log")
+    reap(lambda: boot_requested_hosts(state, config))
 
 
-def boot_asked(state: str, desk: dict[str, Any]) -> None:
+def boot_requested_hosts(state: str, controller: dict[str, Any]) -> None:
     """Start every host whose folder has a file `boot`; write its pid, or 0, to the file `pid`."""
-    for name, host in desk["hosts"].items():
+    for name, host in controller["hosts"].items():
         folder = f"{state}/hosts/{name}"
         try:
             if os.path.exists(f"{folder}/boot"):
                 os.unlink(f"{folder}/boot")
-                with open(start_host(folder, name, desk, host)) as reader:
+                with open(start_host(folder, name, controller, host)) as reader:
                     write(f"{folder}/pid.draft", reader.read() or "0")
                 os.replace(f"{folder}/pid.draft", f"{folder}/pid")
         except OSError:  # a full disk, for example: the other hosts need the controller
             traceback.print_exc()
 
 
-def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> int:
+def start_host(folder: str, name: str, controller: dict[str, Any], host: dict[str, Any]) -> int:
     """Fork a host's first process; return the pipe from which its pid can be read."""
     read_fd, write_fd = os.pipe()
     if os.fork() == 0:
-        log_to(f"{folder}/init.log")
+        redirect_output(f"{folder}/init.log")
         try:
             for procs in host["cgroups"]:
                 with open(procs, "w") as file:
@@ -75,7 +75,7 @@ def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any
                 os.write(write_fd, str(pid).encode())
             else:
                 os.close(write_fd)
-                become_host(folder, name, desk, host)
+                become_host(folder, name, controller, host)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -84,27 +84,27 @@ def start_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any
     return read_fd
 
 
-def become_host(folder: str, name: str, desk: dict[str, Any], host: dict[str, Any]) -> NoReturn:
+def become_host(folder: str, name: str, controller: dict[str, Any], host: dict[str, Any]) -> NoReturn:
     """Become pid 1 of a host: set its hostname and mounts, start its services and sshd, then reap children."""
     socket.sethostname(name)
-    mount_all(f"{folder}/etc", desk, host["etc"])
-    for setting, value in (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 0")) * desk["rootless"]:
+    mount_all(f"{folder}/etc", controller, host["etc"])
+    for setting, value in (("ip_unprivileged_port_start", "0"), ("ping_group_range", "0 0")) * controller["rootless"]:
         write(f"/proc/sys/net/ipv4/{setting}", value)
     for argv in host["services"]:
         start_service(argv)
-    if desk["rootless"]:
-        start_service(host["sshd"], desk["uid"], desk["gid"])
+    if controller["rootless"]:
+        start_service(host["sshd"], controller["uid"], controller["gid"])
     else:
         start_service(host["sshd"])
     reap()
 
 
-def mount_all(etc: str, desk: dict[str, Any], files: dict[str, str]) -> None:
+def mount_all(etc: str, controller: dict[str, Any], files: dict[str, str]) -> None:
     """Mount the host's own /proc, /sys, /tmp, /run, /dev/shm, /dev/pts, and a writable overlay of /etc."""
     with open("/proc/self/mounts") as file:
         cgroups = [line.split() for line in file if line.split()[2] in ("cgroup", "cgroup2")]
     mount(None, "/", None, REC | PRIVATE)
-    visible = [(path, os.open(path, os.O_PATH)) for path in desk["visible"]]
+    visible = [(path, os.open(path, os.O_PATH)) for path in controller["visible"]]
     mount("proc", "/proc", "proc", NOSUID | NODEV | NOEXEC)
     mount("sysfs", "/sys", "sysfs", NOSUID | NODEV | NOEXEC)
     if any(kind == "cgroup" for _, _, kind, *_ in cgroups):
@@ -135,7 +135,7 @@ def mount_all(etc: str, desk: dict[str, Any], files: dict[str, str]) -> None:
         write(f"{etc}/upper/{name}", text)
         os.chmod(f"{etc}/upper/{name}", 0o600 if name == "shadow" else 0o644)
     layers = f"lowerdir=/etc,upperdir={etc}/upper,workdir={etc}/work"
-    mount("overlay", "/etc", "overlay", NOSUID | NODEV, layers + ",userxattr" * desk["rootless"])
+    mount("overlay", "/etc", "overlay", NOSUID | NODEV, layers + ",userxattr" * controller["rootless"])
 
 
 def start_service(argv: list[str], uid: int | None = None, gid: int = 0) -> None:
@@ -154,15 +154,15 @@ def start_service(argv: list[str], uid: int | None = None, gid: int = 0) -> None
         os._exit(127)
 
 
-def reap(then: Callable[[], None] = lambda: None) -> NoReturn:
-    """Reap children for ever; call `then` at each SIGCHLD."""
+def reap(on_child_exit: Callable[[], None] = lambda: None) -> NoReturn:
+    """Reap children for ever; call `on_child_exit` at each SIGCHLD."""
     while True:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             pass
-        then()
+        on_child_exit()
         signal.sigwait({signal.SIGCHLD})
 
 
@@ -193,7 +193,7 @@ def write(path: str, text: str) -> None:
         file.write(text)
 
 
-def log_to(path: str) -> None:
+def redirect_output(path: str) -> None:
     """Redirect stdout and stderr to a file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)

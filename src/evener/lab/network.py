@@ -20,9 +20,9 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 from pyroute2.netlink.rtnl.tcmsg import plugins
 
-from evener.lab.spec import DESK, LAN
+from evener.lab.lab_spec import CONTROLLER_NUMBER, LAN
 
-AIR, AIR_BPS = 78, 100_000_000  # a second link, such as Wi-Fi: 10.78.0.x; a third: 10.79.0.x
+EXTRA_SUBNET, EXTRA_LINK_BPS = 78, 100_000_000  # a second link, such as Wi-Fi: 10.78.0.x; a third: 10.79.0.x
 QUEUE_S = 0.02  # longest wait of a packet before the queue drops it: the buffer of a switch
 QUEUE_MIN_BYTES = 256 * 1024
 BURST_S = 0.001
@@ -33,64 +33,64 @@ IFA_F_NODAD = 0x02
 plugins["bfifo"] = plugins["pfifo"]  # the same single option, in bytes
 
 
-class Desk:
+class LabNetwork:
     """The network operations of one lab, each in the network namespace that it concerns."""
 
     def __init__(self, pid: int, rootless: bool) -> None:
         if rootless:
-            _enter(pid, "user")
+            _enter_namespace(pid, "user")
         self.pid = pid
 
     def wire(self, hosts: list[dict[str, Any]]) -> None:
         """Create the bridges and a link for each host."""
-        with _network_of(self.pid) as net:
+        with _network_namespace(self.pid) as net:
             Path("/proc/sys/net/ipv4/ip_forward").write_text("1")  # a packet without a route is rejected at once
-            _up(net, "lo")
-            _add_switch(net, "lan", f"{LAN}.{DESK}")
+            _bring_up(net, "lo")
+            _add_bridge(net, "lan", f"{LAN}.{CONTROLLER_NUMBER}")
             for number in range(max(len(host["links"]) for host in hosts)):
-                _add_switch(net, f"air{number}", f"10.{AIR + number}.0.{DESK}")
+                _add_bridge(net, f"air{number}", f"10.{EXTRA_SUBNET + number}.0.{CONTROLLER_NUMBER}")
         self.plug_in(hosts)
         self.set_mtus(hosts)
 
     def plug_in(self, hosts: list[dict[str, Any]]) -> None:
         """Create the links of hosts that have just booted, and remove what is left of their former links."""
-        with _network_of(self.pid) as net:
+        with _network_namespace(self.pid) as net:
             for host in hosts:
                 _add_link(net, "lan", host["port"], host["pid"], host["interface"])
-                _shape(net, host["port"], host["down_bps"], host["policed"])
+                _shape_traffic(net, host["port"], host["down_bps"], host["policed"])
                 for number, name in enumerate(host["links"]):
-                    _add_link(net, f"air{number}", _air_port(host, number), host["pid"], name)
-                    _shape(net, _air_port(host, number), AIR_BPS, False)
+                    _add_link(net, f"air{number}", _extra_port(host, number), host["pid"], name)
+                    _shape_traffic(net, _extra_port(host, number), EXTRA_LINK_BPS, False)
         for host in hosts:
-            with _network_of(host["pid"]) as net:
-                _up(net, "lo")
-                _set_up(net, host["interface"], host["address"], host["address6"])
-                net.route("add", dst="default", gateway=f"{LAN}.{DESK}")
-                _shape(net, host["interface"], None if host["policed"] else host["up_bps"], False)
+            with _network_namespace(host["pid"]) as net:
+                _bring_up(net, "lo")
+                _configure_interface(net, host["interface"], host["address"], host["address6"])
+                net.route("add", dst="default", gateway=f"{LAN}.{CONTROLLER_NUMBER}")
+                _shape_traffic(net, host["interface"], None if host["policed"] else host["up_bps"], False)
                 for number, name in enumerate(host["links"]):
-                    _set_up(net, name, f"10.{AIR + number}.0.{host['number']}", None)
-                    _shape(net, name, AIR_BPS, False)
+                    _configure_interface(net, name, f"10.{EXTRA_SUBNET + number}.0.{host['number']}", None)
+                    _shape_traffic(net, name, EXTRA_LINK_BPS, False)
                 for number, name in enumerate(host["bridges"]):
-                    _add_switch(net, name, f"172.{17 + number}.0.1", prefix=16)
+                    _add_bridge(net, name, f"172.{17 + number}.0.1", prefix=16)
 
     def unplug(self, host: dict[str, Any]) -> None:
         """Pull every cable of a host."""
-        for port in (host["port"], *(_air_port(host, number) for number in range(len(host["links"])))):
+        for port in (host["port"], *(_extra_port(host, number) for number in range(len(host["links"])))):
             self.set_link(port, False)
 
     def set_rate(
         self, pid: int, interface: str, port: str, up_bps: int | None, down_bps: int | None, policed: bool
     ) -> None:
         """Change both directions of a host's link."""
-        with _network_of(self.pid) as net:
-            _shape(net, port, down_bps, policed)
-        with _network_of(pid) as net:
-            _shape(net, interface, None if policed else up_bps, False)
+        with _network_namespace(self.pid) as net:
+            _shape_traffic(net, port, down_bps, policed)
+        with _network_namespace(pid) as net:
+            _shape_traffic(net, interface, None if policed else up_bps, False)
 
     def set_link(self, port: str, up: bool) -> None:
         """Plug in a host's cable, or pull it."""
-        with _network_of(self.pid) as net:
-            net.link("set", index=_index(net, port), state="up" if up else "down")
+        with _network_namespace(self.pid) as net:
+            net.link("set", index=_link_index(net, port), state="up" if up else "down")
 
     def set_mtus(self, hosts: list[dict[str, Any]]) -> None:
         """Change the MTU of each interface, and that of its path.
@@ -98,15 +98,15 @@ class Desk:
         Large segments (GSO) pass a path whose MTU is too small for them: if there is such a path, segment every packet.
         """
         max_segments = 1 if any(host["path_mtu"] < host["mtu"] for host in hosts) else 65535
-        with _network_of(self.pid) as net:
+        with _network_namespace(self.pid) as net:
             for host in hosts:
                 _set_mtu(net, host["port"], host["path_mtu"], max_segments)
         for host in hosts:
-            with _network_of(host["pid"]) as net:
+            with _network_namespace(host["pid"]) as net:
                 _set_mtu(net, host["interface"], host["mtu"], max_segments)
 
 
-def _air_port(host: dict[str, Any], number: int) -> str:
+def _extra_port(host: dict[str, Any], number: int) -> str:
     return f"air{number}-{host['number']}"
 
 
@@ -115,19 +115,19 @@ def _add_link(net: Any, switch: str, port: str, pid: int, interface: str) -> Non
         with suppress(NetlinkError):
             net.link("del", index=stale)
     net.link("add", ifname=port, kind="veth", peer={"ifname": interface, "net_ns_pid": pid})
-    net.link("set", index=_index(net, port), master=_index(net, switch), state="up")
+    net.link("set", index=_link_index(net, port), master=_link_index(net, switch), state="up")
 
 
-def _add_switch(net: Any, name: str, address: str, prefix: int = 24) -> None:
+def _add_bridge(net: Any, name: str, address: str, prefix: int = 24) -> None:
     net.link("add", ifname=name, kind="bridge")
-    _set_up(net, name, address, None, prefix)
+    _configure_interface(net, name, address, None, prefix)
 
 
-def _set_up(net: Any, name: str, address: str, address6: str | None, prefix: int = 24) -> None:
-    index = _index(net, name)
+def _configure_interface(net: Any, name: str, address: str, address6: str | None, prefix: int = 24) -> None:
+    index = _link_index(net, name)
     net.link("set", index=index, address=_mac(address))
     net.addr("add", index=index, address=address, prefixlen=prefix, broadcast=True)
-    _up(net, name)
+    _bring_up(net, name)
     if address6 is not None:
         net.addr("add", index=index, address=address6, prefixlen=64, flags=IFA_F_NODAD)
 
@@ -141,17 +141,17 @@ def _mac(address: str) -> str:
     return "02:00:" + ":".join(f"{int(part):02x}" for part in address.split("."))
 
 
-def _up(net: Any, name: str) -> None:
-    net.link("set", index=_index(net, name), state="up")
+def _bring_up(net: Any, name: str) -> None:
+    net.link("set", index=_link_index(net, name), state="up")
 
 
 def _set_mtu(net: Any, name: str, mtu: int, max_segments: int) -> None:
-    net.link("set", index=_index(net, name), mtu=mtu, gso_max_segs=max_segments)
+    net.link("set", index=_link_index(net, name), mtu=mtu, gso_max_segs=max_segments)
 
 
-def _shape(net: Any, name: str, bps: int | None, policed: bool) -> None:
+def _shape_traffic(net: Any, name: str, bps: int | None, policed: bool) -> None:
     """Limit the egress rate of an interface, by queueing (HTB) or by dropping (a token bucket)."""
-    index = _index(net, name)
+    index = _link_index(net, name)
     try:
         net.tc("del", index=index, root=True)
     except NetlinkError as error:
@@ -170,19 +170,19 @@ def _shape(net: Any, name: str, bps: int | None, policed: bool) -> None:
     net.tc("add", "bfifo", index, 0x100000, parent=0x10001, limit=limit)
 
 
-def _index(net: Any, name: str) -> int:
+def _link_index(net: Any, name: str) -> int:
     return int(net.link_lookup(ifname=name)[0])
 
 
 @contextmanager
-def _network_of(pid: int) -> Iterator[Any]:
+def _network_namespace(pid: int) -> Iterator[Any]:
     """Open a netlink socket in the network namespace of a process. This process stays in it until the next call."""
-    _enter(pid, "net")
+    _enter_namespace(pid, "net")
     with IPRoute() as net:
         yield net
 
 
-def _enter(pid: int, kind: str) -> None:
+def _enter_namespace(pid: int, kind: str) -> None:
     fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(fd, 0) != 0:
@@ -193,7 +193,7 @@ def _enter(pid: int, kind: str) -> None:
 def main() -> None:
     """Run the calls that stdin names."""
     request = json.load(sys.stdin)
-    network = Desk(request["desk"], request["rootless"])
+    network = LabNetwork(request["desk"], request["rootless"])
     for name, arguments in request["calls"]:
         getattr(network, name)(**arguments)
 

@@ -24,15 +24,15 @@ import msgspec
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError
 from evener.lab import cgroup, disk
-from evener.lab.spec import LabSpec
+from evener.lab.lab_spec import LabSpec
 
-INIT = Path(__file__).with_name("init.py")
-INITS = "/evener/lab/init.py"  # the end of its path in any checkout or version
-READY_WITHIN_S = 30.0
-GONE_WITHIN_S = 20.0
+INIT_PROGRAM = Path(__file__).with_name("init.py")
+INIT_PATH_SUFFIX = "/evener/lab/init.py"  # the end of its path in any checkout or version
+READY_TIMEOUT_S = 30.0
+EXIT_TIMEOUT_S = 20.0
 
 
-class Process(msgspec.Struct, frozen=True):
+class LabProcess(msgspec.Struct, frozen=True):
     """A process of this machine; its start time distinguishes it from a later process with the same pid."""
 
     pid: int
@@ -52,7 +52,7 @@ class Process(msgspec.Struct, frozen=True):
 class HostState(msgspec.Struct, frozen=True, kw_only=True):
     """The first process, the addresses and the switch port of a host."""
 
-    init: Process
+    init: LabProcess
     address: str
     address6: str
     port: str  # its interface at the controller's switch
@@ -64,7 +64,7 @@ class LabState(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: LabSpec
     rootless: bool
-    desk: Process
+    controller: LabProcess = msgspec.field(name="desk")
     hosts: dict[str, HostState]
     fleet_file: str | None
     fleet_text: str
@@ -82,19 +82,19 @@ class LabFolder:
         self.state = state
         save(self.path, state)
 
-    def change_host(self, name: str, **values: Any) -> HostState:
+    def update_host(self, name: str, **values: Any) -> HostState:
         """Record changes of a host, and keep what other processes recorded of other hosts. Call it in `lock_labs()`."""
         current = load(self.path) or self.state
         host = msgspec.structs.replace(current.hosts[name], **values)
         self.write(msgspec.structs.replace(current, hosts={**current.hosts, name: host}))
         return host
 
-    def of_host(self, name: str) -> Path:
+    def host_folder(self, name: str) -> Path:
         """Return the folder of a host."""
         return self.path / "hosts" / name
 
 
-def root() -> Path:
+def labs_root() -> Path:
     """Return the folder of this user's labs; create it, and check that only this user can access it."""
     path = Path(f"/var/tmp/evener-lab-{os.getuid()}")  # noqa: S108  owner and mode are checked
     path.mkdir(mode=0o700, exist_ok=True)
@@ -105,27 +105,27 @@ def root() -> Path:
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[Path]:
+def lock_labs() -> Iterator[Path]:
     """Hold the lock under which one process at a time claims and releases lab names."""
-    fd = os.open(root(), os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(labs_root(), os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield root()
+        yield labs_root()
     finally:
         os.close(fd)
 
 
 def lab_names() -> list[str]:
     """Return the names of this user's labs, incomplete ones included."""
-    return sorted(path.name for path in root().iterdir() if path.is_dir())
+    return sorted(path.name for path in labs_root().iterdir() if path.is_dir())
 
 
-def process(pid: int) -> Process:
+def process_by_pid(pid: int) -> LabProcess:
     """Return the process that has this pid now; raise ProcessLookupError if there is none."""
     ticks = _start_ticks(pid)
     if ticks is None:
         raise ProcessLookupError(pid)
-    return Process(pid, ticks)
+    return LabProcess(pid, ticks)
 
 
 def load(path: Path) -> LabState | None:
@@ -143,28 +143,28 @@ def save(path: Path, state: LabState) -> None:
     draft.replace(path / "lab.json")
 
 
-def claim(name: str) -> Path:
+def claim_name(name: str) -> Path:
     """Return the empty state directory of a new lab, after removing what a crashed lab of this name left."""
-    with locked() as labs:
+    with lock_labs() as labs:
         path = labs / name
         state = load(path)
         inits = [host.init for host in state.hosts.values() if not host.is_off] if state is not None else []
-        if state is not None and all(p.is_alive() for p in (state.desk, *inits)):
+        if state is not None and all(p.is_alive() for p in (state.controller, *inits)):
             raise EvenerError(f"lab {name} is up already: {', '.join(state.hosts)}", hint=f"evener lab down {name}")
-        if (maker := _maker(path)) is not None and maker.pid != os.getpid() and maker.is_alive():
+        if (maker := _read_maker(path)) is not None and maker.pid != os.getpid() and maker.is_alive():
             raise EvenerError(f"process {maker.pid} is creating lab {name}", hint="--name gives your lab another name")
-        clean(path)
+        remove_lab(path)
         path.mkdir(mode=0o700)
-        (path / "maker").write_bytes(msgspec.json.encode(process(os.getpid())))
+        (path / "maker").write_bytes(msgspec.json.encode(process_by_pid(os.getpid())))
         return path
 
 
-def clean(path: Path) -> None:
+def remove_lab(path: Path) -> None:
     """Remove a lab completely: processes with their network and mounts, cgroups, files. Idempotent."""
     state = load(path)
-    controller = state.desk if state is not None else None
-    deadline = time.monotonic() + GONE_WITHIN_S
-    alive: set[Process] = set()  # a dying process loses its command line before its host is gone
+    controller = state.controller if state is not None else None
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    alive: set[LabProcess] = set()  # a dying process loses its command line before its host is gone
     empty_scans = 0  # a process may fork and end between our listing and our reading of its entry, so scan twice
     while empty_scans < 2:
         alive = {p for p in alive.union(find_processes(path)) if p.is_alive()}
@@ -172,7 +172,7 @@ def clean(path: Path) -> None:
         if alive and time.monotonic() > deadline:
             pid = min(p.pid for p in alive)
             raise EvenerError(
-                f"lab {path.name}: process {pid} still exists {GONE_WITHIN_S:.0f} s after SIGKILL",
+                f"lab {path.name}: process {pid} still exists {EXIT_TIMEOUT_S:.0f} s after SIGKILL",
                 hint=f"cat /proc/{pid}/stack shows what it waits for",
             )
         for target in alive - {controller} or alive:  # the controller last: it reaps the hosts
@@ -193,19 +193,19 @@ def clean(path: Path) -> None:
     wait_until(is_removed, f"{path} cannot be removed")
 
 
-def find_processes(path: Path) -> list[Process]:
+def find_processes(path: Path) -> list[LabProcess]:
     """Return the controller and the hosts' first processes: those that run an init.py of evener for this directory."""
     processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
                 argv = (entry / "cmdline").read_bytes().split(b"\0")
-                if str(path).encode() in argv and any(word.endswith(INITS.encode()) for word in argv):
-                    processes.append(process(int(entry.name)))
+                if str(path).encode() in argv and any(word.endswith(INIT_PATH_SUFFIX.encode()) for word in argv):
+                    processes.append(process_by_pid(int(entry.name)))
     return processes
 
 
-def pids_with(init: Process) -> list[int]:
+def host_pids(init: LabProcess) -> list[int]:
     """Return the pids of the host whose first process this is; none if it has ended."""
     if not init.is_alive():
         return []
@@ -219,18 +219,18 @@ def pids_with(init: Process) -> list[int]:
     return sorted(pids)
 
 
-def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+def wait_until(condition: Callable[[], bool], failure: str) -> None:
     """Poll until the condition holds; raise EvenerError with this text on a timeout."""
-    deadline = time.monotonic() + READY_WITHIN_S
+    deadline = time.monotonic() + READY_TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise EvenerError(f"{otherwise} within {READY_WITHIN_S:.0f} s")
+            raise EvenerError(f"{failure} within {READY_TIMEOUT_S:.0f} s")
         time.sleep(0.005)
 
 
-def _maker(path: Path) -> Process | None:
+def _read_maker(path: Path) -> LabProcess | None:
     try:
-        return from_json((path / "maker").read_bytes(), Process)
+        return from_json((path / "maker").read_bytes(), LabProcess)
     except (FileNotFoundError, msgspec.DecodeError):
         return None
 

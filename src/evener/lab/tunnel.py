@@ -22,7 +22,7 @@ SIOCSIFFLAGS, SIOCSIFADDR, SIOCSIFNETMASK, SIOCSIFMTU = 0x8914, 0x8916, 0x891C, 
 IFF_UP, IFF_RUNNING = 0x1, 0x40
 
 
-def main(interface: str, address: str, peers: dict[str, str], hold_s: float = 0.0) -> None:
+def main(interface: str, address: str, peers: dict[str, str], delay_s: float = 0.0) -> None:
     """Forward packets between the device and the peers ({overlay address: real address}) for ever."""
     udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
@@ -35,7 +35,7 @@ def main(interface: str, address: str, peers: dict[str, str], hold_s: float = 0.
         for ready in select.select([tun, udp.fileno()], [], [], wait_s)[0]:
             try:
                 if ready != tun:
-                    held.append((time.monotonic() + hold_s, udp.recv(65536)))
+                    held.append((time.monotonic() + delay_s, udp.recv(65536)))
                 elif (packet := os.read(tun, 65536))[16:20] in outer:
                     udp.sendto(packet, outer[packet[16:20]])
             except OSError as error:  # the link is down: packets are lost, as on any network

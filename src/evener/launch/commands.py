@@ -15,25 +15,34 @@ from typing import Literal
 import msgspec
 
 from evener.core.errors import UsageError
-from evener.core.fleet import Host
-from evener.core.plan import JOINED_FILE, ROSTER_FILE, HostPlan, Plan
-from evener.core.roster import Member, Roster, Seat, devices_of, dtypes_of, equal_shares, weighted_shares
-from evener.core.spec import MachineSpec, RunSpec, to_flags
-from evener.core.world import SILENT_S, AgentSpec, Part
+from evener.core.fleet_file import HostConfig
+from evener.core.membership_epoch import HOST_TIMEOUT_S, AgentSpec, HostEntry
+from evener.core.roster import Member, RankSlot, Roster, choose_dtypes, equal_shares, rank_devices, weighted_shares
+from evener.core.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
+from evener.core.run_spec import MachineSpec, RunSpec, to_flags
 
 TRAIN_GRACE_S = 600.0  # for a step, which may take minutes, and a checkpoint; stop --now does not wait
-LIVE_SILENT_S = 3.0  # short: a host that was only slow to answer rejoins, so a false alarm is cheap
+ELASTIC_HOST_TIMEOUT_S = 3.0  # short: a host that was only slow to answer rejoins, so a false alarm is cheap
 SCRIPT_GRACE_S = 0.0  # a user's script gets SIGTERM through torchrun, and 5 s
-SECRET = re.compile(r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
+SECRET_ENV_PATTERN = re.compile(
+    r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE
+)
 # Variables that users set for torchrun and expect to reach the ranks. Interfaces and folders differ by host.
-COPIED = re.compile(
+FORWARDED_ENV_PATTERN = re.compile(
     r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|ACCELERATE|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_"
 )
-NOT_COPIED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HF_HOME", "HF_HUB_CACHE", "TORCH_HOME", "TRANSFORMERS_CACHE",
-              "TORCH_COMPILER_COLLECTIVES"}  # fmt: skip  # the last one makes ranks unpickle data of their peers
+NOT_FORWARDED_ENV = {
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "TORCH_HOME",
+    "TRANSFORMERS_CACHE",
+    "TORCH_COMPILER_COLLECTIVES",
+}  # the last one makes ranks unpickle data of their peers
 
 
-class Project(msgspec.Struct, frozen=True):
+class ScriptProject(msgspec.Struct, frozen=True):
     """A user's project folder that is sent to the hosts: its current content, and its fixed name there."""
 
     folder: str  # on this machine
@@ -41,149 +50,183 @@ class Project(msgspec.Struct, frozen=True):
     name: str
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class PreparedHost(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a host that determine its command."""
 
     name: str
-    host: Host
+    host: HostConfig
     address: str  # of the interface that the other hosts reach
     interface: str
     python: str  # the interpreter of the ranks
     workdir: str  # absolute
-    run: str  # the run's folder on the host, absolute
+    run_dir: str  # the run's folder on the host, absolute
     cwd: str | None = None  # of its processes; None: the run's folder
-    is_here: bool = False  # this machine alone: the folder is the run directory, and nothing is sent
+    is_local_run: bool = False  # this machine alone: the folder is the run directory, and nothing is sent
     cores: int
     gpus: list[str]  # names
     gpus_have_bf16: bool  # all GPUs, in hardware
     has_bf16: bool  # the CPU, in hardware
     is_linux: bool = True
 
-    def seats(self, machine: MachineSpec) -> list[Seat]:
+    def rank_slots(self, machine: MachineSpec) -> list[RankSlot]:
         """Return the rank slots (device, numeric support), by rank."""
-        return [self._seat(device) for device in devices_of(self.name, self.host, len(self.gpus), machine)]
+        return [self._rank_slot(device) for device in rank_devices(self.name, self.host, len(self.gpus), machine)]
 
-    def _seat(self, device: str) -> Seat:
+    def _rank_slot(self, device: str) -> RankSlot:
         if device == "cpu":
-            return Seat(host=self.name, device=device, has_bf16=self.has_bf16)
+            return RankSlot(host=self.name, device=device, has_bf16=self.has_bf16)
         name = self.gpus[int(device.removeprefix("cuda:"))]
-        return Seat(host=self.name, device=device, name=name, has_bf16=self.gpus_have_bf16)
+        return RankSlot(host=self.name, device=device, name=name, has_bf16=self.gpus_have_bf16)
 
 
-def train_plan(run_id: str, places: Sequence[Place], port: int, spec: RunSpec, roster: Roster, data: Mapping[str, str],
-               init_from: Mapping[str, str], *, resume: bool, key: str) -> Plan:  # fmt: skip
+def train_plan(
+    run_id: str,
+    places: Sequence[PreparedHost],
+    port: int,
+    spec: RunSpec,
+    roster: Roster,
+    data: Mapping[str, str],
+    init_from: Mapping[str, str],
+    *,
+    resume: bool,
+    key: str,
+) -> Plan:
     """Plan evener's own worker on every host of the roster.
 
     `data` and `init_from` are the paths of the corpus and weights on each host; agents authenticate each other with
     `key`. UsageError if the requested membership is not possible.
     """
-    seats = [place.seats(spec.machine) for place in places]
+    seats = [place.rank_slots(spec.machine) for place in places]
     counts = [len(slots) for slots in seats]
-    membership = membership_of(spec, roster, are_linux=all(place.is_linux for place in places))
+    membership = choose_membership(spec, roster, are_linux=all(place.is_linux for place in places))
     hosts = []
     for i, place in enumerate(places):
-        program, env = _worker(place, seats[i], spec, data[place.name], init_from.get(place.name), resume=resume)
+        program, env = _worker_command(
+            place, seats[i], spec, data[place.name], init_from.get(place.name), resume=resume
+        )
         host = _host_plan(run_id, places, counts, i, port, program, env)
         if membership != "fixed":
-            parts = {other.name: Part(address=other.address, num_ranks=num)
+            parts = {other.name: HostEntry(address=other.address, num_ranks=num)
                      for other, num in zip(places, counts, strict=True)}  # fmt: skip
             is_elastic = membership == "live"
             agent = AgentSpec(run=run_id, host=place.name, hosts=parts, first=[*parts], port=port, key=key,
-                              program=program, lives=is_elastic,
-                              silent_s=LIVE_SILENT_S if is_elastic else SILENT_S)  # fmt: skip
-            host = _under(agent, host)
-        hosts.append(alone(host, program) if place.is_here and counts == [1] else host)
+                              program=program, is_elastic=is_elastic,
+                              host_timeout_s=ELASTIC_HOST_TIMEOUT_S if is_elastic else HOST_TIMEOUT_S)  # fmt: skip
+            host = _with_agent(agent, host)
+        hosts.append(without_torchrun(host, program) if place.is_local_run and counts == [1] else host)
     return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
                 spec=spec, hosts=hosts)  # fmt: skip
 
 
-def joined_plan(plan: Plan, place: Place, data: str, edition: int) -> Plan:
+def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version: int) -> Plan:
     """Return the plan of a running run with one host added: its ranks follow the present ones, each with their mean
     share. UsageError if its ranks could not communicate with the others.
     """
-    spec, roster, seats = plan.spec, plan.roster, place.seats(plan.spec.machine if plan.spec else MachineSpec())
+    spec, roster, seats = plan.spec, plan.roster, newcomer.rank_slots(plan.spec.machine if plan.spec else MachineSpec())
     assert spec is not None
     assert roster is not None
     agents = [host.agent for host in plan.hosts if host.agent is not None]
-    if agents[0].lives and not place.is_linux:
-        raise UsageError(f"{place.name} does not run Linux: its ranks cannot survive the loss of a host",
+    if agents[0].is_elastic and not newcomer.is_linux:
+        raise UsageError(f"{newcomer.name} does not run Linux: its ranks cannot survive the loss of a host",
                          hint="--membership restart, from the run's next start on")  # fmt: skip
-    if any(seat.device != "cpu" for seat in seats) and (agents[0].lives or roster.backend != "nccl"):
-        raise UsageError(f"{place.name} would train on its GPU, and the run, on CPUs, cannot admit such a rank",
-                         hint=f'devices = "cpu" under [hosts.{place.name}] in the fleet file')  # fmt: skip
+    if any(seat.device != "cpu" for seat in seats) and (agents[0].is_elastic or roster.backend != "nccl"):
+        raise UsageError(f"{newcomer.name} would train on its GPU, and the run, on CPUs, cannot admit such a rank",
+                         hint=f'devices = "cpu" under [hosts.{newcomer.name}] in the fleet file')  # fmt: skip
     if any(seat.device == "cpu" for seat in seats) and roster.backend == "nccl":
-        raise UsageError(f"{place.name} has no GPU, and the run uses NCCL, which needs one on every host")
-    program, env = _worker(place, seats, spec, data, None, resume=False)
-    host = msgspec.structs.replace(_host_plan(plan.id, [place], [len(seats)], 0, plan.port, program, env),
+        raise UsageError(f"{newcomer.name} has no GPU, and the run uses NCCL, which needs one on every host")
+    program, env = _worker_command(newcomer, seats, spec, data, None, resume=False)
+    host = msgspec.structs.replace(_host_plan(plan.id, [newcomer], [len(seats)], 0, plan.port, program, env),
                                    node_rank=len(plan.hosts), first_rank=plan.world_size)  # fmt: skip
-    dtypes, present = dtypes_of(seats, spec.model.dtype), {member.dtype for member in roster.members}
+    dtypes, present = choose_dtypes(seats, spec.model.dtype), {member.dtype for member in roster.members}
     if "fp16" in {*dtypes, *present} and {*dtypes} != present:
-        raise UsageError(f"{place.name} would compute in {dtypes[0]}, the others in {' and '.join(sorted(present))}: "
-                         "with another loss scale", hint="--dtype fp32, from the run's next start on")  # fmt: skip
+        raise UsageError(
+            f"{newcomer.name} would compute in {dtypes[0]}, the others in {' and '.join(sorted(present))}: "
+            "with another loss scale",
+            hint="--dtype fp32, from the run's next start on",
+        )
     largest = max(member.micro_batch for member in roster.members)
     newcomers = [Member(rank=0, host=seat.host, device=seat.device, dtype=dtype, share=0, micro_batch=largest)
                  for seat, dtype in zip(seats, dtypes, strict=True)]  # fmt: skip
-    parts = agents[0].hosts | {place.name: Part(address=place.address, num_ranks=len(seats))}
+    parts = agents[0].hosts | {newcomer.name: HostEntry(address=newcomer.address, num_ranks=len(seats))}
     weights = roster.mean_shares + [roster.batch / roster.world_size] * len(newcomers)
     members = [msgspec.structs.replace(member, rank=rank) for rank, member in enumerate([*roster.members, *newcomers])]
     new_roster = msgspec.structs.replace(roster, members=members, round_shares=[])
-    shares = equal_shares(roster.batch, len(members)) if roster.is_equal else weighted_shares(roster.batch, weights)
+    shares = (
+        equal_shares(roster.batch, len(members)) if roster.has_equal_shares else weighted_shares(roster.batch, weights)
+    )
     if not all(shares[roster.world_size :]):
-        raise UsageError(f"{roster.batch} sequences a batch, for {len(members)} ranks: {place.name} would get none",
+        raise UsageError(f"{roster.batch} sequences a batch, for {len(members)} ranks: {newcomer.name} would get none",
                          hint="a larger --batch, from the run's next start on")  # fmt: skip
-    new_roster = new_roster.divided(shares)
-    updated = told_anew(plan, parts, edition)
+    new_roster = new_roster.replace_shares(shares)
+    updated = plan_with_hosts(plan, parts, version)
     agent = updated.hosts[0].agent
     assert agent is not None
-    agent_spec = msgspec.structs.replace(agent, host=place.name, program=program)
-    return msgspec.structs.replace(updated, roster=new_roster, hosts=[*updated.hosts, _under(agent_spec, host)])
+    agent_spec = msgspec.structs.replace(agent, host=newcomer.name, program=program)
+    return msgspec.structs.replace(updated, roster=new_roster, hosts=[*updated.hosts, _with_agent(agent_spec, host)])
 
 
-def told_anew(plan: Plan, hosts: Mapping[str, Part], edition: int) -> Plan:
+def plan_with_hosts(plan: Plan, hosts: Mapping[str, HostEntry], version: int) -> Plan:
     """Return the plan of a running run with these hosts as the possible members in every agent's spec."""
-    agents = [msgspec.structs.replace(host.agent, hosts=dict(hosts), edition=edition)
+    agents = [msgspec.structs.replace(host.agent, hosts=dict(hosts), version=version)
               for host in plan.hosts if host.agent is not None]  # fmt: skip
     updated_hosts = [msgspec.structs.replace(host, agent=agent) for host, agent in zip(plan.hosts, agents, strict=True)]
     return msgspec.structs.replace(plan, hosts=updated_hosts)
 
 
-def _worker(place: Place, seats: Sequence[Seat], spec: RunSpec, data: str, init_from: str | None, *,
+def _worker_command(place: PreparedHost, seats: Sequence[RankSlot], spec: RunSpec, data: str, init_from: str | None, *,
             resume: bool) -> tuple[list[str], dict[str, str]]:  # fmt: skip
     """Return (program, environment) of evener's own worker, given the host's paths of corpus and weights."""
     device = "cpu" if seats[0].device == "cpu" else "cuda"
     threads = place.host.threads or spec.machine.threads or max(1, place.cores // len(seats))
     worker_spec = msgspec.structs.replace(
         spec,
-        out=spec.out if place.is_here else place.run,
+        out=spec.out if place.is_local_run else place.run_dir,
         data=msgspec.structs.replace(spec.data, data=data),
         model=msgspec.structs.replace(spec.model, init_from=init_from),
         machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads, device=device),
     )
     program = ["-m", "evener.worker", *to_flags(worker_spec), *(["--resume"] if resume else [])]
-    return program, _env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run, ROSTER_FILE)}
+    return program, _host_env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run_dir, ROSTER_FILE)}
 
 
-def script_plan(run_id: str, places: Sequence[Place], port: int, program: Sequence[str], environment: Mapping[str, str],
-                project: Project | None) -> Plan:  # fmt: skip
+def script_plan(
+    run_id: str,
+    places: Sequence[PreparedHost],
+    port: int,
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    project: ScriptProject | None,
+) -> Plan:
     """Plan a user's program, ["train.py", …] or ["-m", "module", …], on all hosts, in its project's folder.
 
     `project` is None on this machine alone, where it runs in place. Few variables of `environment`, the controller's,
     are forwarded.
     """
-    counts = [len(place.seats(MachineSpec())) for place in places]
-    forwarded = {name: value for name, value in environment.items()
-              if COPIED.match(name) and name not in NOT_COPIED and not SECRET.search(name)}  # fmt: skip
+    counts = [len(place.rank_slots(MachineSpec())) for place in places]
+    forwarded = {
+        name: value
+        for name, value in environment.items()
+        if FORWARDED_ENV_PATTERN.match(name) and name not in NOT_FORWARDED_ENV and not SECRET_ENV_PATTERN.search(name)
+    }
     hosts = []
     for i, place in enumerate(places):
-        env = _env(place, place.host.threads or max(1, place.cores // counts[i]), forwarded)
-        env["EVENER_JOINED"] = posixpath.join(place.run, JOINED_FILE)
+        env = _host_env(place, place.host.threads or max(1, place.cores // counts[i]), forwarded)
+        env["EVENER_JOINED"] = posixpath.join(place.run_dir, JOINED_RUN_FILE)
         hosts.append(_host_plan(run_id, places, counts, i, port, list(program), env, project))
     return Plan(id=run_id, kind="launch", address=places[0].address, port=port, roster=None, grace_s=SCRIPT_GRACE_S,
                 spec=None, project=project.folder if project else None, hosts=hosts)  # fmt: skip
 
 
-def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: int, port: int, program: list[str],
-               env: dict[str, str], project: Project | None = None) -> HostPlan:  # fmt: skip
+def _host_plan(
+    run_id: str,
+    places: Sequence[PreparedHost],
+    counts: Sequence[int],
+    i: int,
+    port: int,
+    program: list[str],
+    env: dict[str, str],
+    project: ScriptProject | None = None,
+) -> HostPlan:
     place, master = places[i], places[0].address
     endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
     argv = [
@@ -202,7 +245,7 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         "--monitor-interval=0.1",
         "--shutdown-timeout=5",
         "--redirects=3",
-        f"--log-dir={posixpath.join(place.run, 'host', 'ranks')}",
+        f"--log-dir={posixpath.join(place.run_dir, 'host', 'ranks')}",
         *(["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]),  # else torchrun takes its options
     ]
     return HostPlan(
@@ -213,22 +256,22 @@ def _host_plan(run_id: str, places: Sequence[Place], counts: Sequence[int], i: i
         num_ranks=counts[i],
         address=place.address,
         interface=place.interface,
-        run=None if place.is_here else place.run,
+        run=None if place.is_local_run else place.run_dir,
         code=posixpath.join(place.workdir, "trees", project.tree) if project else None,
-        cwd=posixpath.join(place.workdir, "projects", project.name) if project else place.cwd or place.run,
+        cwd=posixpath.join(place.workdir, "projects", project.name) if project else place.cwd or place.run_dir,
         argv=argv,
         env=env,
     )
 
 
-def _under(agent: AgentSpec, host: HostPlan) -> HostPlan:
+def _with_agent(agent: AgentSpec, host: HostPlan) -> HostPlan:
     """Return the host's plan with its command replaced by that of the agent, which starts the ranks."""
     assert host.run is not None
     argv = [host.argv[0], "-P", "-m", "evener.agent", host.run]
     return msgspec.structs.replace(host, argv=argv, agent=agent)
 
 
-def membership_of(spec: RunSpec, roster: Roster, *, are_linux: bool) -> Literal["fixed", "restart", "live"]:
+def choose_membership(spec: RunSpec, roster: Roster, *, are_linux: bool) -> Literal["fixed", "restart", "live"]:
     """Return what the ranks do when a host is lost: as requested, or else what preserves the most progress.
 
     UsageError if live membership is requested and not possible. A single host's membership is always fixed.
@@ -249,17 +292,17 @@ def membership_of(spec: RunSpec, roster: Roster, *, are_linux: bool) -> Literal[
     return "restart"
 
 
-def alone(host: HostPlan, program: Sequence[str]) -> HostPlan:
+def without_torchrun(host: HostPlan, program: Sequence[str]) -> HostPlan:
     """Return the plan of a run of one rank, started without torchrun, which would import torch before the rank does."""
     return msgspec.structs.replace(host, argv=[host.argv[0], *program], is_rank=True)
 
 
-def _env(place: Place, threads: int, forwarded: Mapping[str, str]) -> dict[str, str]:
+def _host_env(place: PreparedHost, threads: int, forwarded: Mapping[str, str]) -> dict[str, str]:
     """Return a host's environment. Interfaces: Gloo takes one exact name, NCCL a prefix unless an = precedes it."""
     return {
         **forwarded,
         "EVENER_HOST": place.name,
-        "EVENER_PULSE": posixpath.join(place.run, "host", "pulse"),
+        "EVENER_PULSE": posixpath.join(place.run_dir, "host", "pulse"),
         "GLOO_SOCKET_IFNAME": place.interface,
         "NCCL_SOCKET_IFNAME": f"={place.interface}",
         "OMP_NUM_THREADS": forwarded.get("OMP_NUM_THREADS", str(threads)),

@@ -26,30 +26,32 @@ import msgspec
 
 import evener
 from evener.core.errors import EvenerError, UsageError
-from evener.launch.tree import cache_folder
+from evener.launch.file_tree import cache_folder
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's builds without CUDA, for Linux
-OLDEST_GLIBC = 5  # 2.5, that of manylinux1
-_remote: Any = importlib.import_module("evener.hosts.remote.setup")  # untyped: it runs on python 3.8 too
-_downloading = threading.Lock()
+MIN_GLIBC_MINOR = 5  # 2.5, that of manylinux1
+_remote: Any = importlib.import_module("evener.hosts.remote.venv_setup")  # untyped: it runs on python 3.8 too
+_download_lock = threading.Lock()
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class WheelTarget(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a host that decide which wheels fit it."""
 
     markers: dict[str, str]  # PEP 508
     libc: tuple[str, str]  # ("glibc", "2.36"); ("", "") on macOS
-    mac: str  # "15.1"
+    macos_version: str  # "15.1"
     wants_cuda: bool
 
     @classmethod
-    def of(cls, installed: Mapping[str, Any], *, wants_cuda: bool) -> Target:
-        """Build a target from the description of an interpreter by `hosts/remote/setup.py`."""
+    def from_interpreter(cls, installed: Mapping[str, Any], *, wants_cuda: bool) -> WheelTarget:
+        """Build a target from the description of an interpreter by `hosts/remote/venv_setup.py`."""
         name, version = installed["libc"]
-        return cls(markers=installed["markers"], libc=(name, version), mac=installed["mac"], wants_cuda=wants_cuda)
+        return cls(
+            markers=installed["markers"], libc=(name, version), macos_version=installed["mac"], wants_cuda=wants_cuda
+        )
 
     @property
     def is_linux(self) -> bool:
@@ -60,12 +62,12 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Return a folder name; targets with one key share their wheels."""
         machine, system = self.markers["platform_machine"], self.markers["sys_platform"]
-        level = "".join(self.libc) or self.mac
+        level = "".join(self.libc) or self.macos_version
         return f"py{self.markers['python_version']}-{system}{level}-{machine}-{'cuda' if self.wants_cuda else 'cpu'}"
 
     def pip_flags(self) -> list[str]:
         """Return the flags that make pip choose wheels for this target rather than for this machine."""
-        local = Target.of(_remote.installed(sys.executable), wants_cuda=self.wants_cuda)
+        local = WheelTarget.from_interpreter(_remote.inspect_interpreter(sys.executable), wants_cuda=self.wants_cuda)
         if local.key == self.key:
             return ["--only-binary=:all:"]
         version = self.markers["python_version"]
@@ -77,7 +79,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """Return the platform tags, best first.   [PEP 600; packaging.tags]
 
         >>> linux = {"sys_platform": "linux", "platform_machine": "x86_64"}
-        >>> Target(markers=linux, libc=("glibc", "2.28"), mac="", wants_cuda=False).platforms()[:2]
+        >>> WheelTarget(markers=linux, libc=("glibc", "2.28"), macos_version="", wants_cuda=False).platforms()[:2]
         ['manylinux_2_28_x86_64', 'manylinux_2_27_x86_64']
         """
         machine = self.markers["platform_machine"]
@@ -85,9 +87,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             major, minor = (int(part) for part in (self.libc[1] or "2.17").split(".")[:2])
             if self.libc[0] != "glibc":
                 return [f"musllinux_1_{level}_{machine}" for level in (2, 1)] + [f"linux_{machine}"]
-            tags = [f"manylinux_{major}_{level}_{machine}" for level in range(minor, OLDEST_GLIBC - 1, -1)]
+            tags = [f"manylinux_{major}_{level}_{machine}" for level in range(minor, MIN_GLIBC_MINOR - 1, -1)]
             return [*tags, *(f"manylinux{year}_{machine}" for year in ("2014", "2010", "1")), f"linux_{machine}"]
-        major = int(self.mac.split(".")[0] or 11)
+        major = int(self.macos_version.split(".")[0] or 11)
         return [f"macosx_{level}_0_{kind}" for level in range(major, 10, -1) for kind in (machine, "universal2")]
 
 
@@ -95,7 +97,7 @@ def evener_wheel(folder: Path) -> Path:
     """Write a wheel of the running evener to `folder`: built from its source tree, or repacked if it is installed."""
     source = Path(evener.__file__).parents[2]
     is_source = (source / "pyproject.toml").exists() and (source / "src" / "evener").is_dir()
-    return _built(source, folder) if is_source else _repacked(folder)
+    return _build_wheel(source, folder) if is_source else _repack_wheel(folder)
 
 
 def content_hash(wheel: Path) -> str:
@@ -110,14 +112,14 @@ def content_hash(wheel: Path) -> str:
     return digest.hexdigest()
 
 
-def closure(wheel: Path, target: Target) -> dict[str, str]:
+def dependency_closure(wheel: Path, target: WheelTarget) -> dict[str, str]:
     """Return evener's dependencies on a host, by name: the version installed here, or "" if it is not needed here."""
     versions: dict[str, str] = {}
     extras: dict[str, set[str]] = {}
-    queue = _requirements(_metadata(wheel), target)
+    queue = _applicable_requirements(_requires_dist(wheel), target)
     while queue:
         requirement = queue.pop()
-        name = _canonical(requirement.name)
+        name = _canonical_name(requirement.name)
         seen_extras = extras.setdefault(name, set())
         if name in versions and requirement.extras <= seen_extras:
             continue
@@ -127,31 +129,31 @@ def closure(wheel: Path, target: Target) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = ""
             continue
-        versions[name] = _public(dist.version)
-        queue += _requirements(dist.requires or [], target, seen_extras)
+        versions[name] = _public_version(dist.version)
+        queue += _applicable_requirements(dist.requires or [], target, seen_extras)
     return dict(sorted(versions.items()))
 
 
-def lacking(wanted: Mapping[str, str], installed: Mapping[str, str]) -> dict[str, str]:
+def missing_packages(wanted: Mapping[str, str], installed: Mapping[str, str]) -> dict[str, str]:
     """Return the wanted packages not installed in their version. "2.13.0" and "2.13.0+cpu" count as the same.
 
-    >>> lacking({"torch": "2.13.0", "rich": "15.0.0", "x": ""}, {"torch": "2.13.0+cpu", "rich": "14.0"})
+    >>> missing_packages({"torch": "2.13.0", "rich": "15.0.0", "x": ""}, {"torch": "2.13.0+cpu", "rich": "14.0"})
     {'rich': '15.0.0', 'x': ''}
     """
     return {
         name: version
         for name, version in wanted.items()
-        if name not in installed or (version and _public(installed[name]) != _public(version))
+        if name not in installed or (version and _public_version(installed[name]) != _public_version(version))
     }
 
 
-def pinned(packages: Mapping[str, str]) -> list[str]:
+def pinned_specifiers(packages: Mapping[str, str]) -> list[str]:
     """Return the packages as pip specifiers."""
     return [f"{name}=={version}" if version else name for name, version in packages.items()]
 
 
 def fetch_wheels(
-    target: Target, packages: Mapping[str, str], known: Mapping[str, str], tell: Callable[[str], None]
+    target: WheelTarget, packages: Mapping[str, str], known: Mapping[str, str], notify: Callable[[str], None]
 ) -> dict[str, Path]:
     """Download wheels of these packages and of their dependencies that are not `known`; return paths by file name.
 
@@ -162,21 +164,21 @@ def fetch_wheels(
     """
     folder = cache_folder() / "wheels" / target.key
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {name: (version, *pinned({name: version})) for name, version in packages.items()}
+    wanted = {name: (version, *pinned_specifiers({name: version})) for name, version in packages.items()}
     extras: dict[str, set[str]] = {}
     wheels: dict[str, Path] = {}
-    with _downloading:
+    with _download_lock:
         while missing := [name for name in wanted if name not in wheels]:
-            if absent := [name for name in missing if _cached(folder, name, wanted[name][0]) is None]:
-                tell(f"downloading {len(absent)} wheels ({target.key})")
-                _download(target, [wanted[name][1] for name in absent], folder)
+            if absent := [name for name in missing if _cached_wheel(folder, name, wanted[name][0]) is None]:
+                notify(f"downloading {len(absent)} wheels ({target.key})")
+                _download_wheels(target, [wanted[name][1] for name in absent], folder)
             for name in missing:
-                path = _cached(folder, name, wanted[name][0])
+                path = _cached_wheel(folder, name, wanted[name][0])
                 if path is None:
                     raise EvenerError(f"pip downloaded no {wanted[name][1]} for {target.key}", hint="pip cache purge")
                 wheels[name] = path
-                for requirement in _requirements(_metadata(path), target, extras.get(name, ())):
-                    other = _canonical(requirement.name)
+                for requirement in _applicable_requirements(_requires_dist(path), target, extras.get(name, ())):
+                    other = _canonical_name(requirement.name)
                     extras.setdefault(other, set()).update(requirement.extras)
                     if other not in wanted and other not in known:
                         pin = [clause.version for clause in requirement.specifier if clause.operator == "=="]
@@ -184,7 +186,7 @@ def fetch_wheels(
     return {path.name: path for path in wheels.values()}
 
 
-def requirements(words: Iterable[str]) -> list[str]:
+def parse_requirements(arguments: Iterable[str]) -> list[str]:
     """Return the pip requirements of --with: packages, and the content of requirements files.
 
     UsageError for anything else.
@@ -192,7 +194,7 @@ def requirements(words: Iterable[str]) -> list[str]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     specifiers: list[str] = []
-    for argument in words:
+    for argument in arguments:
         is_file = argument.endswith(".txt") or Path(argument).is_file()
         try:
             lines = Path(argument).read_text().splitlines() if is_file else [argument]
@@ -213,43 +215,43 @@ def requirements(words: Iterable[str]) -> list[str]:
 
 
 def resolve_wheels(
-    target: Target,
+    target: WheelTarget,
     wanted: Sequence[str],
     pins: Sequence[str],
-    there: Mapping[str, str],
+    installed: Mapping[str, str],
     index: Sequence[str],
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> dict[str, Path]:
     """Return wheels, by file name, of the wanted packages and of their dependencies that are not installed on a host.
 
     pip chooses the versions, with `pins` as constraints. `index` holds pip's flags for a further registry, used if it
     can be reached.
     """
-    tell(f"resolving {', '.join(wanted)} ({target.key})")
+    notify(f"resolving {', '.join(wanted)} ({target.key})")
     with tempfile.TemporaryDirectory() as temporary:
         constraints, report = Path(temporary) / "constraints.txt", Path(temporary) / "report.json"
-        index_flags = index if index and _remote.opens(f"{CPU_INDEX}/torch/") else []
-        constraints.write_text("\n".join(pins if index_flags else map(_public, pins)))
+        index_flags = index if index and _remote.can_open_url(f"{CPU_INDEX}/torch/") else []
+        constraints.write_text("\n".join(pins if index_flags else map(_public_version, pins)))
         cached = cache_folder() / "wheels" / target.key
-        _pip_here(["install", "--dry-run", "--ignore-installed", f"--target={temporary}", f"--report={report}",
+        _run_local_pip(["install", "--dry-run", "--ignore-installed", f"--target={temporary}", f"--report={report}",
                    f"--constraint={constraints}", f"--find-links={cached}", *index_flags, *wanted], target)  # fmt: skip
-        chosen = {_canonical(entry["metadata"]["name"]): entry["metadata"]["version"]
+        chosen = {_canonical_name(entry["metadata"]["name"]): entry["metadata"]["version"]
                   for entry in json.loads(report.read_bytes())["install"]}  # fmt: skip
-    missing = lacking(chosen, there)
-    return fetch_wheels(target, missing, chosen, tell) if missing else {}
+    missing = missing_packages(chosen, installed)
+    return fetch_wheels(target, missing, chosen, notify) if missing else {}
 
 
-def _download(target: Target, specifiers: list[str], folder: Path) -> None:
+def _download_wheels(target: WheelTarget, specifiers: list[str], folder: Path) -> None:
     index = []
     if target.is_linux and not target.wants_cuda and any(specifier.startswith("torch") for specifier in specifiers):
-        index = ["--extra-index-url", CPU_INDEX] if _remote.opens(f"{CPU_INDEX}/torch/") else []
+        index = ["--extra-index-url", CPU_INDEX] if _remote.can_open_url(f"{CPU_INDEX}/torch/") else []
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
-        _pip_here(["download", "--no-deps", *index, "--dest", temporary, *specifiers], target)
+        _run_local_pip(["download", "--no-deps", *index, "--dest", temporary, *specifiers], target)
         for wheel in Path(temporary).glob("*.whl"):
             wheel.replace(folder / wheel.name)
 
 
-def _pip_here(arguments: list[str], target: Target) -> None:
+def _run_local_pip(arguments: list[str], target: WheelTarget) -> None:
     """Run this environment's pip with the flags of a target."""
     if importlib.util.find_spec("pip") is None:
         raise EvenerError(
@@ -271,7 +273,7 @@ def _pip_here(arguments: list[str], target: Target) -> None:
         )
 
 
-def _built(source: Path, folder: Path) -> Path:
+def _build_wheel(source: Path, folder: Path) -> Path:
     """Build a wheel with the project's build backend, or with pip, which downloads the backend, if it is missing."""
     if importlib.util.find_spec("hatchling") is not None:
         code = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
@@ -289,7 +291,7 @@ def _built(source: Path, folder: Path) -> Path:
     return wheels[0]
 
 
-def _repacked(folder: Path) -> Path:
+def _repack_wheel(folder: Path) -> Path:
     """Repack the installed package as a wheel: its files and metadata, without the files that pip added."""
     dist = importlib.metadata.distribution("evener")
     files = {str(file): Path(str(dist.locate_file(file))) for file in dist.files or []}
@@ -309,14 +311,14 @@ def _repacked(folder: Path) -> Path:
                 continue
             content = files[name].read_bytes()
             archive.writestr(zipfile.ZipInfo(name, date), content)
-            rows.append(f"{_csv(name)},sha256={_sha256(content)},{len(content)}")
+            rows.append(f"{_csv_field(name)},sha256={_sha256(content)},{len(content)}")
         archive.writestr(
             zipfile.ZipInfo(f"{info}/RECORD", (2020, 2, 2, 0, 0, 0)), "\n".join([*rows, f"{info}/RECORD,,", ""])
         )
     return wheel
 
 
-def _csv(name: str) -> str:
+def _csv_field(name: str) -> str:
     return f'"{name}"' if "," in name else name
 
 
@@ -327,7 +329,7 @@ def _sha256(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
-def _metadata(wheel: Path) -> list[str]:
+def _requires_dist(wheel: Path) -> list[str]:
     """Return the Requires-Dist entries of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
@@ -335,7 +337,9 @@ def _metadata(wheel: Path) -> list[str]:
     return [str(value) for value in message.get_all("Requires-Dist") or []]
 
 
-def _requirements(texts: Iterable[str], target: Target, extras: Iterable[str] = ()) -> list[Requirement]:
+def _applicable_requirements(
+    texts: Iterable[str], target: WheelTarget, extras: Iterable[str] = ()
+) -> list[Requirement]:
     """Return the requirements that apply to the target."""
     from packaging.requirements import Requirement
 
@@ -347,21 +351,21 @@ def _requirements(texts: Iterable[str], target: Target, extras: Iterable[str] = 
     return applicable
 
 
-def _cached(folder: Path, name: str, version: str) -> Path | None:
+def _cached_wheel(folder: Path, name: str, version: str) -> Path | None:
     """Return the newest cached wheel of a package: any build of `version` or, if that is empty, any version."""
     from packaging.utils import parse_wheel_filename
 
     matches = []
     for path in folder.glob("*.whl"):
         package, wheel_version, _, _ = parse_wheel_filename(path.name)
-        if package == name and (not version or wheel_version.public == _public(version)):
+        if package == name and (not version or wheel_version.public == _public_version(version)):
             matches.append((wheel_version, path))
     return max(matches)[1] if matches else None
 
 
-def _public(version: str) -> str:
+def _public_version(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _canonical(name: str) -> str:
+def _canonical_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

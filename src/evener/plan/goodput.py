@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 
-def checkpoint_interval_s(checkpoint_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
+def checkpoint_interval_s(checkpoint_s: float, mtbf_s: float, min_interval_s: float = 0.0) -> float:
     """Return the seconds of work between two checkpoints that lose least time.   [Daly 2006]
 
     √(2δM)·(1 + ⅓·√(δ/2M) + ⅑·δ/2M) - δ, or M where δ ≥ 2M; at least `min_interval_s`, such as one step. The first
@@ -18,18 +18,20 @@ def checkpoint_interval_s(checkpoint_s: float, mtbf_s: float, least_s: float = 0
     [116.7, 56.7, 9.1]
     """
     if checkpoint_s >= 2 * mtbf_s:
-        return max(least_s, mtbf_s)
+        return max(min_interval_s, mtbf_s)
     ratio = checkpoint_s / (2 * mtbf_s)
-    return max(least_s, math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s)
+    return max(
+        min_interval_s, math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
+    )
 
 
-def useful_share(every_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
+def useful_time_fraction(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
     """Return the fraction of useful time with random failures: τ / (M · e^{R/M} · (e^{(τ+δ)/M} - 1)).   [Daly 2006]
 
-    >>> round(useful_share(7000, 300, 600, 86400), 4)
+    >>> round(useful_time_fraction(7000, 300, 600, 86400), 4)
     0.9126
     """
-    exponent = (every_s + checkpoint_s) / mtbf_s
+    exponent = (interval_s + checkpoint_s) / mtbf_s
     if exponent + restart_s / mtbf_s > 700:  # more than a float holds: nothing is ever finished
         return 0.0
-    return every_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))

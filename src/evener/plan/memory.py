@@ -22,15 +22,22 @@ import msgspec
 
 from evener.core.roster import Roster
 from evener.core.shape import MLP_EXPANSION, GPTShape
-from evener.plan.sync import BLOCKS, bucket_bytes, buckets, buckets_of, element_bytes, fragment_bytes
-from evener.plan.sync import gradients as in_their_order
+from evener.plan.sync_traffic import (
+    QUANTIZATION_BLOCK,
+    bucket_bytes,
+    bucket_sizes,
+    dense_bucket_sizes,
+    element_bytes,
+    fragment_bytes,
+)
+from evener.plan.sync_traffic import gradient_tensors as in_their_order
 
 FP32 = 4
 # Resident bytes of a process with a minimal model: interpreter, torch, our worker, a process group. CPU: *measured*,
 # 331 MB of one rank of tiny; 229 MB of it are there after `import torch`, 77 MB more once a model is built, for which
 # torch imports its meta device (torch 2.13 for CPUs, Linux x86-64, 2026-11-21). GPU, its context and kernels: an
 # *assumption*; torch.cuda.max_memory_allocated, which a run records there, does not count them.
-BASE_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
+PROCESS_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
 STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.model
 
 BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's kernels (*measured*, as above)
@@ -40,10 +47,10 @@ BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's 
 # 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which maps and unmaps blocks one by one, the peaks of 16 runs were the
 # sum of the other causes within 1 %. In the heap, the memory that a step allocates and frees took 0.29 to 0.83 of its
 # size more in 14 runs of char, gpt2, d4 and d8, median 0.55. So this is a *fit*, without a theory.
-HOLES = 0.55
+HEAP_FRAGMENTATION = 0.55
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one rank at the worst moment of a step, by cause."""
 
     weights: int
@@ -52,8 +59,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     activations: int  # tensors saved by autograd, cast copies of weights, logits and their gradient, temporaries
     buckets: int  # buffers of the largest bucket's exchange; gradients themselves are views into DDP's buckets
     sync: int  # of the strategy: error feedback, anchors, gathered layers
-    heap: int  # free, but held by the allocator between blocks in use
-    base: int  # the process without a model
+    fragmentation: int  # free, but held by the allocator between blocks in use
+    process: int  # the process without a model
 
     @property
     def total(self) -> int:
@@ -61,7 +68,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
         return sum(getattr(self, field) for field in self.__struct_fields__)
 
 
-def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> Memory:
+def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> MemoryBreakdown:
     """Return the peak memory of a rank, in its largest micro-batch.
 
     With several micro-batches a step, gradients are held while the next one runs. With DDP they always are.
@@ -70,68 +77,71 @@ def memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = Fals
     >>> from evener.core.shape import preset_shape
     >>> gpt2 = preset_shape("gpt2", vocab_size=50257, block_size=256)
     >>> alone = Member(rank=0, host="attic", device="cpu", dtype="fp32", share=1, micro_batch=1)
-    >>> need = memory(gpt2, Roster(members=[alone], sync=NO_SYNC, backend="none"), 0)
+    >>> need = peak_memory(gpt2, Roster(members=[alone], sync=NO_SYNC, backend="none"), 0)
     >>> need.weights, need.optimizer == 2 * need.weights
     (495399936, True)
     """
     sync, num_ranks, max_share = roster.sync, roster.world_size, math.ceil(roster.mean_shares[rank])
     member = msgspec.structs.replace(roster.members[rank], share=max_share)  # of its largest step
-    sequences = member.largest_pass
+    sequences = member.largest_micro_batch
     device = "cuda" if member.is_gpu else "cpu"
     weights = FP32 * shape.num_params()
-    gradients_held = member.num_passes > 1 or sync.kind not in ("none", "fsdp", "hsdp", "diloco")
-    micro_batch = _MicroBatch(shape, sequences, 4 if member.dtype == "fp32" else 2, device)
+    gradients_held = member.num_micro_batches > 1 or sync.kind not in ("none", "fsdp", "hsdp", "diloco")
+    micro_batch = _MicroBatchMemory(shape, sequences, 4 if member.dtype == "fp32" else 2, device)
     moments = micro_batch.moments(recompute, gradients_held)
-    worst = max(moments, key=_Moment.total)
+    worst = max(moments, key=_MemoryMoment.total)
     gradients, activations = worst.gradients, worst.activations
     recycled = max(moment.activations for moment in moments) + _gradient_bytes(shape)
-    heap = int(HOLES * recycled) if device == "cpu" else 0
+    heap = int(HEAP_FRAGMENTATION * recycled) if device == "cpu" else 0
     extra = bucket = copies = 0  # of these, saving: copies that a checkpoint of the per-rank state makes
     optimizer = 2 * weights
-    largest = max(size for size, _ in buckets_of(shape, sync.sparse, bucket_bytes(roster)))
+    largest = max(size for size, _ in dense_bucket_sizes(shape, sync.sparse, bucket_bytes(roster)))
     if sync.kind == "packed":
         bucket = 2 * largest  # send and receive buffers, where no part of it fits into bf16
     elif sync.kind in ("bf16", "int8", "int4"):
-        bucket = _coding_bytes(largest, {"bf16": 16, "int8": 8, "int4": 4}[sync.kind])
+        bucket = _codec_buffer_bytes(largest, {"bf16": 16, "int8": 8, "int4": 4}[sync.kind])
         extra = weights + (weights // num_ranks if num_ranks > 2 else 0)  # error feedback, of sums too
         copies = 2 * weights
     elif sync.kind == "powersgd":
-        extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrices(shape))
+        extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrix_shapes(shape))
         copies = weights
     elif sync.kind == "zero1":
         optimizer //= num_ranks
     elif sync.kind == "diloco":
-        fragments = buckets(in_their_order(shape)[::-1], fragment_bytes(sync, weights))
+        fragments = bucket_sizes(in_their_order(shape)[::-1], fragment_bytes(sync, weights))
         fragment = max(size for size, _ in fragments)  # exchanged at a time
         extra = 2 * weights  # anchor, outer momentum; the difference exists when gradients and activations are freed
         copies = 5 * weights  # these, the rank's weights and its optimizer state
         if sync.bits < 32:  # error feedback
             copies += 2 * weights
-            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _coding_bytes(fragment, sync.bits)
+            extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _codec_buffer_bytes(fragment, sync.bits)
         if sync.streamed:
             extra += 2 * fragment  # a difference in flight, and the weights of which it was taken
     elif sync.kind in ("fsdp", "hsdp"):
         parts = num_ranks if sync.kind == "fsdp" else max(1, num_ranks // len(roster.hosts))
-        root, block = _root_bytes(shape), _block_bytes(shape, shape.num_layers - 1)  # the last has a table if any has
+        # the last has a table if any has
+        root, block = _root_bytes(shape), _block_gradient_bytes(shape, shape.num_layers - 1)
         extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
         gradients = min(gradients, weights)
         weights, gradients, optimizer = weights // parts, gradients // parts, optimizer // parts
     if sync.sparse:
         tables = 1 + shape.num_value_embeddings(shape.num_layers)
         extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # touched rows of all ranks
-    return Memory(
+    return MemoryBreakdown(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=max(activations, copies),
         buckets=bucket,
         sync=extra,
-        heap=heap,
-        base=BASE_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
+        fragmentation=heap,
+        process=PROCESS_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
     )
 
 
-def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, device: str = "cpu") -> list[int]:
+def saved_tensor_bytes(
+    shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, device: str = "cpu"
+) -> list[int]:
     """Return the sizes of the tensors that autograd saves for one block, without cast copies of weights.
 
     In fp32, bytes per token and unit of width C: both norms save their input (4 each) and their statistics; the matmuls
@@ -140,7 +150,7 @@ def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, devi
 
     >>> from evener.core.shape import preset_shape
     >>> tiny = preset_shape("tiny", vocab_size=256)
-    >>> sum(saved(tiny, 0, 1, 4)) == 4 * (16 * tiny.width + tiny.num_heads + 4)
+    >>> sum(saved_tensor_bytes(tiny, 0, 1, 4)) == 4 * (16 * tiny.width + tiny.num_heads + 4)
     True
     """
     N, e, C, H, T = num_tokens, element_bytes, shape.width, shape.num_heads, shape.block_size
@@ -165,7 +175,7 @@ def saved(shape: GPTShape, layer: int, num_tokens: int, element_bytes: int, devi
     return norms + attention + mlp
 
 
-class _Moment(msgspec.Struct, frozen=True):
+class _MemoryMoment(msgspec.Struct, frozen=True):
     """Bytes at one moment of a step, besides weights and optimizer."""
 
     gradients: int
@@ -175,13 +185,13 @@ class _Moment(msgspec.Struct, frozen=True):
         return self.gradients + self.activations
 
 
-class _MicroBatch:
+class _MicroBatchMemory:
     """The memory of forward and backward of one micro-batch."""
 
     def __init__(self, shape: GPTShape, sequences: int, element_bytes: int, device: str) -> None:
         self.shape, self.N, self.e, self.device = shape, sequences * shape.block_size, element_bytes, device
 
-    def moments(self, recompute: bool, gradients_held: bool) -> list[_Moment]:
+    def moments(self, recompute: bool, gradients_held: bool) -> list[_MemoryMoment]:
         """Return the moments in order. With `gradients_held`, this backward adds to gradients of an earlier one.
 
         Every second layer, backward frees and adds the same number of bytes, so the worst layer is one of the first two
@@ -197,7 +207,7 @@ class _MicroBatch:
 
         def inside(layer: int) -> int:
             """Return the bytes that a block saves from its forward to its backward."""
-            return sum(saved(shape, layer, N, e, self.device)) + casts
+            return sum(saved_tensor_bytes(shape, layer, N, e, self.device)) + casts
 
         def kept(layers: int) -> int:
             """Return the bytes kept by the first `layers` blocks; when recomputing, after autocast freed its copies."""
@@ -213,19 +223,19 @@ class _MicroBatch:
         of_logits = start + after + head + 3 * logits  # log-softmax, its gradient, the logits' gradient
         of_head = start + after + head + e * N * V + (e * V * C if e < FP32 else 0)
         moments = [
-            _Moment(held, end_of_forward),
-            _Moment(held, of_logits),
-            _Moment(held or table, of_head + (table if held else 0)),
+            _MemoryMoment(held, end_of_forward),
+            _MemoryMoment(held, of_logits),
+            _MemoryMoment(held or table, of_head + (table if held else 0)),
         ]
         for layer in sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers)), reverse=True):
             waiting = table if held and shape.tied_head else 0  # the head's, until the embedding's is complete
-            activations = start + kept(layer) + inside(layer) + waiting + sum(self._temporaries())
-            moments.append(_Moment(held or table + _gradients_from(shape, layer + 1), activations))
+            activations = start + kept(layer) + inside(layer) + waiting + sum(self._backward_temporaries())
+            moments.append(_MemoryMoment(held or table + _gradient_bytes_from_layer(shape, layer + 1), activations))
         copies = (2 if e == FP32 else 1) if shape.tied_head else 0  # head's and embedding's, and in fp32 their sum
-        moments.append(_Moment(_gradient_bytes(shape), stream + table * (copies + bool(held))))
+        moments.append(_MemoryMoment(_gradient_bytes(shape), stream + table * (copies + bool(held))))
         return moments
 
-    def _temporaries(self) -> list[int]:
+    def _backward_temporaries(self) -> list[int]:
         """Return the temporaries of backward through an MLP, less what it has freed by then."""
         N, C, e, hidden = self.N, self.shape.width, self.e, MLP_EXPANSION * self.shape.width
         masked = [e * N * C] if self.shape.dropout else []
@@ -234,23 +244,23 @@ class _MicroBatch:
         return max(product, [FP32 * N * C, *[e * N * hidden] * powers], key=sum)
 
 
-def _coding_bytes(size: int, bits: int) -> int:
+def _codec_buffer_bytes(size: int, bits: int) -> int:
     """Return the buffer bytes for encoding `size` bytes of fp32: the sums, and the payloads sent and received."""
-    return int(size * (1 + 2 * element_bytes(bits, BLOCKS.get(bits, 1)) / FP32))
+    return int(size * (1 + 2 * element_bytes(bits, QUANTIZATION_BLOCK.get(bits, 1)) / FP32))
 
 
-def _matrices(shape: GPTShape) -> list[tuple[int, int]]:
+def _matrix_shapes(shape: GPTShape) -> list[tuple[int, int]]:
     tables = 1 + (not shape.tied_head) + shape.num_value_embeddings(shape.num_layers)
     positions = [(shape.block_size, shape.width)] if shape.positions == "learned" else []
-    return [(shape.vocab_size, shape.width)] * tables + positions + _block_matrices(shape) * shape.num_layers
+    return [(shape.vocab_size, shape.width)] * tables + positions + _block_matrix_shapes(shape) * shape.num_layers
 
 
-def _block_matrices(shape: GPTShape) -> list[tuple[int, int]]:
+def _block_matrix_shapes(shape: GPTShape) -> list[tuple[int, int]]:
     C, hidden = shape.width, MLP_EXPANSION * shape.width
     return [(3 * C, C), (C, C), (hidden, C), (C, hidden)]
 
 
-def _block_bytes(shape: GPTShape, layer: int) -> int:
+def _block_gradient_bytes(shape: GPTShape, layer: int) -> int:
     """Return the gradient bytes of one block."""
     groups = shape.params_by_group()
     table = shape.vocab_size * shape.width if shape.has_value_embedding(layer) else 0
@@ -258,12 +268,12 @@ def _block_bytes(shape: GPTShape, layer: int) -> int:
     return FP32 * ((groups["attention"] + groups["MLP"]) // shape.num_layers + norms + table)
 
 
-def _gradients_from(shape: GPTShape, layer: int) -> int:
+def _gradient_bytes_from_layer(shape: GPTShape, layer: int) -> int:
     """Return the gradient bytes of the blocks from `layer` on."""
     num = shape.num_layers - layer
     tables = shape.num_value_embeddings(shape.num_layers) - shape.num_value_embeddings(layer)
     table = FP32 * shape.vocab_size * shape.width
-    plain = _block_bytes(shape, shape.num_layers - 1) - table * shape.has_value_embedding(shape.num_layers - 1)
+    plain = _block_gradient_bytes(shape, shape.num_layers - 1) - table * shape.has_value_embedding(shape.num_layers - 1)
     return num * plain + tables * table
 
 

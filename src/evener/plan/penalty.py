@@ -20,89 +20,98 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.prediction import EXACT
+from evener.core.prediction import EXACT_SOURCE
 from evener.core.roster import Roster, SyncSpec, parse_sync
+from evener.core.run_spec import RunSpec
 from evener.core.shape import GPTShape
-from evener.core.spec import RunSpec
-from evener.core.units import count, median, plural
-from evener.plan.sync import STRATEGIES, way_of_mean
+from evener.core.units import format_count, median, pluralize
+from evener.plan.sync_traffic import STRATEGY_TRAFFIC, averaging_efficiency
 
-ALIKE = 3.0  # models count as of similar size up to this ratio of their parameters: *assumption*
-SAME = 1.25  # the ratio up to which models count as of the same size: they differ in their vocabulary at most
-HALF_A_DIGIT = 5e-5  # rounding of the errors in the bench's output
+SIMILAR_SIZE_FACTOR = 3.0  # models count as of similar size up to this ratio of their parameters: *assumption*
+# the ratio up to which models count as of the same size: they differ in their vocabulary at most
+SAME_SIZE_FACTOR = 1.25
+ERROR_ROUNDING = 5e-5  # rounding of the errors in the bench's output
 # The largest relative error of rounding to bf16, which has 8 significant bits. With error feedback the error of
 # gradients is 2.3e-3 of their norm between two ranks, 3.1e-3 among more (*measured*, normal numbers, 2026-11-22), for a
 # model in fp32 at most 2.5e-3 (bench/loss.py); gradients of a model in bf16 are exact in bf16.
 BF16_ROUNDING = 2**-8
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """The measured loss penalty of one model with one strategy."""
 
     sync: str
     shares: tuple[int, ...]  # of each rank, of the batch
     num_params: int
     penalty: float  # loss relative to one process or data parallel at equal tokens, minus 1; negative: it was lower
-    least_steps: int  # not valid for shorter runs
-    least_tokens: int = 0  # nor for fewer tokens a step, of all ranks together
-    most_error: float | None = None  # largest error of the gradient sum in these runs, relative: see Fidelity
+    min_steps: int  # not valid for shorter runs
+    min_tokens: int = 0  # nor for fewer tokens a step, of all ranks together
+    max_error: float | None = None  # largest error of the gradient sum in these runs, relative: see Fidelity
     source: str
 
 
-def _published(ranks: int, num_params: float, penalty: float) -> Measured:
+def _from_paper(ranks: int, num_params: float, penalty: float) -> LossMeasurement:
     """[Scaling laws for DiLoCo, arXiv 2503.09799, measured: with momentum 0.9 and the best learning rate of each]"""
-    return Measured(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
-                    least_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
+    return LossMeasurement(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
+                    min_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
-def _ours(sync: str, penalty: float, runs: int, most_error: float | None = None, *, shape: str = "small",
+def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = None, *, shape: str = "small",
           shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
-          corpora: int = 1) -> Measured:  # fmt: skip
+          corpora: int = 1) -> LossMeasurement:  # fmt: skip
     """[bench/loss.jsonl: the mean of its runs, each relative to one process of the same seed on the same corpus]"""
-    drifts, num_params = parse_sync(sync).kind == "diloco", SHAPES[shape]
+    drifts, num_params = parse_sync(sync).kind == "diloco", NUM_PARAMS[shape]
     corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
     parts = tuple(map(int, shares.split(":")))
     ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
-    setup = f"{ranks}, {steps} steps of {batch} × 256 tokens, {plural(runs, 'run')} on {corpus}, {dtype}"
-    return Measured(sync=sync, shares=parts, num_params=num_params, penalty=penalty, least_steps=steps if drifts else 0,
-                    least_tokens=batch * 256 if drifts else 0, most_error=most_error,
-                    source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {setup}")  # fmt: skip
+    setup = f"{ranks}, {steps} steps of {batch} × 256 tokens, {pluralize(runs, 'run')} on {corpus}, {dtype}"
+    return LossMeasurement(
+        sync=sync,
+        shares=parts,
+        num_params=num_params,
+        penalty=penalty,
+        min_steps=steps if drifts else 0,
+        min_tokens=batch * 256 if drifts else 0,
+        max_error=max_error,
+        source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {setup}",
+    )
 
 
-SHAPES = {"small": 1_025_536, "char": 10_745_088}  # parameters, with the characters of tinyshakespeare
-MEASURED = (  # of equally fast strategies the planner takes the first
-    _ours("bf16", -0.0007, 3, 0.0),  # gradients of a bf16 model are exact in bf16
-    _ours("bf16", -0.0009, 2, 0.0025, dtype="fp32"),  # the later measurement counts: here rounding loses something
-    _ours("int8", 0.0027, 5, 0.0407, corpora=2),
-    _ours("int8", -0.0031, 4, 0.0659, shape="char", corpora=2),
-    _ours("int8", 0.0043, 1, 0.0246, shares="1:1:1"),
-    _ours("int4", 0.0199, 3, 0.2405),
-    _ours("powersgd:4", 0.1399, 3, 1.4492),
-    _ours("powersgd:16", 0.0145, 3, 0.8562),
-    _ours("diloco:10", 0.0143, 3),
-    _ours("diloco:10", 0.0026, 1, shape="char"),
-    _ours("diloco:10:int8", 0.0149, 3, 0.0172),
-    _ours("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
-    _ours("diloco:10:int8:streamed", 0.0518, 1, 0.0161, shares="1:1:1:1"),
-    _ours("diloco:10:int8:streamed", 0.0213, 2, 0.0184, shares="1:1:1:1", batch=32),
-    _ours("diloco:10:int8:streamed", 0.0089, 4, 0.0127, shape="char", corpora=2),
-    _ours("diloco:10:int8:streamed", 0.0065, 3, 0.0165, shape="char", shares="9:5:2"),
-    _ours("diloco:10:int8:streamed", 0.0165, 1, 0.0155, shape="char", shares="1:1:1:1"),
-    _ours("diloco:10:int8:streamed", 0.0327, 1, 0.0159, shape="char", shares="1:1:1:1", batch=32, steps=1000),
-    _ours("diloco:10:int4:streamed", 0.0113, 3, 0.2961),
-    _ours("diloco:10:int4:streamed", 0.006, 2, 0.1681, shape="char"),
-    _ours("diloco:5:int8:streamed", 0.0086, 3, 0.0113, shape="char"),
-    _ours("diloco:30", 0.0418, 3),
-    _ours("diloco:30:int8", 0.0407, 3, 0.0178),
-    _ours("diloco:30:int4", 0.0405, 3, 0.2608),
-    _ours("diloco:100", 0.0811, 3),
-    _published(2, 35e6, 0.007),
-    _published(2, 90e6, 0.005),
-    _published(2, 180e6, 0.003),
-    _published(4, 35e6, 0.020),
-    _published(4, 180e6, 0.011),
-    _published(8, 35e6, 0.039),
+NUM_PARAMS = {"small": 1_025_536, "char": 10_745_088}  # parameters, with the characters of tinyshakespeare
+LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
+    _from_bench("bf16", -0.0007, 3, 0.0),  # gradients of a bf16 model are exact in bf16
+    # the later measurement counts: here rounding loses something
+    _from_bench("bf16", -0.0009, 2, 0.0025, dtype="fp32"),
+    _from_bench("int8", 0.0027, 5, 0.0407, corpora=2),
+    _from_bench("int8", -0.0031, 4, 0.0659, shape="char", corpora=2),
+    _from_bench("int8", 0.0043, 1, 0.0246, shares="1:1:1"),
+    _from_bench("int4", 0.0199, 3, 0.2405),
+    _from_bench("powersgd:4", 0.1399, 3, 1.4492),
+    _from_bench("powersgd:16", 0.0145, 3, 0.8562),
+    _from_bench("diloco:10", 0.0143, 3),
+    _from_bench("diloco:10", 0.0026, 1, shape="char"),
+    _from_bench("diloco:10:int8", 0.0149, 3, 0.0172),
+    _from_bench("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
+    _from_bench("diloco:10:int8:streamed", 0.0518, 1, 0.0161, shares="1:1:1:1"),
+    _from_bench("diloco:10:int8:streamed", 0.0213, 2, 0.0184, shares="1:1:1:1", batch=32),
+    _from_bench("diloco:10:int8:streamed", 0.0089, 4, 0.0127, shape="char", corpora=2),
+    _from_bench("diloco:10:int8:streamed", 0.0065, 3, 0.0165, shape="char", shares="9:5:2"),
+    _from_bench("diloco:10:int8:streamed", 0.0165, 1, 0.0155, shape="char", shares="1:1:1:1"),
+    _from_bench("diloco:10:int8:streamed", 0.0327, 1, 0.0159, shape="char", shares="1:1:1:1", batch=32, steps=1000),
+    _from_bench("diloco:10:int4:streamed", 0.0113, 3, 0.2961),
+    _from_bench("diloco:10:int4:streamed", 0.006, 2, 0.1681, shape="char"),
+    _from_bench("diloco:5:int8:streamed", 0.0086, 3, 0.0113, shape="char"),
+    _from_bench("diloco:30", 0.0418, 3),
+    _from_bench("diloco:30:int8", 0.0407, 3, 0.0178),
+    _from_bench("diloco:30:int4", 0.0405, 3, 0.2608),
+    _from_bench("diloco:100", 0.0811, 3),
+    _from_paper(2, 35e6, 0.007),
+    _from_paper(2, 90e6, 0.005),
+    _from_paper(2, 180e6, 0.003),
+    _from_paper(4, 35e6, 0.020),
+    _from_paper(4, 180e6, 0.011),
+    _from_paper(8, 35e6, 0.039),
 )
 
 
@@ -121,56 +130,58 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200)[1]
     'its loss was measured only with 1200 steps and more'
     """
-    if STRATEGIES[sync.kind].is_exact:
-        return 0.0, EXACT
-    rows, drifts = _rows_of(sync), sync.kind == "diloco"
+    if STRATEGY_TRAFFIC[sync.kind].is_exact:
+        return 0.0, EXACT_SOURCE
+    rows, drifts = _measurements_of(sync), sync.kind == "diloco"
     if not rows:
         return None, "nobody measured what it costs in loss"
-    long_enough = [row for row in rows if num_steps is None or num_steps >= row.least_steps]
+    long_enough = [row for row in rows if num_steps is None or num_steps >= row.min_steps]
     if not long_enough:
-        return None, _measured_only(f"with {min(row.least_steps for row in rows)} steps and more")
-    large_enough = [row for row in long_enough if num_tokens is None or num_tokens >= row.least_tokens]
+        return None, _measured_only(f"with {min(row.min_steps for row in rows)} steps and more")
+    large_enough = [row for row in long_enough if num_tokens is None or num_tokens >= row.min_tokens]
     if not large_enough:
-        return None, _measured_only(f"with {min(row.least_tokens for row in long_enough)} tokens a step and more")
-    by_worth: dict[float, list[Measured]] = defaultdict(list)
+        return None, _measured_only(f"with {min(row.min_tokens for row in long_enough)} tokens a step and more")
+    by_worth: dict[float, list[LossMeasurement]] = defaultdict(list)
     for row in large_enough:
-        by_worth[worth(row.shares)].append(row)
-    replicas, penalties = worth(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
+        by_worth[equivalent_replicas(row.shares)].append(row)
+    replicas, penalties = equivalent_replicas(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
     # Smaller models lose more, so measurements of larger models are used for them only if there are no others.
-    for ratio in (SAME, ALIKE) if drifts else (math.inf,):
+    for ratio in (SAME_SIZE_FACTOR, SIMILAR_SIZE_FACTOR) if drifts else (math.inf,):
         if max(penalties, default=0.0) < replicas:
-            penalties = {num: _on_line(of_num, num_params) for num, of_num in sorted(by_worth.items())
+            penalties = {num: _interpolate_model_size(of_num, num_params) for num, of_num in sorted(by_worth.items())
                      if min(row.num_params for row in of_num) <= num_params * ratio}  # fmt: skip
     if not penalties:
-        return None, _measured_only(f"of {count(min(row.num_params for row in large_enough))} parameters and more")
+        return None, _measured_only(
+            f"of {format_count(min(row.num_params for row in large_enough))} parameters and more"
+        )
     if replicas > max(penalties):
         return None, _measured_only(f"of {max(penalties):g} equal replicas and fewer")
-    return _of_replicas(penalties, replicas)
+    return _interpolate_replicas(penalties, replicas)
 
 
 def _measured_only(of_what: str) -> str:
     return f"its loss was measured only {of_what}"
 
 
-def worth(shares: Sequence[float]) -> float:
+def equivalent_replicas(shares: Sequence[float]) -> float:
     """Return the number of equal replicas whose mean progresses as far as that of these shares, and loses as much.
 
     *Measured*, 1.0M parameters, diloco:10:int8:streamed, one seed: two lose 1.9 %, 9 : 5 : 2 2.8 %, four 5.2 %, so 1.9,
     1.9 and 1.7 % for each equivalent replica beyond the first; with 10.7M 0.5, 0.4 and 0.5 %. With 35M two, four and
     eight lose 0.7, 0.7 and 0.6 % for each [arXiv 2503.09799].
 
-    >>> [round(worth(shares), 2) for shares in ([9], [9, 0], [8, 8], [2, 1], [9, 5, 2], [4, 4, 4, 4])]
+    >>> [round(equivalent_replicas(shares), 2) for shares in ([9], [9, 0], [8, 8], [2, 1], [9, 5, 2], [4, 4, 4, 4])]
     [1.0, 1.0, 2.0, 1.84, 2.44, 4.0]
     """
-    return round(way_of_mean(shares) ** -2, 6)
+    return round(averaging_efficiency(shares) ** -2, 6)
 
 
-def _of_replicas(found: dict[float, tuple[float, str]], num: float) -> tuple[float, str]:
+def _interpolate_replicas(penalties: dict[float, tuple[float, str]], num: float) -> tuple[float, str]:
     """Interpolate (penalty, source) for `num` replicas from the measured numbers, of which the largest is at least
     `num`. Below the smallest measured number its penalty holds.
     """
     fewer, low, high = 0.0, (-math.inf, ""), (-math.inf, "")
-    for more, entry in found.items():
+    for more, entry in penalties.items():
         high = max(entry, low)
         if num <= more:
             break
@@ -180,9 +191,9 @@ def _of_replicas(found: dict[float, tuple[float, str]], num: float) -> tuple[flo
     return low[0] + fraction * (high[0] - low[0]), (low if fraction < 1 / 2 else high)[1]
 
 
-def _on_line(rows: Sequence[Measured], num_params: int) -> tuple[float, str]:
+def _interpolate_model_size(rows: Sequence[LossMeasurement], num_params: int) -> tuple[float, str]:
     """Interpolate (penalty, source) for a model of this size from models of several sizes."""
-    last = {(row.num_params, row.least_steps, row.least_tokens): row for row in rows}  # the later measurement counts
+    last = {(row.num_params, row.min_steps, row.min_tokens): row for row in rows}  # the later measurement counts
     ordered = sorted(last.values(), key=lambda row: (row.num_params, -row.penalty))
     rows = list({row.num_params: row for row in ordered}.values())  # of each model the run that lost least
     for low, high in itertools.pairwise(rows):
@@ -191,35 +202,35 @@ def _on_line(rows: Sequence[Measured], num_params: int) -> tuple[float, str]:
             nearer = low if fraction < 1 / 2 else high
             return low.penalty + fraction * (high.penalty - low.penalty), nearer.source
     nearest = rows[0] if num_params <= rows[0].num_params else rows[-1]
-    is_alike = nearest.num_params / ALIKE <= num_params <= nearest.num_params * ALIKE
+    is_alike = nearest.num_params / SIMILAR_SIZE_FACTOR <= num_params <= nearest.num_params * SIMILAR_SIZE_FACTOR
     return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
 
 
-def too_dear(penalty: float | None, source: str, loss_budget: float) -> str:
+def why_too_lossy(penalty: float | None, source: str, loss_budget: float) -> str:
     """Return why a strategy exceeds the loss budget (0.01 is 1 %); "" if it does not."""
     if penalty is None:
         return source
-    if not loss_budget and source != EXACT:
+    if not loss_budget and source != EXACT_SOURCE:
         return "not exact, and no loss may be spent"
     if penalty > loss_budget:
         return f"costs {penalty:.1%} of loss, more than {loss_budget:.1%}"
     return ""
 
 
-def no_more_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
+def why_no_longer_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
     """Return why `--sync auto` would not choose the run's current strategy among these ranks; "" if it would."""
     sync, tokens = roster.sync, roster.batch * shape.block_size
     penalty, source = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
-    return too_dear(penalty, source, spec.train.loss_budget / 100)
+    return why_too_lossy(penalty, source, spec.train.loss_budget / 100)
 
 
-def _rows_of(sync: SyncSpec) -> list[Measured]:
+def _measurements_of(sync: SyncSpec) -> list[LossMeasurement]:
     """Return the measurements of a strategy; +sparse is exact and makes no difference."""
     name = str(msgspec.structs.replace(sync, sparse=False))
-    return [row for row in MEASURED if row.sync == name]
+    return [row for row in LOSS_MEASUREMENTS if row.sync == name]
 
 
-def most_error(sync: SyncSpec, num_ranks: int) -> float:
+def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
     """Return the compression error up to which the penalty holds: the largest of its runs, infinite if not measured.
 
     More than two ranks quantize what they send and then the sums (`worker.sync.quantized`), and the errors of the two
@@ -228,29 +239,29 @@ def most_error(sync: SyncSpec, num_ranks: int) -> float:
     if sync.kind == "bf16":
         return BF16_ROUNDING
     least = num_ranks if sync.kind == "diloco" else 2
-    rows = _rows_of(sync)
+    rows = _measurements_of(sync)
     num_measured = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
     factor = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0
-    known = [(row.most_error + HALF_A_DIGIT) * (factor if len(row.shares) == 2 else 1.0)
-             for row in rows if len(row.shares) <= num_measured and row.most_error is not None]  # fmt: skip
+    known = [(row.max_error + ERROR_ROUNDING) * (factor if len(row.shares) == 2 else 1.0)
+             for row in rows if len(row.shares) <= num_measured and row.max_error is not None]  # fmt: skip
     return max(known, default=math.inf)
 
 
-class Watch:
+class CompressionErrorMonitor:
     """Monitors whether the compression error of a lossy strategy stays within that of the runs with a known penalty."""
 
-    SEEN = 5  # samples, of which the median counts: each is of another bucket
+    NUM_SAMPLES = 5  # samples, of which the median counts: each is of another bucket
 
     def __init__(self, sync: SyncSpec, num_ranks: int) -> None:
-        self.sync, self.most = sync, most_error(sync, num_ranks)
-        self._seen: deque[float] = deque(maxlen=self.SEEN)
+        self.sync, self.max_error = sync, max_compression_error(sync, num_ranks)
+        self._seen: deque[float] = deque(maxlen=self.NUM_SAMPLES)
         self._is_beyond = False
 
-    def hear(self, error: float) -> float | None:
+    def add_sample(self, error: float) -> float | None:
         """Add a sample. Return the median of the latest when it first exceeds the limit, once per excess; else None."""
         self._seen.append(error)
-        if len(self._seen) < self.SEEN:
+        if len(self._seen) < self.NUM_SAMPLES:
             return None
         latest = median(list(self._seen)) or 0.0
-        was_beyond, self._is_beyond = self._is_beyond, latest > self.most
+        was_beyond, self._is_beyond = self._is_beyond, latest > self.max_error
         return latest if self._is_beyond and not was_beyond else None

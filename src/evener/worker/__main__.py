@@ -8,30 +8,30 @@ from __future__ import annotations
 import os
 import sys
 
-from evener.worker.pulse import begin_pulse
+from evener.worker.heartbeat import start_heartbeat
 
 if __name__ == "__main__":
-    begin_pulse()  # torch may hang while it is imported
+    start_heartbeat()  # torch may hang while it is imported
 
 import msgspec
 
 from evener.core.errors import EvenerError
-from evener.core.machine import end_with
-from evener.core.plan import told_roster
+from evener.core.host_info import die_with_parent
+from evener.core.membership_epoch import EXIT_REGROUP, agent_pid, has_dynamic_membership, is_elastic
 from evener.core.resolve import resolve
-from evener.core.spec import parse_args
-from evener.core.world import REGROUP, agent_pid, hosts_come_and_go, ranks_live_on
-from evener.corpus.check import check_token_ids
-from evener.worker.group import leave
-from evener.worker.membership.back import Regroup
-from evener.worker.mistakes import exit_status, in_words
+from evener.core.run_plan import read_launcher_roster
+from evener.core.run_spec import parse_args
+from evener.corpus.token_check import check_token_ids
+from evener.worker.membership.rollback import RegroupExit
+from evener.worker.process_groups import exit_immediately
+from evener.worker.user_errors import format_error, rank_exit_status
 
 
 def main() -> int:
     args = sys.argv[1:]
     resume = "--resume" in args
-    if ranks_live_on():  # without its agent nobody would announce the next epoch
-        end_with(agent_pid())
+    if is_elastic():  # without its agent nobody would announce the next epoch
+        die_with_parent(agent_pid())
     try:
         spec = parse_args([arg for arg in args if arg != "--resume"])
         ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -39,21 +39,21 @@ def main() -> int:
         resolved = resolve(
             spec,
             resume=resume,
-            in_world=hosts_come_and_go(),
-            roster=told_roster(),
-            ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            has_dynamic_membership=has_dynamic_membership(),
+            roster=read_launcher_roster(),
+            num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
         check_token_ids(resolved.corpus)
         from evener.worker.loop import train
 
         train(resolved)
-    except Regroup:
-        return REGROUP
+    except RegroupExit:
+        return EXIT_REGROUP
     except EvenerError as error:
-        print(in_words(error), file=sys.stderr)
-        return exit_status(error)
+        print(format_error(error), file=sys.stderr)
+        return rank_exit_status(error)
     return 0
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

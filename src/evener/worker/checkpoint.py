@@ -23,14 +23,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evener.core.errors import CheckpointError, RunError, UsageError
-from evener.core.files import digest_of, write_atomic, write_folder_atomic
-from evener.core.rundir import Checkpoint, describe_checkpoint
+from evener.core.file_io import file_digest, write_atomic, write_folder_atomic
+from evener.core.rundir import Checkpoint, read_checkpoint_unverified
 from evener.core.runwriter import RunWriter
-from evener.worker.statetree import check_storable, pack, unpack
+from evener.worker.state_serialization import check_storable, flatten_state, unflatten_state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class LoadedCheckpoint:
     """The content of a checkpoint, in CPU memory; no tensor is mapped from the files."""
 
     weights: dict[str, Tensor]
@@ -46,7 +46,7 @@ def save(
     val_loss: float | None,
     rng_states: list[dict[str, Tensor]],
     replica_hashes: list[list[str]],
-    num_own: int = 0,
+    num_rank_states: int = 0,
 ) -> Path:
     """Write the checkpoint of `step` atomically; it replaces one of the same step.
 
@@ -55,19 +55,19 @@ def save(
     if a weight is not finite, since the run would resume from it, or if the disk refuses. Raise UsageError if a state
     holds an object that cannot be stored.
     """
-    if bad := what_is_not_finite(weights):
+    if bad := describe_non_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
     trees: dict[str, object] = {}
     tensors: dict[str, Tensor] = {}
     for name, state in states.items():
-        trees[name], more = pack(state, name)
+        trees[name], more = flatten_state(state, name)
         tensors |= more
 
     def write(folder: Path) -> None:
-        write_tensors(folder / "weights.safetensors", weights)
-        write_tensors(folder / "state.safetensors", tensors)
+        write_safetensors(folder / "weights.safetensors", weights)
+        write_safetensors(folder / "state.safetensors", tensors)
         rng = {f"{kind}/{rank}": state for rank, states in enumerate(rng_states) for kind, state in states.items()}
-        write_tensors(folder / "rng.safetensors", rng)
+        write_safetensors(folder / "rng.safetensors", rng)
         checkpoint = Checkpoint(
             step=step,
             world_size=len(rng_states),
@@ -75,8 +75,8 @@ def save(
             tensor_names=list(weights),
             states=trees,
             replica_hashes=replica_hashes,
-            num_own=num_own,
-            files={file.name: digest_of(file) for file in sorted(folder.iterdir())},
+            num_own=num_rank_states,
+            files={file.name: file_digest(file) for file in sorted(folder.iterdir())},
         )
         write_atomic(folder / "state.json", msgspec.json.encode(checkpoint))
         rundir.drop_checkpoint(step)  # from an epoch that broke before all ranks had written it
@@ -92,36 +92,36 @@ def save(
     return folder
 
 
-def load(folder: Path) -> Saved:
+def load(folder: Path) -> LoadedCheckpoint:
     """Load what `save` wrote, bit for bit."""
-    tensors = read_tensors(folder / "state.safetensors")
-    states = {name: unpack(tree, tensors) for name, tree in describe_checkpoint(folder).states.items()}
-    return Saved(weights=read_tensors(folder / "weights.safetensors"), states=states)
+    tensors = read_safetensors(folder / "state.safetensors")
+    states = {name: unflatten_state(tree, tensors) for name, tree in read_checkpoint_unverified(folder).states.items()}
+    return LoadedCheckpoint(weights=read_safetensors(folder / "weights.safetensors"), states=states)
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:
     """Copy the saved weights into a module of the same shape."""
-    put_weights(read_tensors(folder / "weights.safetensors"), weights_of(module), folder)
+    copy_weights(read_safetensors(folder / "weights.safetensors"), named_weights(module), folder)
 
 
 @torch.no_grad()
-def put_weights(saved: Mapping[str, Tensor], ours: Mapping[str, Tensor], folder: Path) -> None:
+def copy_weights(saved: Mapping[str, Tensor], targets: Mapping[str, Tensor], folder: Path) -> None:
     """Copy saved tensors into `targets`; raise CheckpointError for the first that does not fit, before any changes."""
-    for name in [*ours, *saved]:
-        if name not in saved or name not in ours:
+    for name in [*targets, *saved]:
+        if name not in saved or name not in targets:
             problem = f"is {'not in it' if name not in saved else 'not in the model'}"
-        elif saved[name].shape != ours[name].shape:
-            problem = f"is {tuple(saved[name].shape)} there and {tuple(ours[name].shape)} in the model"
-        elif saved[name].dtype != ours[name].dtype:
-            problem = f"is {saved[name].dtype} there and {ours[name].dtype} in the model"
+        elif saved[name].shape != targets[name].shape:
+            problem = f"is {tuple(saved[name].shape)} there and {tuple(targets[name].shape)} in the model"
+        elif saved[name].dtype != targets[name].dtype:
+            problem = f"is {saved[name].dtype} there and {targets[name].dtype} in the model"
         else:
             continue
         raise CheckpointError(f"{folder}: weights of another model: {name} {problem}")
-    for name, tensor in ours.items():
+    for name, tensor in targets.items():
         tensor.copy_(saved[name])
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and persistent buffers by name; shared ones (a tied head) once."""
     saved = module.state_dict()
     if extra := next((name for name, value in saved.items() if not isinstance(value, Tensor)), None):
@@ -130,7 +130,7 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if name in saved}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write tensors to a safetensors file; any device, any strides, and shared memory are allowed."""
     storages: set[int] = set()
     dense = {}
@@ -144,7 +144,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     save_file(dense, path, metadata)
 
 
-def what_is_not_finite(weights: Mapping[str, Tensor]) -> str:
+def describe_non_finite(weights: Mapping[str, Tensor]) -> str:
     """Describe the first non-finite tensor, or return "". Buffers may hold infinities, as masks do, but no NaN."""
     for name, tensor in weights.items():
         if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -155,7 +155,7 @@ def what_is_not_finite(weights: Mapping[str, Tensor]) -> str:
     return ""
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Load a safetensors file into CPU memory.
 
     Return copies: loaded tensors are memory-mapped, and an optimizer would keep a file mapped that is removed later.

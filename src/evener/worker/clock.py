@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from evener.core.spans import part_of
+from evener.core.step_spans import phase_of
 
 
 class Clock(Protocol):
@@ -21,10 +21,10 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Mark the current point in the stream of work."""
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def elapsed_s(self, begin: Any, end: Any) -> float:
         """Return the seconds from one mark to another; waits until the work has reached the second."""
 
-    def at(self, mark: Any) -> float:
+    def host_time_s(self, mark: Any) -> float:
         """Return the time of a mark on the clock of `time.perf_counter`."""
 
     def anchor(self) -> None:
@@ -37,10 +37,10 @@ class HostClock:
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, begin: float, end: float) -> float:
+    def elapsed_s(self, begin: float, end: float) -> float:
         return end - begin
 
-    def at(self, mark: float) -> float:
+    def host_time_s(self, mark: float) -> float:
         return mark
 
     def anchor(self) -> None:
@@ -58,24 +58,24 @@ class CudaClock:
         event.record()
         return event
 
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
 
-    def at(self, mark: torch.cuda.Event) -> float:
-        return self._anchored + self.seconds(self._anchor, mark)
+    def host_time_s(self, mark: torch.cuda.Event) -> float:
+        return self._anchor_host_s + self.elapsed_s(self._anchor, mark)
 
     def anchor(self) -> None:
         self._anchor = self.mark()
         self._anchor.synchronize()
-        self._anchored = time.perf_counter()
+        self._anchor_host_s = time.perf_counter()
 
 
-class Laps:
+class LapTimer:
     """Divides a stretch of work into laps without gaps, each charged to one phase.
 
-    >>> laps = Laps(HostClock()); laps.lap("data_s"); laps.lap("compute_s"); laps.lap("data_s")
-    >>> sorted(laps.parts_s())
+    >>> laps = LapTimer(HostClock()); laps.lap("data_s"); laps.lap("compute_s"); laps.lap("data_s")
+    >>> sorted(laps.phase_times_s())
     ['compute_s', 'data_s']
     """
 
@@ -83,14 +83,14 @@ class Laps:
         self._clock = clock
         self.marks = [("", clock.mark())]
 
-    def lap(self, part: str) -> None:
+    def lap(self, phase: str) -> None:
         """Charge the time since the last mark to a phase."""
-        self.marks.append((part, self._clock.mark()))
+        self.marks.append((phase, self._clock.mark()))
 
-    def parts_s(self) -> dict[str, float]:
+    def phase_times_s(self) -> dict[str, float]:
         """Return the seconds of every phase that had a lap; waits until the last lap is over."""
         parts: dict[str, float] = {}
         for (_, begin), (part, end) in pairwise(self.marks):
-            part = part_of(part)
-            parts[part] = parts.get(part, 0.0) + self._clock.seconds(begin, end)
+            part = phase_of(part)
+            parts[part] = parts.get(part, 0.0) + self._clock.elapsed_s(begin, end)
         return parts

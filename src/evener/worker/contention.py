@@ -18,17 +18,17 @@ from evener.core.rundir import Contention
 from evener.core.units import median
 
 if TYPE_CHECKING:
-    from evener.worker.data import TokenBlocks
     from evener.worker.model import GPT
     from evener.worker.run import Run
+    from evener.worker.token_blocks import TokenBlocks
 
-REPEATS = 3
+NUM_REPEATS = 3
 COPY_BYTES = 1 << 26  # beyond any cache
 
 
-def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
+def measure_contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
     """Measure every rank alone and all together; takes about 3 · (ranks + 1) forward and backward passes."""
-    samples = dataset.global_batch(run.spec.train.seed, 0, run.member.largest_pass or 1)
+    samples = dataset.global_batch(run.spec.train.seed, 0, run.member.largest_micro_batch or 1)
     tokens, targets = dataset.load(samples, run.device)
     source = torch.ones(COPY_BYTES // 4, device=run.device)
     target = torch.empty_like(source)
@@ -46,13 +46,13 @@ def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
     for rank in range(run.world_size):
         run.group.barrier()
         if rank == run.rank:
-            alone = [_timed(work, run.device) for work in works]
+            alone = [_time_work(work, run.device) for work in works]
     together = []
     for work in works:
         run.group.barrier()
-        together.append(_timed(work, run.device))
+        together.append(_time_work(work, run.device))
     mine = [alone[0], together[0], [2 * COPY_BYTES / alone[1][0]], [2 * COPY_BYTES / together[1][0]]]
-    all_ranks = [from_json(text, list[list[float]]) for text in run.group.gather(msgspec.json.encode(mine))]
+    all_ranks = [from_json(text, list[list[float]]) for text in run.group.all_gather_bytes(msgspec.json.encode(mine))]
     return Contention(
         alone_s=[rank[0][0] for rank in all_ranks],
         together_s=[rank[1][0] for rank in all_ranks],
@@ -63,10 +63,10 @@ def contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
     )
 
 
-def _timed(work: Callable[[], None], device: torch.device) -> tuple[float, float]:
+def _time_work(work: Callable[[], None], device: torch.device) -> tuple[float, float]:
     """Return the median seconds of the work, and the number of cores that this process ran on meanwhile."""
     took, cpus = [], []
-    for _ in range(REPEATS):
+    for _ in range(NUM_REPEATS):
         wall, cpu = time.perf_counter(), time.process_time()
         work()
         if device.type == "cuda":

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from evener.core.errors import UsageError
-from evener.core.spec import RunSpec
+from evener.core.run_spec import RunSpec
 from evener.worker.sampling import epoch_indices
 
-LOOKED_AT = 1024  # of a tensor, evenly spaced
-ROUNDING = 0.05  # relative to the largest value: a larger difference means other data
+NUM_SAMPLED_VALUES = 1024  # of a tensor, evenly spaced
+FLOAT_TOLERANCE = 0.05  # relative to the largest value: a larger difference means other data
 
 
 class Dataset(Protocol):
@@ -53,11 +53,11 @@ def as_dataset(source: Any, spec: RunSpec) -> Dataset:
     if all(hasattr(source, name) for name in ("global_batch", "num_tokens", "load")):
         return source
     if isinstance(source, DataLoader):
-        return _of_loader(source, spec.train.batch)
-    return Indexed(source, default_collate, shuffle=True)
+        return _from_dataloader(source, spec.train.batch)
+    return MapStyleDataset(source, default_collate, shuffle=True)
 
 
-class Indexed:
+class MapStyleDataset:
     """Adapter of a map-style data set; `collate` makes a batch of its samples."""
 
     def __init__(self, source: Any, collate: Callable[[list[Any]], Any], *, shuffle: bool) -> None:
@@ -108,53 +108,53 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
+class DataFingerprint(msgspec.Struct, frozen=True):
     """Fingerprint of a step's samples: their indices, and the content of the first one."""
 
     exact: str  # digest of the samples' indices, and of shapes, integers and text
     floats: list[list[float]]  # of each leaf; machines may decode or resize an image with other rounding
 
-    def is_like(self, other: Fingerprint) -> bool:
+    def is_same_data(self, other: DataFingerprint) -> bool:
         """Return whether both are of the same data, up to rounding of floats."""
         return (self.exact == other.exact and len(self.floats) == len(other.floats)
-                and all(map(_are_near, self.floats, other.floats)))  # fmt: skip
+                and all(map(_are_close, self.floats, other.floats)))  # fmt: skip
 
 
-def _are_near(ours: list[float], theirs: list[float]) -> bool:
+def _are_close(ours: list[float], theirs: list[float]) -> bool:
     if len(ours) != len(theirs):
         return False
-    tolerance = ROUNDING * np.max(np.abs(ours), initial=0.0)
+    tolerance = FLOAT_TOLERANCE * np.max(np.abs(ours), initial=0.0)
     return bool(np.all(np.abs(np.subtract(ours, theirs)) <= tolerance))
 
 
-def fingerprint(dataset: Dataset, samples: np.ndarray) -> Fingerprint | None:
+def fingerprint_data(dataset: Dataset, samples: np.ndarray) -> DataFingerprint | None:
     """Return a fingerprint by which ranks compare their data; None if reading is random, as with random crops."""
-    first, second = (_fingerprint(samples, dataset.load(samples[:1], torch.device("cpu"))) for _ in range(2))
+    first, second = (_fingerprint_once(samples, dataset.load(samples[:1], torch.device("cpu"))) for _ in range(2))
     return first if first == second else None
 
 
-def _fingerprint(samples: np.ndarray, batch: Any) -> Fingerprint:
+def _fingerprint_once(samples: np.ndarray, batch: Any) -> DataFingerprint:
     digest, floats = hashlib.blake2b(repr(samples.tolist()).encode(), digest_size=16), []
     for leaf in tree_leaves(batch):
         values, is_image = [leaf.item() if isinstance(leaf, np.generic) else leaf], False
-        if isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and _is_plain(leaf)):
+        if isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and _is_strided(leaf)):
             digest.update(repr(tuple(leaf.shape)).encode())
             flat = leaf.reshape(-1)
-            values = flat[:: max(1, len(flat) // LOOKED_AT)].tolist()
+            values = flat[:: max(1, len(flat) // NUM_SAMPLED_VALUES)].tolist()
             is_image = leaf.ndim > 1 and leaf.dtype in (torch.uint8, np.uint8)
         numbers = [float(value) for value in values if is_image or isinstance(value, float)]
         floats.append([value for value in numbers if math.isfinite(value)])
         digest.update(repr([value for value in values if isinstance(value, int | str) and not is_image]).encode())
-    return Fingerprint(exact=digest.hexdigest(), floats=floats)
+    return DataFingerprint(exact=digest.hexdigest(), floats=floats)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_strided(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
-def _of_loader(loader: DataLoader[Any], batch: int) -> Indexed:
+def _from_dataloader(loader: DataLoader[Any], batch: int) -> MapStyleDataset:
     if isinstance(loader.dataset, IterableDataset):
-        return Indexed(loader.dataset, loader.collate_fn, shuffle=False)  # its constructor refuses it
+        return MapStyleDataset(loader.dataset, loader.collate_fn, shuffle=False)  # its constructor refuses it
     remedy = "DataLoader(dataset, batch_size=…, shuffle=…); for your own order: global_batch, num_tokens and load"
     if loader.batch_size is None:
         problem = "no batch_size" if loader.batch_sampler is None else "a batch_sampler of its own"
@@ -174,4 +174,4 @@ def _of_loader(loader: DataLoader[Any], batch: int) -> Indexed:
             f"run.steps: the DataLoader has batch_size {loader.batch_size} and the run --batch {batch}",
             hint=f"batch_size=run.spec.train.batch, or --batch {loader.batch_size}: of all ranks together",
         )
-    return Indexed(loader.dataset, loader.collate_fn, shuffle=type(sampler) is RandomSampler)
+    return MapStyleDataset(loader.dataset, loader.collate_fn, shuffle=type(sampler) is RandomSampler)

@@ -25,7 +25,7 @@ from evener.core.shape import GPT2, GPTShape
 from evener.worker.model import GPT
 
 PUBLISHED_HEAD_DIM = 64  # in all four sizes; the file does not say how many heads there are
-THEIR_NAME = {
+GPT2_NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
     "blocks": "h",
@@ -37,11 +37,11 @@ THEIR_NAME = {
     "mlp.down": "mlp.c_proj",
     "norm": "ln_f",
 }
-ACTIVATIONS: dict[str, Literal["gelu", "gelu_tanh"]] = {"gelu": "gelu", "gelu_new": "gelu_tanh",
+ACTIVATION_BY_HF_NAME: dict[str, Literal["gelu", "gelu_tanh"]] = {"gelu": "gelu", "gelu_new": "gelu_tanh",
                                                        "gelu_pytorch_tanh": "gelu_tanh"}  # fmt: skip
-PARTS = re.compile("|".join(map(re.escape, THEIR_NAME)))
-CONV1D = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's Conv1D stores (in, out), torch's Linear (out, in)
-CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")  # buffers in old files
+OWN_NAME_PATTERN = re.compile("|".join(map(re.escape, GPT2_NAMES)))
+CONV1D_PATTERN = re.compile(r"\.c_(attn|proj|fc)\.weight$")  # GPT-2's Conv1D stores (in, out), torch's Linear (out, in)
+CAUSAL_MASK_PATTERN = re.compile(r"\.attn\.(masked_)?bias$")  # buffers in old files
 
 
 def is_gpt2_file(path: Path) -> bool:
@@ -60,13 +60,13 @@ def load_gpt2(path: Path, num_heads: int | None = None, *, bias: bool = True) ->
     another. With `bias=False` biases that are all zero are dropped. Raise CheckpointError for a file that is not a
     GPT-2; it names the first missing or unexpected tensor.
     """
-    tensors = _read(path)
+    tensors = _read_gpt2_tensors(path)
     if not bias and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(".bias")):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".bias")}
     shape = _infer_shape(path, tensors, num_heads)
     with torch.device("meta"):
         model = GPT(shape)
-    expected = {their_name(name): (name, parameter) for name, parameter in model.named_parameters()}
+    expected = {gpt2_name(name): (name, parameter) for name, parameter in model.named_parameters()}
     if missing := [name for name in expected if name not in tensors]:
         raise _not_gpt2(path, f"{missing[0]} is missing")
     weights = {}
@@ -74,29 +74,31 @@ def load_gpt2(path: Path, num_heads: int | None = None, *, bias: bool = True) ->
         if name not in expected:
             raise _not_gpt2(path, f"{name} is not part of one")
         our_name, parameter = expected[name]
-        weight = tensor.t() if CONV1D.search(name) else tensor
+        weight = tensor.t() if CONV1D_PATTERN.search(name) else tensor
         if weight.shape != parameter.shape:
             raise _not_gpt2(path, f"{name} is {tuple(tensor.shape)}, which does not go with {shape.width} of width")
         weights[our_name] = weight.float().contiguous()
     return shape, weights
 
 
-def their_name(name: str) -> str:
+def gpt2_name(name: str) -> str:
     """Return the name that GPT-2's files, and nanoGPT, use for a parameter of GPT.
 
-    >>> their_name("blocks.0.attention.qkv.weight")
+    >>> gpt2_name("blocks.0.attention.qkv.weight")
     'h.0.attn.c_attn.weight'
     """
-    return PARTS.sub(lambda part: THEIR_NAME[part[0]], name)
+    return OWN_NAME_PATTERN.sub(lambda part: GPT2_NAMES[part[0]], name)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_gpt2_tensors(path: Path) -> dict[str, Tensor]:
     """Read the file's tensors; drop a name prefix, causal masks, and the tied head's copy."""
     try:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from None
-    tensors = {name.removeprefix("transformer."): t for name, t in stored.items() if not CAUSAL_MASK.search(name)}
+    tensors = {
+        name.removeprefix("transformer."): t for name, t in stored.items() if not CAUSAL_MASK_PATTERN.search(name)
+    }
     head = tensors.pop("lm_head.weight", None)
     if head is not None and "wte.weight" in tensors and not torch.equal(head, tensors["wte.weight"]):
         raise _not_gpt2(path, "lm_head.weight differs from wte.weight, to which a GPT-2's head is tied")
@@ -133,7 +135,7 @@ def _activation(path: Path) -> Literal["gelu", "gelu_tanh"]:
     """Return the activation that config.json beside the weights names; GPT-2's if there is none."""
     try:
         config = json.loads(path.with_name("config.json").read_text())
-        return ACTIVATIONS.get(config["activation_function"], "gelu_tanh")
+        return ACTIVATION_BY_HF_NAME.get(config["activation_function"], "gelu_tanh")
     except (OSError, ValueError, LookupError, TypeError):
         return "gelu_tanh"
 

@@ -16,51 +16,51 @@ import torch
 from torch.optim import AdamW
 
 from evener.core.errors import UsageError
-from evener.core.progress import Progress
-from evener.core.resolve import Resolved, weights_file
+from evener.core.progress import RunProgress
+from evener.core.resolve import ResolvedRun, find_weights_file
+from evener.core.run_spec import TrainSpec
 from evener.core.shape import GPTShape
-from evener.core.spec import TrainSpec
-from evener.worker.checkpoint import put_weights, read_tensors, weights_of
-from evener.worker.contention import contention
-from evener.worker.data import TokenBlocks
+from evener.worker.checkpoint import copy_weights, named_weights, read_safetensors
+from evener.worker.contention import measure_contention
 from evener.worker.gpt2 import is_gpt2_file, load_gpt2
 from evener.worker.model import GPT
 from evener.worker.optim import adamw, set_hyperparameters
 from evener.worker.run import Run, join
-from evener.worker.step import Step
+from evener.worker.token_blocks import TokenBlocks
+from evener.worker.train_step import TrainStep
 
-TELL_EVERY_S = 5.0
+PROGRESS_EVERY_S = 5.0
 
 
-def train(resolved: Resolved) -> None:
+def train(resolved: ResolvedRun) -> None:
     """Run the training that `resolved` describes, from its first step or from the checkpoint it resumes."""
     spec, shape = resolved.spec, resolved.shape
     with join(spec, resolved) as run:
         train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
         val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
-        model = run.model(build(resolved, is_new=run.begins_at == 0))
+        model = run.model(build_model(resolved, is_new=run.first_step == 0))
         optimizer = run.optimizer(adamw(model, spec.train))
         tokens_per_step, every = spec.train.batch * shape.block_size, run.roster.sync.every
-        progress = Progress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
+        progress = RunProgress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
         printed_at = time.monotonic()
         if spec.machine.contention:
-            run.contention = contention(run, model, train_set)
+            run.contention = measure_contention(run, model, train_set)
 
         for step in run.steps(train_set):
-            learn(step, model, optimizer, spec.train, run.autocast)
-            if step.evaluates:
-                with step.during("evaluation"):
+            train_one_step(step, model, optimizer, spec.train, run.autocast)
+            if step.is_eval_step:
+                with step.record_between_steps("evaluation"):
                     step.val_loss = evaluate(run, model, val_set, step.index + 1)
-                run.tell(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
-            if run.last_record is not None and run.last_record.step >= progress.done:
+                run.print_once(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
+            if run.last_record is not None and run.last_record.step >= progress.steps_done:
                 progress.add(run.last_record)
-                if time.monotonic() - printed_at > TELL_EVERY_S:
+                if time.monotonic() - printed_at > PROGRESS_EVERY_S:
                     printed_at = time.monotonic()
-                    run.tell(progress.line())
+                    run.print_once(progress.status_line())
 
 
-def learn(
-    step: Step, model: GPT, optimizer: AdamW, train: TrainSpec, autocast: Callable[[], AbstractContextManager[Any]]
+def train_one_step(
+    step: TrainStep, model: GPT, optimizer: AdamW, train: TrainSpec, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> None:
     """Run one optimizer step: this rank's share of the batch, forward, backward, update."""
     set_hyperparameters(optimizer, step.index, train)
@@ -71,18 +71,18 @@ def learn(
     step.update(optimizer)
 
 
-def build(resolved: Resolved, *, is_new: bool) -> GPT:
+def build_model(resolved: ResolvedRun, *, is_new: bool) -> GPT:
     """Return the initial model: random weights, or those of `--init-from` in a new run."""
     spec = resolved.spec.model
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
     if spec.init_from is not None and is_new:
-        path = weights_file(spec.init_from)
+        path = find_weights_file(spec.init_from)
         if not is_gpt2_file(path):  # our own
-            put_weights(read_tensors(path), weights_of(model), path)
+            copy_weights(read_safetensors(path), named_weights(model), path)
             return model
         shape, weights = load_gpt2(path, resolved.shape.num_heads, bias=resolved.shape.bias)
         if shape != msgspec.structs.replace(resolved.shape, dropout=shape.dropout):
-            difference = _difference(shape, resolved.shape)
+            difference = _describe_difference(shape, resolved.shape)
             raise UsageError(
                 f"--init-from {spec.init_from}: its shape is not that of --model {spec.model}: {difference}",
                 hint="--model gpt2, its block size, layers and width, and a corpus in GPT-2's tokens",
@@ -91,7 +91,7 @@ def build(resolved: Resolved, *, is_new: bool) -> GPT:
     return model
 
 
-def _difference(theirs: GPTShape, ours: GPTShape) -> str:
+def _describe_difference(theirs: GPTShape, ours: GPTShape) -> str:
     pairs = [
         (name, getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__ if name != "dropout"
     ]
@@ -106,8 +106,8 @@ def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
     after the last step they are one model.
     """
     began = time.perf_counter()
-    positions = val_set.evenly_spaced(run.spec.eval.eval_tokens)
-    own_positions = np.split(positions, np.cumsum(run.roster.divide(len(positions)))[:-1])[run.rank]
+    positions = val_set.evenly_spaced_positions(run.spec.eval.eval_tokens)
+    own_positions = np.split(positions, np.cumsum(run.roster.divide_work(len(positions)))[:-1])[run.rank]
     model.eval()
     loss_sum, num_tokens = 0.0, 0
     for start in range(0, len(own_positions), run.member.micro_batch):

@@ -43,8 +43,8 @@ class GPT(nn.Module):
             self.token_embedding = nn.Embedding(shape.vocab_size, shape.width)
             learned = shape.positions == "learned"
             self.position_embedding = nn.Embedding(shape.block_size, shape.width) if learned else None
-            self.dropout = Dropout(shape.dropout)
-            self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
+            self.dropout = FastCpuDropout(shape.dropout)
+            self.blocks = nn.ModuleList(TransformerBlock(shape, layer) for layer in range(shape.num_layers))
             self.norm = make_norm(shape)
             self.head = None if shape.tied_head else nn.Linear(shape.width, shape.vocab_size, bias=False)
         self.to_empty(device=device)
@@ -139,7 +139,7 @@ class GPT(nn.Module):
         return tokens
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, shape: GPTShape, layer: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(shape)
@@ -161,17 +161,17 @@ class Attention(nn.Module):
         has_value_embedding = shape.has_value_embedding(layer)
         self.value_embedding = nn.Embedding(shape.vocab_size, shape.width) if has_value_embedding else None
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
-        self.dropout = Dropout(shape.dropout)
+        self.dropout = FastCpuDropout(shape.dropout)
 
     def forward(self, x: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(2)  # (B, T, H, D) each
         if self.value_embedding is not None:
             v = v + self.value_embedding(tokens).unflatten(-1, self.heads)
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         if self.qk_norm:
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.dropout)  # (B, H, T, D)
+        y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.dropout)  # (B, H, T, D)
         return self.dropout(self.out(y.transpose(1, 2).flatten(2)))  # (B, T, C)
 
 
@@ -181,7 +181,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(shape.width, MLP_EXPANSION * shape.width, bias=shape.bias)
         self.activation = ACTIVATIONS[shape.activation]
         self.down = nn.Linear(MLP_EXPANSION * shape.width, shape.width, bias=shape.bias)
-        self.dropout = Dropout(shape.dropout)
+        self.dropout = FastCpuDropout(shape.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(self.activation(self.up(x))))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
@@ -211,13 +211,13 @@ def rotary_angles(num_positions: int, head_dim: int, device: torch.device) -> tu
     return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (x_i, x_{i+D/2}) by their position's angles: products q·k then depend on the distance alone."""
     a, b = x.chunk(2, dim=-1)  # (B, T, H, D/2) each
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)  # (B, T, H, D)
 
 
-class Dropout(nn.Dropout):
+class FastCpuDropout(nn.Dropout):
     """Dropout that is fast on a CPU.
 
     torch draws a number for each element, one after the other: 8 ns an element. Sixteen bits are enough for a decision,
@@ -233,7 +233,7 @@ class Dropout(nn.Dropout):
         return x * ((draws < num_kept - 2**15).to(x.dtype) * (2**16 / num_kept))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: Dropout) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: FastCpuDropout) -> Tensor:
     """Return softmax(q·kᵀ/√D)·v over the present and earlier positions, (B, H, T, D) each, with dropout on the weights.
 
     torch's fused CPU kernel has no dropout, and its fallback computes the masked half of the weights too. So with

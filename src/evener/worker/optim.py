@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from evener.core.spec import TrainSpec
+from evener.core.run_spec import TrainSpec
 from evener.worker.model import GPT
 
 

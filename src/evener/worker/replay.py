@@ -21,33 +21,33 @@ from safetensors.torch import load_file
 from evener.core.corpus import Corpus
 from evener.core.decoding import from_json
 from evener.core.errors import EvenerError
-from evener.core.machine import this_machine
-from evener.core.resolve import Resolved
-from evener.core.roster import Dtype, first_roster
+from evener.core.host_info import local_host_info
+from evener.core.resolve import ResolvedRun
+from evener.core.roster import Dtype, initial_roster
+from evener.core.run_spec import RunSpec
 from evener.core.rundir import RunDir, read_checkpoint
 from evener.core.runwriter import RunWriter
 from evener.core.shape import GPTShape
-from evener.core.spec import RunSpec
-from evener.core.step import StepRecord
-from evener.corpus.check import check_token_ids
+from evener.core.step_cost import StepRecord
+from evener.corpus.token_check import check_token_ids
 from evener.worker import rng
-from evener.worker.agree import seat_of
-from evener.worker.arithmetic import autocast
 from evener.worker.clock import CudaClock, HostClock
-from evener.worker.data import TokenBlocks
-from evener.worker.group import Group
-from evener.worker.loop import build, learn
-from evener.worker.membership.fixed import Fixed
+from evener.worker.loop import build_model, train_one_step
+from evener.worker.membership.fixed import FixedMembership
 from evener.worker.optim import adamw
-from evener.worker.record import Recorder
-from evener.worker.spans import Spans
-from evener.worker.step import Engine, Step
-from evener.worker.sync.choose import make_sync
-from evener.worker.trained import Trained
-from evener.worker.verify import differences, hash_tensors
+from evener.worker.precision import autocast
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.rank_consistency import local_rank_slot
+from evener.worker.replica_hashes import hash_tensors, replica_mismatches
+from evener.worker.span_recorder import SpanRecorder
+from evener.worker.step_recorder import StepRecorder
+from evener.worker.sync.sync_factory import make_sync
+from evener.worker.token_blocks import TokenBlocks
+from evener.worker.train_step import TrainContext, TrainStep
+from evener.worker.training_state import TrainingState
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Which steps to replay, of which run."""
 
     run_dir: str
@@ -63,61 +63,76 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 class Replay:
     """A run restored to the state before a step, in one process."""
 
-    def __init__(self, request: Request, scratch: Path) -> None:
-        torch.set_num_threads(request.spec.machine.threads or this_machine().cores)
+    def __init__(self, request: ReplayRequest, scratch: Path) -> None:
+        torch.set_num_threads(request.spec.machine.threads or local_host_info().cores)
         torch.manual_seed(request.spec.train.seed)
         check_token_ids(request.corpus)
-        self.request, self.spec, group = request, _of_one(request), Group(request.spec.machine.device)
+        self.request, self.spec, group = (
+            request,
+            _single_process_spec(request),
+            ProcessGroups(request.spec.machine.device),
+        )
         folder = RunDir(request.run_dir).checkpoint_path(request.first) if request.first else None
         checkpoint = read_checkpoint(folder) if folder else None
-        resolved = Resolved(spec=self.spec, corpus=request.corpus, shape=request.shape, resume=checkpoint)
+        resolved = ResolvedRun(spec=self.spec, corpus=request.corpus, shape=request.shape, resume=checkpoint)
         self.device = group.device
-        self.roster = first_roster(self.spec, [seat_of(group, this_machine())], request.shape.block_size)
-        self.trained = Trained(torch.amp.GradScaler("cuda", enabled=False))
-        self.model = build(resolved, is_new=checkpoint is None).to(self.device)
-        self.trained.models.append(self.model)
+        self.roster = initial_roster(self.spec, [local_rank_slot(group, local_host_info())], request.shape.block_size)
+        self.training_state = TrainingState(torch.amp.GradScaler("cuda", enabled=False))
+        self.model = build_model(resolved, is_new=checkpoint is None).to(self.device)
+        self.training_state.models.append(self.model)
         self.optimizer = adamw(self.model, self.spec.train)
-        self.trained.add_optimizer(self.optimizer)
+        self.training_state.add_optimizer(self.optimizer)
         clock = CudaClock() if self.device.type == "cuda" else HostClock()
         rundir = RunWriter(scratch)
-        recorder = Recorder(rundir, 0, self.roster, clock, group.control, Spans(rundir, 0, clock))
+        recorder = StepRecorder(rundir, 0, self.roster, clock, group.control_group, SpanRecorder(rundir, 0, clock))
         sync = make_sync(self.roster, group, clock, recorder.lap, self.model)
-        self.trained.add_state("sync", sync)
-        self.unlike: str | None = None  # a tensor of the checkpoint that differs from the ranks' hashes
-        rng.begin(self.spec.train.seed, request.first, 0)
+        self.training_state.add_state("sync", sync)
+        self.mismatched_tensor: str | None = None  # a tensor of the checkpoint that differs from the ranks' hashes
+        rng.seed_generators(self.spec.train.seed, request.first, 0)
         if folder and checkpoint:
-            self.trained.load(folder)
+            self.training_state.load_checkpoint(folder)
             weights = load_file(folder / "weights.safetensors")
             stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
-            mismatches = differences(checkpoint.tensor_names, [*checkpoint.replica_hashes, list(stored.values())])
-            self.unlike = mismatches[0].tensor if mismatches else None
+            mismatches = replica_mismatches(
+                checkpoint.tensor_names, [*checkpoint.replica_hashes, list(stored.values())]
+            )
+            self.mismatched_tensor = mismatches[0].tensor if mismatches else None
             if checkpoint.world_size == 1:
-                rng.restore(rng.of_rank(folder / "rng.safetensors", 0), self.device)
-        sync.wrap(self.model, uses_all=True)
+                rng.set_states(rng.load_rank_states(folder / "rng.safetensors", 0), self.device)
+        sync.wrap(self.model, all_params_used=True)
         blocks = TokenBlocks(request.corpus, "train", request.shape.block_size, self.spec.train.sampling)
-        self.engine = Engine(self.spec, group, blocks, self.trained, sync, recorder, Fixed(self.roster), is_own=False,
-                             is_compiled=False)  # fmt: skip
+        self.engine = TrainContext(
+            self.spec,
+            group,
+            blocks,
+            self.training_state,
+            sync,
+            recorder,
+            FixedMembership(self.roster),
+            is_user_program=False,
+            is_compiled=False,
+        )
 
     def records(self) -> Iterator[StepRecord]:
         """Yield the record of each step as it completes; stop after a non-finite one."""
         recorder, first = self.engine.recorder, self.request.first
         for index in range(first, first + self.request.num_steps):
-            recorder.begin()
-            step = Step(self.engine, self.roster.at(index), index, is_first=False)
-            learn(step, self.model, self.optimizer, self.spec.train,
+            recorder.begin_step()
+            step = TrainStep(self.engine, self.roster.at_step(index), index, is_first=False)
+            train_one_step(step, self.model, self.optimizer, self.spec.train,
                   functools.partial(autocast, self.device, self.request.dtype))  # fmt: skip
-            step.end(wish=0.0, weight=math.nan)
+            step.end(stop_request=0.0, share_weight=math.nan)
             try:
                 recorder.flush()
             except EvenerError:  # non-finite loss or gradient
-                assert recorder.last is not None
-                yield recorder.last
+                assert recorder.last_record is not None
+                yield recorder.last_record
                 return
-            assert recorder.last is not None
-            yield recorder.last
+            assert recorder.last_record is not None
+            yield recorder.last_record
 
 
-def _of_one(request: Request) -> RunSpec:
+def _single_process_spec(request: ReplayRequest) -> RunSpec:
     """Return the run's spec for one process: the whole batch on one rank, in the run's dtype."""
     spec, replace = request.spec, msgspec.structs.replace
     machine = replace(spec.machine, ranks=1, shares="auto", backend="auto")
@@ -127,16 +142,16 @@ def _of_one(request: Request) -> RunSpec:
 
 def main() -> int:
     try:
-        request = from_json(sys.argv[1], Request)
+        request = from_json(sys.argv[1], ReplayRequest)
         with tempfile.TemporaryDirectory(prefix="evener-replay-") as scratch:
             replay = Replay(request, Path(scratch))
-            print(json.dumps({"device": str(replay.device), "unlike": replay.unlike}), flush=True)
+            print(json.dumps({"device": str(replay.device), "unlike": replay.mismatched_tensor}), flush=True)
             for record in replay.records():
                 facts = {"step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}
                 print(msgspec.json.encode(facts).decode(), flush=True)
             replay.engine.recorder.close()
     except EvenerError as error:
-        print(error.as_line(), flush=True)
+        print(error.to_json_line(), flush=True)
         return error.exit_status
     return 0
 

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-States = dict[str, Tensor]
+RngStates = dict[str, Tensor]
 
 
-def begin(seed: int, step: int, rank: int) -> None:
+def seed_generators(seed: int, step: int, rank: int) -> None:
     """Seed torch's generators from (seed, step, rank), for a rank that restores no states from a checkpoint."""
     draw = np.random.SeedSequence((seed, step, rank)).generate_state(2, np.uint32)
     torch.manual_seed(int(draw[0]) << 32 | int(draw[1]))
 
 
-def states(device: torch.device) -> States:
+def get_states(device: torch.device) -> RngStates:
     """Return the current states of this rank's generators."""
     version, words, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
@@ -40,7 +40,7 @@ def states(device: torch.device) -> States:
     return by_name
 
 
-def restore(saved: States, device: torch.device) -> None:
+def set_states(saved: RngStates, device: torch.device) -> None:
     """Set the generators to saved states."""
     torch.set_rng_state(saved["cpu"])
     version, *words = saved["python"].tolist()
@@ -52,7 +52,7 @@ def restore(saved: States, device: torch.device) -> None:
         torch.cuda.set_rng_state(saved["cuda"], device)
 
 
-def of_rank(file: Path, rank: int) -> States:
+def load_rank_states(file: Path, rank: int) -> RngStates:
     """Load one rank's states from a checkpoint's file."""
     saved = load_file(file)
     return {name.rpartition("/")[0]: state for name, state in saved.items() if name.rpartition("/")[2] == str(rank)}

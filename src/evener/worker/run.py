@@ -23,101 +23,113 @@ import torch
 from torch import nn
 
 from evener.core.errors import UsageError
-from evener.core.machine import keep_freed_memory, this_machine
-from evener.core.plan import launched_into
-from evener.core.resolve import Resolved, new_run_path, starting_point
+from evener.core.host_info import disable_malloc_trim, local_host_info
+from evener.core.membership_epoch import is_elastic
+from evener.core.resolve import ResolvedRun, default_run_path, starting_checkpoint
 from evener.core.roster import Member, Roster
+from evener.core.run_plan import launcher_run_folder
+from evener.core.run_spec import RunSpec
 from evener.core.rundir import Checkpoint, Contention
 from evener.core.runwriter import RunWriter
-from evener.core.spec import RunSpec
-from evener.core.step import StepRecord
-from evener.core.world import ranks_live_on
-from evener.worker.agree import agree, planned_cluster, seated
-from evener.worker.arithmetic import autocast, compile_module, compiles
+from evener.core.step_cost import StepRecord
+from evener.worker.checkpointer import Checkpointer
 from evener.worker.clock import CudaClock, HostClock
 from evener.worker.datasets import Dataset, as_dataset
-from evener.worker.group import Group
-from evener.worker.journal import Journal
-from evener.worker.keeper import Keeper
+from evener.worker.heartbeat import start_heartbeat
+from evener.worker.host_monitor import start_host_monitor
 from evener.worker.membership import Membership
-from evener.worker.membership.back import Regroup, going_back
-from evener.worker.membership.fixed import Fixed
-from evener.worker.membership.limits import note_end
-from evener.worker.membership.live import Live
-from evener.worker.membership.worlds import newest_anywhere, wish
-from evener.worker.mistakes import tell_in_words
-from evener.worker.profiler import profiler
-from evener.worker.pulse import begin_pulse
-from evener.worker.record import STOP, Recorder
-from evener.worker.spans import Spans
-from evener.worker.step import Engine, Step
-from evener.worker.stopping import Stopping
-from evener.worker.sync.choose import change_sync, make_sync
-from evener.worker.trained import USER, Thing, Trained, batch_norms, check_batch_norm
-from evener.worker.vitals import begin_vitals
+from evener.worker.membership.elastic import ElasticMembership
+from evener.worker.membership.fixed import FixedMembership
+from evener.worker.membership.memory_limits import record_oom
+from evener.worker.membership.regroup import current_stop_request, replicate_newest_checkpoint
+from evener.worker.membership.rollback import RegroupExit, rollback_on_failure
+from evener.worker.precision import autocast, compile_module, should_compile
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.profiler import make_profiler
+from evener.worker.rank_consistency import check_rank_consistency, load_planned_cluster, starting_roster
+from evener.worker.run_log import RunLog
+from evener.worker.span_recorder import SpanRecorder
+from evener.worker.step_recorder import STOP, StepRecorder
+from evener.worker.stop_signals import StopSignals
+from evener.worker.sync.sync_factory import change_sync, make_sync
+from evener.worker.train_step import TrainContext, TrainStep
+from evener.worker.training_state import USER_STATE_PREFIX, StatefulT, TrainingState, batch_norm_names, check_batch_norm
+from evener.worker.user_errors import install_excepthook
 
 Model = TypeVar("Model", bound=nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
-def join(spec: RunSpec | None = None, resolved: Resolved | None = None, *, resume: bool = False) -> Run:
+def join(spec: RunSpec | None = None, resolved: ResolvedRun | None = None, *, resume: bool = False) -> Run:
     """Join the run that torchrun started, or start a run of one rank; with `resume` continue the run in `spec.out`.
 
     `resolved` is given when the model and the corpus are evener's own.
     """
-    tell_in_words()
-    begin_pulse()
+    install_excepthook()
+    start_heartbeat()
     run = Run(spec or RunSpec(), resolved, resume)
     if run.device.type == "cpu":
-        keep_freed_memory()
+        disable_malloc_trim()
     return run
 
 
-def _directory(spec: RunSpec, group: Group) -> RunWriter:
+def _open_run_dir(spec: RunSpec, group: ProcessGroups) -> RunWriter:
     """Return a writer of the run directory: `spec.out`, the launcher's if it has no run yet, or a new one."""
     if spec.out is not None:
         return RunWriter(spec.out)
-    launched = launched_into()
-    new_path = "" if launched is not None and not RunWriter(launched).is_run() else new_run_path(spec)
-    path = group.gather(new_path.encode())[0].decode() or launched
+    launched = launcher_run_folder()
+    new_path = "" if launched is not None and not RunWriter(launched).is_run() else default_run_path(spec)
+    path = group.all_gather_bytes(new_path.encode())[0].decode() or launched
     assert path is not None
     return RunWriter(path)
 
 
-def _goes_on_from(rundir: RunWriter, group: Group, spec: RunSpec, resolved: Resolved | None,
+def _find_start_checkpoint(rundir: RunWriter, group: ProcessGroups, spec: RunSpec, resolved: ResolvedRun | None,
                   resume: bool) -> Checkpoint | None:  # fmt: skip
     """Return the checkpoint to start from; where hosts come and go, all ranks choose the newest one together."""
-    if group.is_in_world:
-        return newest_anywhere(rundir, group) if group.is_let_in else None
-    find = functools.partial(starting_point, rundir, spec, resume=resume)
-    return resolved.resume if resolved else group.all_or_none(find)
+    if group.has_dynamic_membership:
+        return replicate_newest_checkpoint(rundir, group) if group.is_admitted else None
+    find = functools.partial(starting_checkpoint, rundir, spec, resume=resume)
+    return resolved.resume if resolved else group.run_or_raise_on_all(find)
 
 
-def _take_up(who: Membership, engine: Engine, journal: Journal, index: int) -> None:
+def _apply_new_roster(membership: Membership, context: TrainContext, run_log: RunLog, index: int) -> None:
     """Adopt the Roster of step `index`, where the step reports call for a new one."""
-    journal.heard(engine.recorder.completed)
-    previous, reports = who.roster, engine.recorder.news
-    if reports and (roster := who.hear(reports, index)) is not None:
+    run_log.check_fidelity(context.recorder.completed)
+    previous, reports = membership.roster, context.recorder.reports
+    if reports and (roster := membership.update_roster(reports, index)) is not None:
         if roster.sync != previous.sync:
-            journal.changed(roster, previous)
-            clock, module = engine.recorder.clock, engine.trained.module
-            who.again(lambda: change_sync(engine.sync, who.roster, engine.group, clock, module))
+            run_log.log_roster_change(roster, previous)
+            clock, module = context.recorder.clock, context.training_state.module
+            membership.retry_after_regroup(
+                lambda: change_sync(context.sync, membership.roster, context.group, clock, module)
+            )
         else:
-            check_batch_norm(engine.trained.module, roster)
-            journal.changed(roster, previous)
+            check_batch_norm(context.training_state.module, roster)
+            run_log.log_roster_change(roster, previous)
 
 
-def _end(who: Membership, recorder: Recorder, keeper: Keeper, journal: Journal, verdict: str, step: int,
-         val_loss: float | None, contention: Contention | None) -> None:  # fmt: skip
+def _finish_run(
+    membership: Membership,
+    recorder: StepRecorder,
+    checkpointer: Checkpointer,
+    run_log: RunLog,
+    verdict: str,
+    step: int,
+    val_loss: float | None,
+    contention: Contention | None,
+) -> None:
     """Flush records, merge and verify replicas, save and log the end; steps with nothing to do are skipped."""
-    who.again(recorder.flush)
-    if keeper.is_to_conclude(step):
-        who.together(keeper.conclude, step)
+    membership.retry_after_regroup(recorder.flush)
+    if checkpointer.needs_finalize(step):
+        membership.run_collectively(checkpointer.finalize_replicas, step)
         val_loss = None  # of the replicas before the merge
-    replicas_agree = who.together(keeper.compare, step)
-    if keeper.saved[0] != step:
-        who.together(keeper.save, step, val_loss)
-    who.together(journal.finish, verdict, step, recorder.last, val_loss, replicas_agree, contention)
+    replicas_agree = membership.run_collectively(checkpointer.verify_replicas, step)
+    if checkpointer.history[0] != step:
+        membership.run_collectively(checkpointer.save, step, val_loss)
+    membership.run_collectively(
+        run_log.log_finish, verdict, step, recorder.last_record, val_loss, replicas_agree, contention
+    )
 
 
 class Run:
@@ -126,27 +138,31 @@ class Run:
     rank = property(lambda self: self.group.rank, doc="This rank's index in the process group, from 0.")
     world_size = property(lambda self: self.group.world_size, doc="The number of ranks.")
 
-    def __init__(self, spec: RunSpec, resolved: Resolved | None, resume: bool) -> None:
+    def __init__(self, spec: RunSpec, resolved: ResolvedRun | None, resume: bool) -> None:
         self.spec, self._resolved = spec, resolved
-        self.group = Group(spec.machine.device)
+        self.group = ProcessGroups(spec.machine.device)
         self.device = self.group.device
-        machine = this_machine()
+        machine = local_host_info()
         torch.set_num_threads(spec.machine.threads or max(1, machine.cores // self.group.local_world_size))
-        self.dir = _directory(spec, self.group)
-        self._journal = Journal(self.dir, self.group, machine)
-        self._resume = _goes_on_from(self.dir, self.group, spec, resolved, resume)
-        self.begins_at = self._resume.step if self._resume else 0  # the first step of this start of the run
-        roster = seated(self.group, self.dir, machine, spec, resolved)
-        self._membership: Membership = Live(roster, self.group) if ranks_live_on() else Fixed(roster)
-        self.group.move_gradients_by(self.roster.backend, apart=self.roster.sync.streamed)
-        is_resumed = self._resume is not None or (not self.group.is_let_in and self.dir.is_run())
-        self._compiled = compiles(spec, resolved, self.roster, self.dir if is_resumed else None)
-        self._trained = Trained(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
+        self.dir = _open_run_dir(spec, self.group)
+        self._run_log = RunLog(self.dir, self.group, machine)
+        self._start_checkpoint = _find_start_checkpoint(self.dir, self.group, spec, resolved, resume)
+        # the first step of this start of the run
+        self.first_step = self._start_checkpoint.step if self._start_checkpoint else 0
+        roster = starting_roster(self.group, self.dir, machine, spec, resolved)
+        self._membership: Membership = (
+            ElasticMembership(roster, self.group) if is_elastic() else FixedMembership(roster)
+        )
+        self.group.set_gradient_backend(self.roster.backend, separate_group=self.roster.sync.streamed)
+        is_resumed = self._start_checkpoint is not None or (not self.group.is_admitted and self.dir.is_run())
+        self._compiled = should_compile(spec, resolved, self.roster, self.dir if is_resumed else None)
+        self._training_state = TrainingState(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
         self._clock = CudaClock() if self.device.type == "cuda" else HostClock()
-        self._recorder: Recorder | None = None
-        self._open: tuple[Engine, Keeper, Step] | None = None  # the step that the program is executing
+        self._recorder: StepRecorder | None = None
+        # the step that the program is executing
+        self._current_step: tuple[TrainContext, Checkpointer, TrainStep] | None = None
         self.contention: Contention | None = None
-        self._weight, self._stopping = math.nan, Stopping()
+        self._share_weight, self._stop_signals = math.nan, StopSignals()
         torch.manual_seed(spec.train.seed)  # the same weights on every rank
 
     # --- the interface of a training program ------------------------------------------------------------------------
@@ -156,61 +172,69 @@ class Run:
 
         May be called for several models. All have rank 0's weights when the first step begins.
         """
-        self._only_before_steps("run.model")
-        self._trained.models.append(module.to(self.device))
+        self._require_before_steps("run.model")
+        self._training_state.models.append(module.to(self.device))
         if self._compiled:
             compile_module(module, self.world_size)
         return module
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Register an optimizer, whose state the checkpoints will hold. May be called for several."""
-        self._only_before_steps("run.optimizer")
-        self._trained.add_optimizer(optimizer)
+        self._require_before_steps("run.optimizer")
+        self._training_state.add_optimizer(optimizer)
         return optimizer
 
-    def state(self, name: str, thing: Thing) -> Thing:
+    def state(self, name: str, thing: StatefulT) -> StatefulT:
         """Register a scheduler, or any object with state_dict and load_state_dict, to be checkpointed by this name."""
-        self._only_before_steps("run.state")
-        self._trained.add_state(USER + name, thing)
+        self._require_before_steps("run.state")
+        self._training_state.add_state(USER_STATE_PREFIX + name, thing)
         return thing
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which forward uses the run's precision, `--dtype`; fp32 by default."""
         return autocast(self.device, self.member.dtype)
 
-    def steps(self, dataset: Any) -> Iterator[Step]:
+    def steps(self, dataset: Any) -> Iterator[TrainStep]:
         """Iterate over the remaining optimizer steps.
 
         `dataset` is a `Dataset`, a map-style torch Dataset or a DataLoader of one. A program may leave its loop early,
         on all ranks alike: the run is then saved as a stopped one.
         """
-        train, every, first_step = self.spec.train, self.spec.checkpoint, self.begins_at
-        with going_back(self.dir, self.group):
-            context, checkpointer = self._begin(as_dataset(dataset, self.spec), first_step)
-            is_fresh, membership = self.group.is_let_in, self._membership
-            first_step = membership.begin(context, checkpointer, self._journal, first_step)
-            self._stopping.begin(train.max_s)
+        train, every, first_step = self.spec.train, self.spec.checkpoint, self.first_step
+        with rollback_on_failure(self.dir, self.group):
+            context, checkpointer = self._set_up(as_dataset(dataset, self.spec), first_step)
+            is_fresh, membership = self.group.is_admitted, self._membership
+            first_step = membership.start(context, checkpointer, self._run_log, first_step)
+            self._stop_signals.start_time_limit(train.max_s)
             for index in range(first_step, train.steps):
-                context.recorder.begin()
+                context.recorder.begin_step()
                 if index > first_step or is_fresh:  # else the others received the reports before they admitted it
-                    if membership.listen(context.recorder, index):
+                    if membership.receive_reports(context.recorder, index):
                         return self._finish(checkpointer, "stopped", index, None)
                     membership.before_step(context.recorder, checkpointer, index)
-                _take_up(membership, context, self._journal, index)
-                step = Step(context, self.roster.at(index), index, is_first=index == first_step and is_fresh)
-                self._open = context, checkpointer, step
+                _apply_new_roster(membership, context, self._run_log, index)
+                step = TrainStep(context, self.roster.at_step(index), index, is_first=index == first_step and is_fresh)
+                self._current_step = context, checkpointer, step
                 yield step
-                self._open = None
-                step.end(wish=STOP if self._stopping.is_due else wish(self.group, self.dir.path), weight=self._weight)
-                self._weight = math.nan
+                self._current_step = None
+                step.end(
+                    stop_request=STOP
+                    if self._stop_signals.should_stop
+                    else current_stop_request(self.group, self.dir.path),
+                    share_weight=self._share_weight,
+                )
+                self._share_weight = math.nan
                 done = index + 1
                 if every.verify_every and done % every.verify_every == 0 and done < train.steps:
-                    membership.together(checkpointer.compare, done)
+                    membership.run_collectively(checkpointer.verify_replicas, done)
                 if every.checkpoint_every and done % every.checkpoint_every == 0 and done < train.steps:
-                    if membership.together(context.recorder.flush):
+                    if membership.run_collectively(context.recorder.flush):
                         return self._finish(checkpointer, "stopped", done, step.val_loss)
-                    membership.together(
-                        checkpointer.save, done, step.val_loss, membership.begins_anew(context.recorder)
+                    membership.run_collectively(
+                        checkpointer.save,
+                        done,
+                        step.val_loss,
+                        membership.will_restart_from_checkpoint(context.recorder),
                     )
                     membership.after_save(context.recorder)
             return self._finish(checkpointer, "finished", train.steps, step.val_loss)
@@ -228,28 +252,28 @@ class Run:
     @property
     def module(self) -> nn.Module:
         """The model, or all models as one module."""
-        return self._trained.module
+        return self._training_state.module
 
     @property
     def last_record(self) -> StepRecord | None:
         """The record of the newest step that all ranks have reported; it lags behind."""
-        return self._recorder.last if self._recorder else None
+        return self._recorder.last_record if self._recorder else None
 
-    def weigh(self, weight: float) -> None:
+    def set_share_weight(self, weight: float) -> None:
         """Set this rank's share of the batch relative to the others', whose initial weights are their shares.
 
         It applies once all ranks have received it. From then on shares no longer follow the ranks' speed.
         """
         if not 0 <= weight < 1e9:
             raise UsageError(f"run.set_share_weight({weight}): expected a number of at least 0 and below 1e9")
-        self._weight = weight
+        self._share_weight = weight
 
     def mean(self, total: float, num: float) -> float:
         """Return Σ total / Σ num over ranks."""
-        sums = self._membership.together(self.group.sum, total, num)
+        sums = self._membership.run_collectively(self.group.all_reduce_sum, total, num)
         return sums[0] / sums[1]
 
-    def tell(self, text: str) -> None:
+    def print_once(self, text: str) -> None:
         """Print a line on rank 0 only."""
         if self.rank == 0:
             print(text, flush=True)
@@ -259,62 +283,81 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
-            if error is None and self._open is not None:
-                with going_back(self.dir, self.group):
-                    self._leave(*self._open)
+            if error is None and self._current_step is not None:
+                with rollback_on_failure(self.dir, self.group):
+                    self._finish_after_break(*self._current_step)
         except BaseException as failure:
             error = failure
             raise
         finally:
-            if error is not None and not isinstance(error, Regroup):
-                note_end(error, self.group.local_rank)
-                self._journal.failed(error)
+            if error is not None and not isinstance(error, RegroupExit):
+                record_oom(error, self.group.local_rank)
+                self._run_log.log_failure(error)
             if self._recorder is not None:
                 self._recorder.close()
-            self._stopping.close()
+            self._stop_signals.close()
             if error is None:
                 self.group.close()
 
     # --- start and end of a run -------------------------------------------------------------------------------------
 
-    def _begin(self, dataset: Dataset, first: int) -> tuple[Engine, Keeper]:
+    def _set_up(self, dataset: Dataset, first: int) -> tuple[TrainContext, Checkpointer]:
         """Check that the ranks are consistent, load the checkpoint, and log the start."""
-        self._only_before_steps("run.steps")
-        training_state = self._trained
-        training_state.check()
-        agree(self.group, self.dir, self.spec, self._resolved, self.roster, first, training_state)
-        if self.group.is_let_in:
+        self._require_before_steps("run.steps")
+        training_state = self._training_state
+        training_state.check_trainable()
+        check_rank_consistency(self.group, self.dir, self.spec, self._resolved, self.roster, first, training_state)
+        if self.group.is_admitted:
             check_batch_norm(training_state.module, self.roster)
         # A compiled model recompiles for every batch size, and all ranks must decide alike.
-        fixed_size = self.group.sum(float(self._compiled or bool(batch_norms(training_state.module))), 0.0)[0] > 0
-        warning = self._membership.follow(self.spec, self._resolved, planned_cluster(), one_size=fixed_size)
+        fixed_size = (
+            self.group.all_reduce_sum(float(self._compiled or bool(batch_norm_names(training_state.module))), 0.0)[0]
+            > 0
+        )
+        warning = self._membership.enable_adaptation(
+            self.spec, self._resolved, load_planned_cluster(), fixed_micro_batch_size=fixed_size
+        )
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), training_state.module)
         training_state.add_state("sync", sync)
-        spans = Spans(self.dir, self.member.rank, self._clock, profiler(self.spec, self.dir, self.member.rank, first))
-        checkpointer = Keeper(self.dir, self.spec, self.group, training_state, sync, spans)
-        if self.group.is_let_in:
-            checkpointer.restore(self._resume)
-        sync.wrap(training_state.module, uses_all=self._resolved is not None)
-        checkpointer.restore_own(self._resume)
-        self._journal.begin(self.spec, self._resolved, self.roster, training_state.num_params, compiled=self._compiled,
-                            first=first, resumes=self._resume is not None, remark=warning)  # fmt: skip
+        spans = SpanRecorder(
+            self.dir, self.member.rank, self._clock, make_profiler(self.spec, self.dir, self.member.rank, first)
+        )
+        checkpointer = Checkpointer(self.dir, self.spec, self.group, training_state, sync, spans)
+        if self.group.is_admitted:
+            checkpointer.restore_checkpoint(self._start_checkpoint)
+        sync.wrap(training_state.module, all_params_used=self._resolved is not None)
+        checkpointer.restore_rank_state(self._start_checkpoint)
+        self._run_log.log_start(
+            self.spec,
+            self._resolved,
+            self.roster,
+            training_state.num_params,
+            is_compiled=self._compiled,
+            first_step=first,
+            is_resumed=self._start_checkpoint is not None,
+            warning=warning,
+        )
         # After the log has dropped the records that a resumed run repeats.
-        self._recorder = recorder = Recorder(self.dir, self.rank, self.roster, self._clock, self.group.control, spans)
+        self._recorder = recorder = StepRecorder(
+            self.dir, self.rank, self.roster, self._clock, self.group.control_group, spans
+        )
         if self.group.local_rank == 0:
-            begin_vitals(self.dir.vitals_path(this_machine().host), has_gpu=self.device.type == "cuda")
-        return Engine(self.spec, self.group, dataset, training_state, sync, recorder, self._membership,
+            start_host_monitor(self.dir.vitals_path(local_host_info().host), has_gpu=self.device.type == "cuda")
+        return TrainContext(self.spec, self.group, dataset, training_state, sync, recorder, self._membership,
                       self._resolved is None, self._compiled), checkpointer  # fmt: skip
 
-    def _leave(self, engine: Engine, keeper: Keeper, step: Step) -> None:
+    def _finish_after_break(self, context: TrainContext, checkpointer: Checkpointer, step: TrainStep) -> None:
         """Finish and save a run whose program left its loop early, on all ranks."""
         if step.is_updated:
-            step.end(wish=STOP, weight=math.nan)
-        self._finish(keeper, "stopped", step.index + step.is_updated, step.val_loss)
+            step.end(stop_request=STOP, share_weight=math.nan)
+        self._finish(checkpointer, "stopped", step.index + step.is_updated, step.val_loss)
 
-    def _finish(self, keeper: Keeper, verdict: str, step: int, val_loss: float | None) -> None:
+    def _finish(self, checkpointer: Checkpointer, verdict: str, step: int, val_loss: float | None) -> None:
         assert self._recorder is not None
-        _end(self._membership, self._recorder, keeper, self._journal, verdict, step, val_loss, self.contention)
+        _finish_run(
+            self._membership, self._recorder, checkpointer, self._run_log, verdict, step, val_loss, self.contention
+        )
 
-    def _only_before_steps(self, what: str) -> None:
+    def _require_before_steps(self, what: str) -> None:
         if self._recorder is not None:
             raise UsageError(f"{what} after run.steps: register models, optimizers and states before the first step")

@@ -20,7 +20,7 @@ import math
 import numpy as np
 
 STEP, EPOCH = 0, 1  # what the highest word of Philox's counter counts
-ROUNDS = 10  # as in NIST's FF1, a cipher for small domains
+FEISTEL_ROUNDS = 10  # as in NIST's FF1, a cipher for small domains
 
 
 def uniform_indices(num_items: int, seed: int, step: int, count: int) -> np.ndarray:
@@ -29,7 +29,7 @@ def uniform_indices(num_items: int, seed: int, step: int, count: int) -> np.ndar
     Steps, and seeds, are independent of each other. (A remainder of 64 random bits prefers low items by less than
     num_items / 2**64.)
     """
-    return (_words(seed, STEP, step, count) % num_items).astype(np.int64)
+    return (_philox_words(seed, STEP, step, count) % num_items).astype(np.int64)
 
 
 def epoch_indices(num_items: int, seed: int, first: int, count: int) -> np.ndarray:
@@ -44,7 +44,7 @@ def epoch_indices(num_items: int, seed: int, first: int, count: int) -> np.ndarr
     [0, 1, 2, 3, 4]
     """
     epoch, item = divmod(np.arange(first, first + count, dtype=np.uint64), num_items)
-    keys, _ = _epoch_words(seed, epoch)
+    keys, _ = _epoch_keys(seed, epoch)
     return _permute(item, num_items, keys).astype(np.int64)
 
 
@@ -59,22 +59,22 @@ def epoch_positions(num_positions: int, block_size: int, seed: int, first: int, 
     num_blocks = max(1, num_positions // block_size)
     num_offsets = num_positions - (num_blocks - 1) * block_size
     epoch, block = divmod(np.arange(first, first + count, dtype=np.uint64), num_blocks)
-    keys, spare = _epoch_words(seed, epoch)
+    keys, spare = _epoch_keys(seed, epoch)
     positions: np.ndarray = spare % num_offsets + _permute(block, num_blocks, keys) * block_size
     return positions.astype(np.int64)
 
 
-def _words(seed: int, kind: int, number: int, count: int) -> np.ndarray:
+def _philox_words(seed: int, kind: int, number: int, count: int) -> np.ndarray:
     """Return the first `count` words of the stream of this step or epoch: (count,) uint64."""
     return np.random.Philox(key=seed, counter=[0, 0, kind, number]).random_raw(count)
 
 
-def _epoch_words(seed: int, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _epoch_keys(seed: int, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the permutation keys, (ROUNDS, count), of (count,) ascending epochs, and one more word, (count,)."""
     numbers, which = np.unique(epoch, return_inverse=True)
-    by_epoch = [_words(seed, EPOCH, int(number), ROUNDS + 1) for number in numbers]
-    words = np.array(by_epoch, dtype=np.uint64).reshape(-1, ROUNDS + 1).T[:, which]
-    return words[:ROUNDS], words[ROUNDS]
+    by_epoch = [_philox_words(seed, EPOCH, int(number), FEISTEL_ROUNDS + 1) for number in numbers]
+    words = np.array(by_epoch, dtype=np.uint64).reshape(-1, FEISTEL_ROUNDS + 1).T[:, which]
+    return words[:FEISTEL_ROUNDS], words[FEISTEL_ROUNDS]
 
 
 def _permute(items: np.ndarray, num_items: int, keys: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def _permute(items: np.ndarray, num_items: int, keys: np.ndarray) -> np.ndarray:
     walking = np.arange(len(items))
     while len(walking):
         row, column = divmod(permuted[walking], num_columns)
-        for i in range(0, ROUNDS, 2):
+        for i in range(0, FEISTEL_ROUNDS, 2):
             row = (row + _mix(column + keys[i, walking]) % num_rows) % num_rows
             column = (column + _mix(row + keys[i + 1, walking]) % num_columns) % num_columns
         permuted[walking] = row * num_columns + column

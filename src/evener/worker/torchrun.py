@@ -48,22 +48,22 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
-from evener.worker.group import leave
+from evener.worker.process_groups import exit_immediately
 
-FAILED = "failed"
-LOOK_EVERY_S = 0.5
-JOIN_S = 180.0  # for all hosts to join: Python and torch may load from a cold, slow disk
-REFUSED_S = 10.0  # the first host's agent is dead when its port has refused connections this long
+FAILURE_KEY = "failed"
+HEARTBEAT_INTERVAL_S = 0.5
+JOIN_TIMEOUT_S = 180.0  # for all hosts to join: Python and torch may load from a cold, slow disk
+REFUSED_TIMEOUT_S = 10.0  # the first host's agent is dead when its port has refused connections this long
 # A silent peer may only be unreachable. A run must survive 30 s without a link. TCP doubles its wait between attempts,
 # so that such a peer can take 60 s to be reachable again; half as much is added as a margin.
-SILENT_S = 90.0
-END_S = 15.0  # for torchrun to end its ranks, which takes at most its --shutdown-timeout
-LINGER_S = 5.0  # that the first host keeps the store after a failure, so that the others can read it
-LATE_S = 30.0  # the same while some hosts have not joined yet
+HEARTBEAT_TIMEOUT_S = 90.0
+SHUTDOWN_TIMEOUT_S = 15.0  # for torchrun to end its ranks, which takes at most its --shutdown-timeout
+STORE_LINGER_S = 5.0  # that the first host keeps the store after a failure, so that the others can read it
+LATE_NODE_LINGER_S = 30.0  # the same while some hosts have not joined yet
 EXIT_STATUS_STOPPED = 128 + signal.SIGTERM
 
 
-class Rendezvous(StaticTCPRendezvous):
+class FailureDetectingRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous with a store on one address, heartbeats and a failure detector.
 
     torch's calls to a store whose host has vanished never return. Hence three threads: torchrun's own; one that reads
@@ -72,20 +72,21 @@ class Rendezvous(StaticTCPRendezvous):
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str, timeout_s: int) -> None:
         super().__init__(address, port, rank, num_nodes, run_id, timeout_s)
-        self._ended = False
-        self._hear_by = 0.0  # deadline for the next successful store operation
+        self._has_ended = False
+        self._store_deadline = 0.0  # deadline for the next successful store operation
         self._refused_since: float | None = None
-        self._failure: str | None = None  # of another host, from the store
-        self.verdict: str | None = None  # why this host's ranks are ended
-        self._beats: dict[int, tuple[int, float]] = {}  # on the first host: the others' last counter, and when it grew
+        self._reported_failure: str | None = None  # of another host, from the store
+        self.stop_reason: str | None = None  # why this host's ranks are ended
+        # on the first host: the others' last counter, and when it grew
+        self._heartbeats: dict[int, tuple[int, float]] = {}
 
     def get_backend(self) -> str:
         return "evener"
 
-    def open(self) -> None:
+    def start(self) -> None:
         """Start the store or connect to it, then start the heartbeats and the failure detector."""
-        self._hear_by = time.monotonic() + self.timeout.total_seconds() + REFUSED_S
-        threading.Thread(target=self._judge, daemon=True).start()
+        self._store_deadline = time.monotonic() + self.timeout.total_seconds() + REFUSED_TIMEOUT_S
+        threading.Thread(target=self._failure_detector_loop, daemon=True).start()
         server = self.rank == 0
         listener = _listen(self.master_addr, self.master_port) if server else None
         if listener is not None:
@@ -104,9 +105,9 @@ class Rendezvous(StaticTCPRendezvous):
             problem = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
             raise SystemExit(f"error: net.no-store: {problem}: {str(error).splitlines()[0]}") from None
         self._store = store
-        self._introduce(self._ours(store))
-        self._hear_by = time.monotonic() + SILENT_S
-        threading.Thread(target=self._look, daemon=True).start()
+        self._register_node(self._namespaced(store))
+        self._store_deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
+        threading.Thread(target=self._heartbeat_loop, daemon=True).start()
 
     def next_rendezvous(self) -> RendezvousInfo:
         assert self._store is not None
@@ -117,45 +118,45 @@ class Rendezvous(StaticTCPRendezvous):
             RendezvousStoreInfo(self.master_addr, self.master_port),
         )
 
-    def stay(self) -> None:
+    def wait_for_other_nodes(self) -> None:
         """On the first host, wait until no other node needs the store. torchrun itself waits at most 300 s."""
         assert self._store is not None
-        while self.rank == 0 and self._remaining(self._ours(self._store)):
-            time.sleep(LOOK_EVERY_S / 5)
+        while self.rank == 0 and self._remaining_nodes(self._namespaced(self._store)):
+            time.sleep(HEARTBEAT_INTERVAL_S / 5)
 
     def close(self, why: str | None) -> None:
         """Announce that this host leaves, and why if it failed; the first host then waits for the others to leave."""
-        self._ended = True
+        self._has_ended = True
         keeps_store = self.rank == 0 and self._store is not None
         is_early = self.rank > 0 and self._store is None and why is not None  # the store may not be up yet
-        leaving = threading.Thread(target=self._leave, args=(why, keeps_store, is_early), daemon=True)
+        leaving = threading.Thread(target=self._announce_exit, args=(why, keeps_store, is_early), daemon=True)
         leaving.start()
-        leaving.join(LATE_S if keeps_store or is_early else LINGER_S)
+        leaving.join(LATE_NODE_LINGER_S if keeps_store or is_early else STORE_LINGER_S)
 
-    def _leave(self, why: str | None, keeps_store: bool, is_early: bool) -> None:
+    def _announce_exit(self, why: str | None, keeps_store: bool, is_early: bool) -> None:
         began, store = time.monotonic(), None
         with contextlib.suppress(OSError, RuntimeError):
             while store is None:
                 try:
-                    store = self._connect(LINGER_S)
+                    store = self._connect(STORE_LINGER_S)
                 except ConnectionRefusedError:
                     if not is_early:
                         return
-                    time.sleep(LOOK_EVERY_S)
+                    time.sleep(HEARTBEAT_INTERVAL_S)
             if why is not None:
-                _fail(store, _host(), why)
+                _publish_failure(store, _host_name(), why)
             store.set(f"left/{self.rank}", "")
-            while keeps_store and (remaining := self._remaining(store)):
+            while keeps_store and (remaining := self._remaining_nodes(store)):
                 all_came = all(store.check([f"node/{rank}"]) for rank in remaining)
-                if all_came and time.monotonic() - began > LINGER_S:
+                if all_came and time.monotonic() - began > STORE_LINGER_S:
                     return
-                time.sleep(LOOK_EVERY_S / 10)
+                time.sleep(HEARTBEAT_INTERVAL_S / 10)
 
-    def _remaining(self, store: Store) -> list[int]:
+    def _remaining_nodes(self, store: Store) -> list[int]:
         """Return the other nodes that may still need the store."""
         return [rank for rank in range(self.world_size) if rank != self.rank and not store.check([f"left/{rank}"])]
 
-    def _ours(self, store: Store) -> Store:
+    def _namespaced(self, store: Store) -> Store:
         """Return a view of the store with this run's prefix: another run's store may be on this port."""
         return PrefixStore(f"evener/{self.run_id}", store)
 
@@ -163,7 +164,7 @@ class Rendezvous(StaticTCPRendezvous):
         """Connect to the store, once per thread. Raise OSError, or RuntimeError where torch finds the store gone."""
         # torch would retry a refused connection, and log each attempt.
         socket.create_connection((self.master_addr, self.master_port), timeout_s).close()
-        return self._ours(
+        return self._namespaced(
             TCPStore(
                 self.master_addr,
                 self.master_port,
@@ -174,75 +175,75 @@ class Rendezvous(StaticTCPRendezvous):
             )
         )
 
-    def _introduce(self, store: Store) -> None:
+    def _register_node(self, store: Store) -> None:
         """Register this node. Two agents with one node rank would start the same ranks and hang: name both hosts."""
         if store.add(f"node/{self.rank}", 1) > 1:
             other = store.get(f"node/{self.rank}/host").decode()
-            raise SystemExit(f"error: rank.duplicate: {_host()} and {other} were both started as node {self.rank}")
-        store.set(f"node/{self.rank}/host", _host())
+            raise SystemExit(f"error: rank.duplicate: {_host_name()} and {other} were both started as node {self.rank}")
+        store.set(f"node/{self.rank}/host", _host_name())
         try:
-            store.wait(["node/0/host"], datetime.timedelta(seconds=REFUSED_S))
+            store.wait(["node/0/host"], datetime.timedelta(seconds=REFUSED_TIMEOUT_S))
         except RuntimeError:
             where = f"{self.master_addr}:{self.master_port}"
             raise SystemExit(f"error: port.in-use: the store on {where} is that of another run") from None
 
-    def _look(self) -> None:
+    def _heartbeat_loop(self) -> None:
         """Send heartbeats and read failures; the first host also checks the others' heartbeats."""
         store = None
-        while not self._ended:
+        while not self._has_ended:
             try:
-                store = store or self._connect(REFUSED_S)
+                store = store or self._connect(REFUSED_TIMEOUT_S)
                 store.add(f"beat/{self.rank}", 1)
                 if self.rank == 0:
-                    self._find_silent(store)
-                if store.check([FAILED]):
-                    first = _failure_in(store.get(FAILED))
+                    self._detect_silent_nodes(store)
+                if store.check([FAILURE_KEY]):
+                    first = _parse_failure(store.get(FAILURE_KEY))
                     store.set(f"left/{self.rank}", "")
-                    self._failure = first
+                    self._reported_failure = first
                     return
-                self._hear_by, self._refused_since = time.monotonic() + SILENT_S, None
+                self._store_deadline, self._refused_since = time.monotonic() + HEARTBEAT_TIMEOUT_S, None
             except ConnectionRefusedError:
                 self._refused_since = self._refused_since or time.monotonic()
             except (OSError, RuntimeError):
                 store = None
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(HEARTBEAT_INTERVAL_S)
 
-    def _find_silent(self, store: Store) -> None:
+    def _detect_silent_nodes(self, store: Store) -> None:
         now = time.monotonic()
-        for rank in self._remaining(store):
+        for rank in self._remaining_nodes(store):
             beat = store.add(f"beat/{rank}", 0)
-            if beat and beat != self._beats.get(rank, (0, now))[0]:
-                self._beats[rank] = beat, now
-            elif beat and now - self._beats[rank][1] > SILENT_S:
+            if beat and beat != self._heartbeats.get(rank, (0, now))[0]:
+                self._heartbeats[rank] = beat, now
+            elif beat and now - self._heartbeats[rank][1] > HEARTBEAT_TIMEOUT_S:
                 host = store.get(f"node/{rank}/host").decode(errors="replace")
-                _fail(store, host, f"nothing was heard of it for {SILENT_S:.0f} s")
+                _publish_failure(store, host, f"nothing was heard of it for {HEARTBEAT_TIMEOUT_S:.0f} s")
 
-    def _judge(self) -> None:
+    def _failure_detector_loop(self) -> None:
         """End this host's ranks when another host has failed or the store is gone."""
         where = f"the store on {self.master_addr}:{self.master_port}"
-        while self.verdict is None:
-            time.sleep(LOOK_EVERY_S / 5)
+        while self.stop_reason is None:
+            time.sleep(HEARTBEAT_INTERVAL_S / 5)
             now = time.monotonic()
-            if self._ended:
+            if self._has_ended:
                 return
-            if self._failure is not None:
-                self.verdict = self._failure
-            elif self._refused_since is not None and now - self._refused_since > REFUSED_S:
-                self.verdict = f"{where} is gone"
-            elif now > self._hear_by:
-                self.verdict = f"nothing was heard of {where}"
-        self._end_ranks(self.verdict)
+            if self._reported_failure is not None:
+                self.stop_reason = self._reported_failure
+            elif self._refused_since is not None and now - self._refused_since > REFUSED_TIMEOUT_S:
+                self.stop_reason = f"{where} is gone"
+            elif now > self._store_deadline:
+                self.stop_reason = f"nothing was heard of {where}"
+        self._end_ranks(self.stop_reason)
 
     def _end_ranks(self, why: str) -> None:
         """End the ranks by SIGTERM to torchrun, then exit: torchrun may wait for other hosts and ignore signals."""
-        print(f"evener: ending the ranks on {_host()}: {why}", file=sys.stderr, flush=True)
+        print(f"evener: ending the ranks on {_host_name()}: {why}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
         while psutil.Process().children() and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(1.0)  # prefer the regular exit
         self.close(None)
-        leave(EXIT_STATUS_STOPPED)
+        exit_immediately(EXIT_STATUS_STOPPED)
 
 
 def main() -> int:
@@ -250,18 +251,20 @@ def main() -> int:
     args = parse_args(sys.argv[1:])
     address, port = parse_rendezvous_endpoint(args.rdzv_endpoint, -1)
     settings = dict(setting.split("=", 1) for setting in args.rdzv_conf.split(","))
-    timeout_s = int(settings.get("timeout", JOIN_S))
-    rendezvous = Rendezvous(address, port, int(settings["rank"]), int(args.nnodes), args.rdzv_id, timeout_s)
+    timeout_s = int(settings.get("timeout", JOIN_TIMEOUT_S))
+    rendezvous = FailureDetectingRendezvous(
+        address, port, int(settings["rank"]), int(args.nnodes), args.rdzv_id, timeout_s
+    )
     handler_registry.register("evener", lambda parameters: rendezvous)
     if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     _let_signals_through_logging()
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, _stop)  # until torchrun does the same
+        signal.signal(signum, _raise_signal)  # until torchrun does the same
     try:
-        status, why = _take_part(rendezvous, args)
+        status, why = _run_torchrun(rendezvous, args)
     except SignalException:
-        status, why = EXIT_STATUS_STOPPED, rendezvous.verdict or "it was asked to stop"
+        status, why = EXIT_STATUS_STOPPED, rendezvous.stop_reason or "it was asked to stop"
     except SystemExit as error:
         print(error, file=sys.stderr)
         status, why = 1, str(error).removeprefix("error: ")
@@ -274,12 +277,12 @@ def main() -> int:
     return status
 
 
-def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None]:
+def _run_torchrun(rendezvous: FailureDetectingRendezvous, args: Namespace) -> tuple[int, str | None]:
     """Return the exit status, and why the other hosts must end too."""
     try:
-        rendezvous.open()
+        rendezvous.start()
         run(args)
-        rendezvous.stay()
+        rendezvous.wait_for_other_nodes()
     except ChildFailedError as error:
         failures: list[dict[str, Any]] = [
             {
@@ -297,7 +300,7 @@ def _take_part(rendezvous: Rendezvous, args: Namespace) -> tuple[int, str | None
     return 0, None
 
 
-def _stop(signum: int, frame: Any) -> None:
+def _raise_signal(signum: int, frame: Any) -> None:
     raise SignalException(f"got signal {signum}", signal.Signals(signum))
 
 
@@ -317,18 +320,18 @@ def _let_signals_through_logging() -> None:
     logging.Handler.handleError = handle_error  # type: ignore[method-assign, assignment]
 
 
-def _fail(store: Store, host: str, why: str) -> None:
+def _publish_failure(store: Store, host: str, why: str) -> None:
     """Publish a failure; the store keeps the first one only."""
-    store.compare_set(FAILED, "", json.dumps({"host": host, "why": why}))
+    store.compare_set(FAILURE_KEY, "", json.dumps({"host": host, "why": why}))
 
 
-def _failure_in(told: bytes) -> str:
+def _parse_failure(payload: bytes) -> str:
     """Describe what `_publish_failure` wrote. The store has no password: the payload may be anything."""
     try:
-        first = json.loads(told)
+        first = json.loads(payload)
         return f"{first['host']} failed: {first['why']}"
     except (ValueError, KeyError, TypeError, RecursionError):
-        return f"the store holds a failure in an unknown format: {told[:80]!r}"
+        return f"the store holds a failure in an unknown format: {payload[:80]!r}"
 
 
 def _listen(address: str, port: int) -> socket.socket:
@@ -338,16 +341,16 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.bind((address, port))
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            problem = f"{_host()} was started as node 0, whose address {address} is not its own"
+            problem = f"{_host_name()} was started as node 0, whose address {address} is not its own"
             raise SystemExit(f"error: rank.duplicate: {problem}") from None
         raise SystemExit(f"error: port.in-use: {address}:{port}: {error.strerror}") from None
     listener.listen(1024)
     return listener
 
 
-def _host() -> str:
+def _host_name() -> str:
     return os.environ.get("EVENER_HOST") or socket.gethostname()
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_immediately(main())

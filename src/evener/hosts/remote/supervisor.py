@@ -37,60 +37,60 @@ import time
 
 POLL_S = 0.05
 QUIET_POLL_S = 0.2  # after `LOG_SCAN_INTERVAL_S` without output, while no end is requested
-LOOK_S = 1.0  # between scans for the files of ranks that started late
-END_S = 5.0  # from SIGTERM to SIGKILL
-AT_ONCE_S = 1.0  # the same after a second request
-LOCK_S = 1.0  # that other programs may hold the lock while they check whether the run is alive
-REST_BYTES = 1 << 16  # of a line without its newline
-REST_S = 1.0
-ROOM_BYTES = 1 << 20
-ALONE_S = 20.0
-MAX_AGAIN = 5  # restarts of an agent, or of its supervisor, that was killed
-MARK = "EVENER_RUN"
+LOG_SCAN_INTERVAL_S = 1.0  # between scans for the files of ranks that started late
+KILL_TIMEOUT_S = 5.0  # from SIGTERM to SIGKILL
+FAST_KILL_TIMEOUT_S = 1.0  # the same after a second request
+LOCK_TIMEOUT_S = 1.0  # that other programs may hold the lock while they check whether the run is alive
+MAX_PARTIAL_LINE_BYTES = 1 << 16  # of a line without its newline
+MAX_PARTIAL_LINE_S = 1.0
+RESERVED_DISK_BYTES = 1 << 20
+IDLE_AGENT_TIMEOUT_S = 20.0
+MAX_RESTARTS = 5  # restarts of an agent, or of its supervisor, that was killed
+RUN_ID_VARIABLE = "EVENER_RUN"
 
-STAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
+TIMESTAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
 
-_guards = set()  # pids: the only children of ours that are not the run's
+_guard_pids = set()  # pids: the only children of ours that are not the run's
 
 
-class Log:
+class TimestampedLog:
     """A log file of timestamped lines, fed with bytes; nothing is dropped or reordered."""
 
     def __init__(self, path):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._rest = {"O": bytearray(), "E": bytearray()}
-        self._since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest arrived
+        self._partial_lines = {"O": bytearray(), "E": bytearray()}
+        self._partial_since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest arrived
 
     def add(self, stream, data):
         """Append output of a stream, O or E."""
-        rest = self._rest[stream]
+        rest = self._partial_lines[stream]
         if not rest:
-            self._since[stream] = time.monotonic()
+            self._partial_since[stream] = time.monotonic()
         ended, newline, unended = data.rpartition(b"\n")
         if newline:
-            start = _stamp() + stream.encode() + b" "
+            start = _timestamp() + stream.encode() + b" "
             self._write(b"".join(start + line + b"\n" for line in (bytes(rest) + ended).split(b"\n")))
             rest.clear()
-            self._since[stream] = time.monotonic()
+            self._partial_since[stream] = time.monotonic()
         rest += unended
-        if len(rest) > REST_BYTES:
-            self._write_rest(stream)
+        if len(rest) > MAX_PARTIAL_LINE_BYTES:
+            self._write_partial(stream)
 
-    def look(self):
+    def flush_stale(self):
         """Write partial lines that have waited too long for their newline: a progress bar sends none for hours."""
-        for stream, rest in self._rest.items():
-            if rest and time.monotonic() - self._since[stream] >= REST_S:
-                self._write_rest(stream)
+        for stream, rest in self._partial_lines.items():
+            if rest and time.monotonic() - self._partial_since[stream] >= MAX_PARTIAL_LINE_S:
+                self._write_partial(stream)
 
     def close(self):
-        for stream, rest in self._rest.items():
+        for stream, rest in self._partial_lines.items():
             if rest:
-                self._write_rest(stream)
+                self._write_partial(stream)
         os.close(self._file)
 
-    def _write_rest(self, stream):
-        self._write(_stamp() + stream.lower().encode() + b" " + self._rest[stream] + b"\n")
-        self._rest[stream].clear()
+    def _write_partial(self, stream):
+        self._write(_timestamp() + stream.lower().encode() + b" " + self._partial_lines[stream] + b"\n")
+        self._partial_lines[stream].clear()
 
     def _write(self, data):
         try:
@@ -112,24 +112,24 @@ class RankLogs:
         self._host, self._first_rank, self._sizes = host, first_rank, sizes
         self._open = {}  # path: (file, stream, log)
         self._logs = {}  # local rank: (log, bytes of each stream it held when opened)
-        self._look_at = 0.0
+        self._next_scan = 0.0
 
     def read(self, last=False):
         """Copy new output to the logs; return whether there was any."""
         has_new = False
-        if last or time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + (LOOK_S if self._open else POLL_S)
+        if last or time.monotonic() >= self._next_scan:
+            self._next_scan = time.monotonic() + (LOG_SCAN_INTERVAL_S if self._open else POLL_S)
             paths = glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))
-            for path in sorted(paths, key=_in_order):
+            for path in sorted(paths, key=_natural_sort_key):
                 if path not in self._open and os.path.basename(os.path.dirname(path)).isdigit():
-                    self._begin(path)
+                    self._open_rank_file(path)
         for file, stream, log in self._open.values():
             chunk = file.read(1 << 18)
             while chunk:
                 has_new = True
                 log.add(stream, chunk)
                 chunk = file.read(1 << 18)
-            log.look()
+            log.flush_stale()
         return has_new
 
     def close(self):
@@ -138,14 +138,14 @@ class RankLogs:
         for file, _, _ in self._open.values():
             file.close()
 
-    def _begin(self, path):
+    def _open_rank_file(self, path):
         stream = "O" if os.path.basename(path) == "stdout.log" else "E"
         local_rank = int(os.path.basename(os.path.dirname(path)))
         if local_rank not in self._logs:
             name = log_name(self._host, self._first_rank + local_rank)
             log = os.path.join(self._logs_folder, name)
-            held_bytes = {"O": 0, "E": 0} if self._sizes is None else held(log, self._sizes.get(name, 0))
-            self._logs[local_rank] = Log(log), held_bytes
+            held_bytes = {"O": 0, "E": 0} if self._sizes is None else count_logged_bytes(log, self._sizes.get(name, 0))
+            self._logs[local_rank] = TimestampedLog(log), held_bytes
         log, held_bytes = self._logs[local_rank]
         file = open(path, "rb")  # noqa: SIM115
         skipped = min(held_bytes[stream], os.fstat(file.fileno()).st_size)
@@ -154,7 +154,7 @@ class RankLogs:
         self._open[path] = file, stream, log
 
 
-def _in_order(path):
+def _natural_sort_key(path):
     """Sort numbers by value: epoch 10 after epoch 2."""
     return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
 
@@ -164,7 +164,7 @@ def log_name(host, rank=None):
     return f"{host}.log" if rank is None else f"{host}.{rank}.log"
 
 
-def held(path, since):
+def count_logged_bytes(path, since):
     """Return the bytes of each stream that a log holds from an offset on; drop a line cut short by a killed writer."""
     counts = {"O": 0, "E": 0}
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
@@ -174,13 +174,16 @@ def held(path, since):
                 file.truncate(since)
                 break
             since += len(line)
-            kind, text = line[STAMP_BYTES : STAMP_BYTES + 1].decode(errors="replace"), line[STAMP_BYTES + 2 :]
+            kind, text = (
+                line[TIMESTAMP_BYTES : TIMESTAMP_BYTES + 1].decode(errors="replace"),
+                line[TIMESTAMP_BYTES + 2 :],
+            )
             if kind.upper() in counts:
                 counts[kind.upper()] += len(text) - kind.islower()
     return counts
 
 
-def take_over(run):
+def recover_rank_logs(run):
     """Copy to the logs the ranks' output of an earlier start that its supervisor, killed, did not copy.
 
     What the logs hold is counted from the logs themselves, so this can be interrupted and repeated: no byte is lost or
@@ -194,7 +197,7 @@ def take_over(run):
         begun = None
     if begun is not None:
         name = begun.pop("log")
-        held(os.path.join(logs, name), begun["sizes"].get(name, 0))
+        count_logged_bytes(os.path.join(logs, name), begun["sizes"].get(name, 0))
         ranks = RankLogs(folder, logs, **begun)
         ranks.read(last=True)
         ranks.close()
@@ -211,12 +214,12 @@ class Supervisor:
             self.spec = json.load(file)
         self.state = {"state": "running", "supervisor": os.getpid(), "pid": None, "started": None, "ended": None,
                       "status": None, "signal": None, "stopped": False, "failures": []}  # fmt: skip
-        self.asked = 0
-        self.asked_at = None
+        self.num_stop_requests = 0
+        self.stop_requested_at = None
         self.escalation = 0
-        self.told = set()  # pids of the ranks that got SIGTERM
-        self.living_at = None  # when ranks were last alive, since the request to stop
-        self.look_at = 0.0
+        self.signalled_pids = set()  # pids of the ranks that got SIGTERM
+        self.ranks_alive_at = None  # when ranks were last alive, since the request to stop
+        self.next_rank_scan = 0.0
         self.is_rank = self.spec.get("is_rank", False)  # the program itself is the rank
         self.log_name = log_name(self.spec["host"], self.spec["first_rank"] if self.is_rank else None)
         attached = self.spec.get("attached")
@@ -224,20 +227,20 @@ class Supervisor:
 
     def main(self):
         for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._ask)
+            signal.signal(signum, self._handle_stop_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        held_lock = lock(os.path.join(self.folder, "lock"), int(sys.argv[3]) if len(sys.argv) > 3 else None)
+        held_lock = acquire_lock(os.path.join(self.folder, "lock"), int(sys.argv[3]) if len(sys.argv) > 3 else None)
         _become_subreaper()
         guard = start_guard(self.run, self.spec["id"], held_lock if self.spec.get("has_agent") else None)
-        take_over(self.run)
+        recover_rank_logs(self.run)
         self.state["started"] = time.time()  # every line stamped from now on belongs to this start
-        self.oom_kills, self.oom_at, self.full_at, self.next_look = oom_kills(), None, None, 0.0
-        self._keep_room()
-        ranks = self._begin()
-        log = Log(os.path.join(self.run, "logs", self.log_name))
+        self.num_oom_kills, self.oom_at, self.disk_full_at, self.next_health_check = count_oom_kills(), None, None, 0.0
+        self._reserve_disk()
+        ranks = self._open_rank_logs()
+        log = TimestampedLog(os.path.join(self.run, "logs", self.log_name))
         env = dict(os.environ, **self.spec["env"])
-        env[MARK] = self.spec["id"]
+        env[RUN_ID_VARIABLE] = self.spec["id"]
         self.failures, tell_failures = os.pipe()  # a pipe, because a disk may be full
         os.set_blocking(self.failures, False)
         env["EVENER_FAILURES"] = str(tell_failures)
@@ -253,12 +256,16 @@ class Supervisor:
                 status, surviving_pids = 127, []
                 break
             self.state["pid"] = child.pid
-            self._save()
-            num_starts, surviving_pids, status = num_starts + 1, self._follow(child, log, ranks), child.returncode
-            if not self.spec.get("has_agent") or status >= 0 or self.asked or is_stopped(self.run):
+            self._save_state()
+            num_starts, surviving_pids, status = (
+                num_starts + 1,
+                self._follow_program(child, log, ranks),
+                child.returncode,
+            )
+            if not self.spec.get("has_agent") or status >= 0 or self.num_stop_requests or is_stop_requested(self.run):
                 break
-            is_last = num_starts > MAX_AGAIN
-            action = f"as {MAX_AGAIN} before it, so it is not restarted" if is_last else "it is restarted"
+            is_last = num_starts > MAX_RESTARTS
+            action = f"as {MAX_RESTARTS} before it, so it is not restarted" if is_last else "it is restarted"
             log.add("E", f"evener: the agent was killed by {signal_name(status)}: {action}\n".encode())
             if is_last:
                 break
@@ -266,10 +273,10 @@ class Supervisor:
         ranks.close()
         shutil.rmtree(ranks.folder, ignore_errors=True)  # all of it is in the logs
         log.close()
-        self._end(status, surviving_pids)
+        self._record_end(status, surviving_pids)
         os.write(guard, b"done")
 
-    def _begin(self):
+    def _open_rank_logs(self):
         """Prepare the ranks' output files and return their logs; begun.json is for `recover_rank_logs`."""
         folder, logs = os.path.join(self.folder, "ranks"), os.path.join(self.run, "logs")
         for path in (folder, logs):
@@ -279,7 +286,7 @@ class Supervisor:
         write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes, log=self.log_name))
         return RankLogs(folder, logs, **begun)
 
-    def _follow(self, child, log, ranks):
+    def _follow_program(self, child, log, ranks):
         """Follow the program until it exits, then kill all its descendants; return the pids that SIGKILL did not end.
 
         Its output is read to the end, even if a grandchild still holds the pipe.
@@ -291,111 +298,117 @@ class Supervisor:
         output_at = time.monotonic()
         while True:
             status = child.poll()
-            is_quiet = not self.asked and time.monotonic() - output_at >= LOOK_S
+            is_quiet = not self.num_stop_requests and time.monotonic() - output_at >= LOG_SCAN_INTERVAL_S
             pause_s = 0 if status is not None else QUIET_POLL_S if is_quiet else POLL_S
             for key, _ in selector.select(pause_s):
                 output_at = time.monotonic()
-                chunk = _read(key.fd)
+                chunk = _read_pipe(key.fd)
                 if chunk:
                     log.add(key.data, chunk)
                 elif chunk == b"":
                     selector.unregister(key.fileobj)
-            log.look()
+            log.flush_stale()
             if ranks.read():
                 output_at = time.monotonic()
-            self._look_around()
-            _reap(child.pid)
+            self._check_host_health()
+            _reap_orphans(child.pid)
             if status is not None:
                 surviving_pids = end_all(self.spec["id"], os.getpid())
                 for key in list(selector.get_map().values()):
-                    chunk = _read(key.fd)
+                    chunk = _read_pipe(key.fd)
                     while chunk:
                         log.add(key.data, chunk)
-                        chunk = _read(key.fd)
+                        chunk = _read_pipe(key.fd)
                 return surviving_pids
             if self.launcher is not None and not is_locked(self.launcher):
                 self.launcher = None
-                self.asked += 1
-            self._escalate(child)
+                self.num_stop_requests += 1
+            self._escalate_stop(child)
 
-    def _keep_room(self):
+    def _reserve_disk(self):
         """Reserve 1 MiB on the run's disk, for the state that must be written once the disk is full."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "room"), "wb") as file:
-            file.write(os.urandom(ROOM_BYTES))  # random, so that no file system compresses it
+            file.write(os.urandom(RESERVED_DISK_BYTES))  # random, so that no file system compresses it
 
-    def _look_around(self, last=False):
+    def _check_host_health(self, last=False):
         """Note when the kernel last killed a process for lack of memory, and when the disk was last full.
 
         The time tells whether the killed process was the run's.
         """
-        if not last and time.monotonic() < self.next_look:
+        if not last and time.monotonic() < self.next_health_check:
             return
-        self.next_look, num_killed = time.monotonic() + LOOK_S, oom_kills()
-        if num_killed > self.oom_kills:
+        self.next_health_check, num_killed = time.monotonic() + LOG_SCAN_INTERVAL_S, count_oom_kills()
+        if num_killed > self.num_oom_kills:
             self.oom_at = self.state["oom_at"] = time.time()
-            self._save()
-        self.oom_kills = num_killed
+            self._save_state()
+        self.num_oom_kills = num_killed
         room = os.path.join(self.folder, "room")
         with contextlib.suppress(OSError):  # a disk that does not answer is not full
             disk = os.statvfs(self.folder)
             free = (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize
-            if disk.f_blocks and free + (ROOM_BYTES if os.path.exists(room) else 0) < 2 * ROOM_BYTES:
-                self.full_at = time.time()
-            if last or self.full_at is not None:
+            if disk.f_blocks and free + (RESERVED_DISK_BYTES if os.path.exists(room) else 0) < 2 * RESERVED_DISK_BYTES:
+                self.disk_full_at = time.time()
+            if last or self.disk_full_at is not None:
                 os.remove(room)
 
-    def _ask(self, signum, frame):
-        self.asked += 1
+    def _handle_stop_signal(self, signum, frame):
+        self.num_stop_requests += 1
 
-    def _escalate(self, child):
+    def _escalate_stop(self, child):
         """Carry out a request to stop: SIGTERM to the ranks, then to the program, then SIGKILL to all."""
-        if not self.asked:
+        if not self.num_stop_requests:
             return
         now = time.monotonic()
-        if self.asked_at is None:
-            self.asked_at = now
+        if self.stop_requested_at is None:
+            self.stop_requested_at = now
             self.state["stopped"] = True
-            self._save()
-        waited = now - self.asked_at
-        grace = self.spec["grace_s"] if self.asked == 1 else 0
-        if self.escalation == 0 and now >= self.look_at:
-            self.look_at = now + LOOK_S
+            self._save_state()
+        waited = now - self.stop_requested_at
+        grace = self.spec["grace_s"] if self.num_stop_requests == 1 else 0
+        if self.escalation == 0 and now >= self.next_rank_scan:
+            self.next_rank_scan = now + LOG_SCAN_INTERVAL_S
             ranks = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
             if self.spec.get("has_agent") and self.spec.get("has_launcher"):  # its children are launchers
                 ranks = {rank for launcher in ranks for rank in children(launcher)}
-            self.living_at = now if ranks or self.living_at is None else self.living_at
-            for pid in ranks - self.told:
-                _signal(pid, signal.SIGTERM)
-            self.told |= ranks
+            self.ranks_alive_at = now if ranks or self.ranks_alive_at is None else self.ranks_alive_at
+            for pid in ranks - self.signalled_pids:
+                _send_signal(pid, signal.SIGTERM)
+            self.signalled_pids |= ranks
         # A program without ranks yet gets SIGTERM itself; so does an agent without ranks for longer than it lingers.
-        is_idle = self.spec.get("has_agent") and self.living_at is not None and now - self.living_at >= ALONE_S
-        if self.escalation == 0 and (waited >= grace or not self.told or is_idle):
+        is_idle = (
+            self.spec.get("has_agent")
+            and self.ranks_alive_at is not None
+            and now - self.ranks_alive_at >= IDLE_AGENT_TIMEOUT_S
+        )
+        if self.escalation == 0 and (waited >= grace or not self.signalled_pids or is_idle):
             self.escalation = 1
-            self.program_told_at = now
-            _signal(child.pid, signal.SIGTERM)
-        elif self.escalation == 1 and now - self.program_told_at >= (END_S if self.asked == 1 else AT_ONCE_S):
+            self.program_signalled_at = now
+            _send_signal(child.pid, signal.SIGTERM)
+        elif self.escalation == 1 and now - self.program_signalled_at >= (
+            KILL_TIMEOUT_S if self.num_stop_requests == 1 else FAST_KILL_TIMEOUT_S
+        ):
             self.escalation = 2
             end_all(self.spec["id"], os.getpid())
-            _signal(child.pid, signal.SIGKILL)
+            _send_signal(child.pid, signal.SIGKILL)
 
-    def _end(self, status, left):
+    def _record_end(self, status, left):
         ended = time.time()
         failures = []
         if self.is_rank and status:
             failures = [{"rank": self.spec["first_rank"], "exitcode": status, "time": ended}]
         with contextlib.suppress(ValueError):
-            failures = json.loads(_read(self.failures) or b"")
+            failures = json.loads(_read_pipe(self.failures) or b"")
         self.state["failures"] = [dict(failure, signal=signal_name(failure["exitcode"])) for failure in failures]
         self.state.update(state="ended", ended=ended, status=status, signal=signal_name(status), left=left)
-        self._look_around(last=True)
-        self.state.update(oom_at=self.oom_at, full_at=self.full_at)
-        self._save()
+        self._check_host_health(last=True)
+        self.state.update(oom_at=self.oom_at, full_at=self.disk_full_at)
+        self._save_state()
 
-    def _save(self):
+    def _save_state(self):
         write_json(os.path.join(self.folder, "state.json"), self.state)
 
 
-def oom_kills():
+def count_oom_kills():
     """Return how many processes the kernel has killed for lack of memory: in our cgroups, or on this machine. Linux."""
     num_killed = 0
     paths = ["/proc/vmstat"]
@@ -413,14 +426,14 @@ def oom_kills():
     return num_killed
 
 
-def lock(path, descriptor=None):
+def acquire_lock(path, descriptor=None):
     """Take the lock that shows others that this program or its guard is alive; return its descriptor.
 
     With a `descriptor` the lock is held already. BlockingIOError if another program holds it.
     """
     is_held = descriptor is not None
     descriptor = descriptor if is_held else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    deadline = time.monotonic() + LOCK_S
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     while not is_held:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -454,7 +467,7 @@ def start_guard(run, run_id, held_lock):
     pid = os.fork()
     if pid:
         os.close(read)
-        _guards.add(pid)
+        _guard_pids.add(pid)
         return write
     os.close(write)
     os.setsid()
@@ -467,12 +480,12 @@ def start_guard(run, run_id, held_lock):
         with contextlib.suppress(OSError):
             os.remove(os.path.join(folder, "room"))
         with contextlib.suppress(OSError):
-            take_over(run)
+            recover_rank_logs(run)
         state = {"started": None, "failures": [], "stopped": False}
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
         begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-        if held_lock is not None and not state["stopped"] and not is_stopped(run) and begun < MAX_AGAIN:
+        if held_lock is not None and not state["stopped"] and not is_stop_requested(run) and begun < MAX_RESTARTS:
             os.set_inheritable(held_lock, True)
             argv = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
             os.execv(sys.executable, argv)  # noqa: S606
@@ -481,7 +494,7 @@ def start_guard(run, run_id, held_lock):
     os._exit(0)
 
 
-def is_stopped(run):
+def is_stop_requested(run):
     """Return whether the end of the run was requested, even if no supervisor received it."""
     return os.path.exists(os.path.join(run, "host", "stopped"))
 
@@ -491,13 +504,13 @@ def end_all(run_id, ancestor=None):
 
     Return the pids that are still alive after `KILL_TIMEOUT_S`: they hang in the kernel.
     """
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     while True:
         pids = [pid for pid in processes_of(run_id, ancestor) if pid != os.getpid()]
         if not pids or time.monotonic() >= deadline:
             return pids
         for pid in pids:
-            _signal(pid, signal.SIGKILL)
+            _send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
@@ -505,7 +518,7 @@ def processes_of(run_id, ancestor=None):
     """Return the pids with the run's id in their environment or descended from `ancestor`; zombies do not count."""
     if not os.path.isdir("/proc/self"):
         return _processes_by_ps(run_id, ancestor)
-    mark = (f"{MARK}={run_id}").encode()
+    mark = (f"{RUN_ID_VARIABLE}={run_id}").encode()
     parents, marked = {}, set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -532,7 +545,7 @@ def _processes_by_ps(run_id, ancestor):
         if len(fields) < 4 or fields[2].startswith("Z"):
             continue
         parents[int(fields[0])] = int(fields[1])
-        if f"{MARK}={run_id}" in fields[3].split():
+        if f"{RUN_ID_VARIABLE}={run_id}" in fields[3].split():
             marked.add(int(fields[0]))
     return _with_descendants(parents, marked, ancestor)
 
@@ -543,7 +556,7 @@ def _with_descendants(parents, marked, ancestor):
     while grew:
         grew = False
         for pid, parent in parents.items():
-            if pid not in pids and pid not in _guards and (parent in pids or (ancestor and parent == ancestor)):
+            if pid not in pids and pid not in _guard_pids and (parent in pids or (ancestor and parent == ancestor)):
                 pids.add(pid)
                 grew = True
     return sorted(pids)
@@ -590,19 +603,19 @@ def _become_subreaper():
         ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def _reap(but):
+def _reap_orphans(but):
     """Reap adopted children that have exited; `but` is waited for elsewhere."""
     while sys.platform.startswith("linux"):  # elsewhere there are none
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if ended is None or ended.si_pid == but or ended.si_pid in _guards:
+        if ended is None or ended.si_pid == but or ended.si_pid in _guard_pids:
             return
         os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _read(descriptor):
+def _read_pipe(descriptor):
     """Return what a pipe holds: b"" at its end, None while it is empty."""
     try:
         return os.read(descriptor, 1 << 18)
@@ -612,12 +625,12 @@ def _read(descriptor):
         return b""
 
 
-def _signal(pid, signum):
+def _send_signal(pid, signum):
     with contextlib.suppress(OSError):
         os.kill(pid, signum)
 
 
-def _stamp():
+def _timestamp():
     now = time.time()
     return (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z ").encode()
 

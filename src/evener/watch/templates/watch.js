@@ -33,11 +33,11 @@
     document.title = status.title;
     const icon = document.getElementById("icon");
     if (!icon.href.endsWith(`/${status.mark}.svg`)) icon.href = `/static/${status.mark}.svg`;
-    if (status.word === main.dataset.word) return;
-    main.dataset.word = status.word;
-    document.getElementById("aloud").textContent = status.told;
-    if (!/finished|failed|stopped|stuck/.test(status.word)) return;
-    if (document.getElementById("notify").checked && Notification.permission === "granted") new Notification(status.title, { body: status.told });
+    if (status.state === main.dataset.word) return;
+    main.dataset.word = status.state;
+    document.getElementById("aloud").textContent = status.message;
+    if (!/finished|failed|stopped|stuck/.test(status.state)) return;
+    if (document.getElementById("notify").checked && Notification.permission === "granted") new Notification(status.title, { body: status.message });
     if (document.getElementById("sound").checked) beep();
   }
 

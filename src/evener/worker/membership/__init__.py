@@ -8,81 +8,83 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from evener.core.prediction import Cluster
-from evener.core.resolve import Resolved
+from evener.core.resolve import ResolvedRun
 from evener.core.roster import Roster
-from evener.core.spec import RunSpec
-from evener.worker.group import Group
-from evener.worker.journal import Journal
-from evener.worker.keeper import Keeper
-from evener.worker.record import News, Recorder
+from evener.core.run_spec import RunSpec
+from evener.worker.checkpointer import Checkpointer
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.run_log import RunLog
+from evener.worker.step_recorder import StepRecorder, StepReport
 from evener.worker.sync import Sync
-from evener.worker.trained import Trained
+from evener.worker.training_state import TrainingState
 
 T = TypeVar("T")
 
 
-class Learner(Protocol):
+class TrainerView(Protocol):
     """The part of a rank that a change of membership needs."""
 
     spec: RunSpec
-    group: Group
-    trained: Trained
+    group: ProcessGroups
+    training_state: TrainingState
     sync: Sync
-    recorder: Recorder
-    moved: set[str]  # names of buffers that forward mutates
+    recorder: StepRecorder
+    changed_buffers: set[str]  # names of buffers that forward mutates
 
 
 class Membership(Protocol):
     """The Roster in force. All ranks hold the same one at the same step, derived from the same step reports."""
 
     roster: Roster
-    result: Any  # of the last collective operation
-    is_lost: bool  # a newer epoch exists: the work in progress will be discarded
+    last_result: Any  # of the last collective operation
+    is_epoch_lost: bool  # a newer epoch exists: the work in progress will be discarded
 
-    def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
+    def start(self, trainer: TrainerView, checkpointer: Checkpointer, run_log: RunLog, first_step: int) -> int:
         """Return the step to start with, once this rank takes part; wait to be admitted where others train already."""
 
-    def together(self, do: Callable[..., T], *args: Any) -> T:
+    def run_collectively(self, fn: Callable[..., T], *args: Any) -> T:
         """Run `fn` once on all ranks and return its JSON-serializable result.
 
         If the group broke after some ranks had finished it, skip it here and return their result.
         """
 
-    def again(self, do: Callable[..., T], *args: Any) -> T:
+    def retry_after_regroup(self, fn: Callable[..., T], *args: Any) -> T:
         """Retry `fn` after every regroup until it succeeds. `fn` must be idempotent."""
 
-    def listen(self, recorder: Recorder, step: int) -> bool:
+    def receive_reports(self, recorder: StepRecorder, step: int) -> bool:
         """Receive the step reports that are due before `step`; return whether all ranks stop now."""
 
-    def agree(self, loss_sum: Tensor) -> float | None:
+    def commit_gradients(self, loss_sum: Tensor) -> float | None:
         """Confirm on all ranks that they hold all sums of a pass, before any rank updates; return the loss summed over
         ranks.
 
         It is a collective operation. Return None where a lost epoch ends the run.
         """
 
-    def is_behind(self, error: RuntimeError) -> bool:
+    def recover_from(self, error: RuntimeError) -> bool:
         """Regroup after a collective operation failed; return whether other ranks had finished it, so that it counts as
         done.
 
         The Roster is another one afterwards. Raise the error if it is no failure of a peer.
         """
 
-    def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
+    def before_step(self, recorder: StepRecorder, checkpointer: Checkpointer, step: int) -> None:
         """Save a requested checkpoint and let hosts leave or join, when all before `step` is done."""
 
-    def begins_anew(self, recorder: Recorder) -> bool:
+    def will_restart_from_checkpoint(self, recorder: StepRecorder) -> bool:
         """Return whether all ranks will restart from the checkpoint that is due now, in another epoch."""
 
-    def after_save(self, recorder: Recorder) -> None:
+    def after_save(self, recorder: StepRecorder) -> None:
         """Let waiting hosts join after a checkpoint was saved."""
 
-    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
+    def enable_adaptation(
+        self, spec: RunSpec, resolved: ResolvedRun | None, cluster: Cluster | None, *, fixed_micro_batch_size: bool
+    ) -> str:
         """Adapt what the spec leaves open to measurements: shares to the speed of ranks, the sync strategy to the link.
 
         `cluster` is the planner's model of the machines, None if there is none. With `fixed_micro_batch_size`
         micro-batches keep their sizes. Return a warning for the user, or "".
         """
 
-    def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
+    def update_roster(self, reports: Sequence[StepReport], next_step: int) -> Roster | None:
         """Return the Roster from `next_step` on, given the reports of all ranks; None if it is unchanged."""

@@ -12,153 +12,161 @@ from torch import Tensor
 
 from evener.core.errors import RunError
 from evener.core.prediction import Cluster
-from evener.core.resolve import Resolved
+from evener.core.resolve import ResolvedRun
 from evener.core.roster import Roster, weighted_shares
-from evener.core.spec import RunSpec
-from evener.plan.options import BUCKETED
-from evener.plan.rebalance import Balancer
-from evener.plan.rechoose import Chooser
-from evener.worker.journal import Journal
-from evener.worker.keeper import Keeper
-from evener.worker.membership import Learner
-from evener.worker.membership.back import Regroup
-from evener.worker.record import News, Recorder
+from evener.core.run_spec import RunSpec
+from evener.plan.options import BUCKETED_KINDS
+from evener.plan.rebalance import LoadBalancer
+from evener.plan.strategy_selector import StrategySelector
+from evener.worker.checkpointer import Checkpointer
+from evener.worker.membership import TrainerView
+from evener.worker.membership.rollback import RegroupExit
+from evener.worker.run_log import RunLog
+from evener.worker.step_recorder import StepRecorder, StepReport
 
 T = TypeVar("T")
 
 
-class Fixed:
+class FixedMembership:
     """Membership of ranks that end when they lose one: the launcher restarts them, or the user resumes the run."""
 
-    is_lost = False
-    result: Any = None
+    is_epoch_lost = False
+    last_result: Any = None
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
-        self._stops = False  # a stop request arrived with an earlier flush
+        self._is_stop_requested = False  # a stop request arrived with an earlier flush
         self._weights = roster.mean_shares
-        self._balancer: Balancer | None = None
-        self._whole: int | None = None
-        self._chooser: Chooser | None = None
+        self._balancer: LoadBalancer | None = None
+        self._share_unit: int | None = None
+        self._chooser: StrategySelector | None = None
 
-    def begin(self, learner: Learner, keeper: Keeper, journal: Journal, first: int) -> int:
-        return first
+    def start(self, trainer: TrainerView, checkpointer: Checkpointer, run_log: RunLog, first_step: int) -> int:
+        return first_step
 
-    def together(self, do: Callable[..., T], *args: Any) -> T:
-        return do(*args)
+    def run_collectively(self, fn: Callable[..., T], *args: Any) -> T:
+        return fn(*args)
 
-    def again(self, do: Callable[..., T], *args: Any) -> T:
-        return do(*args)
+    def retry_after_regroup(self, fn: Callable[..., T], *args: Any) -> T:
+        return fn(*args)
 
-    def listen(self, recorder: Recorder, step: int) -> bool:
-        stops = recorder.hear()
-        return stops or self._stops
+    def receive_reports(self, recorder: StepRecorder, step: int) -> bool:
+        stops = recorder.receive_due_reports()
+        return stops or self._is_stop_requested
 
-    def agree(self, loss_sum: Tensor) -> float | None:
+    def commit_gradients(self, loss_sum: Tensor) -> float | None:
         return None
 
-    def is_behind(self, error: RuntimeError) -> bool:
+    def recover_from(self, error: RuntimeError) -> bool:
         raise error
 
-    def before_step(self, recorder: Recorder, keeper: Keeper, step: int) -> None:
+    def before_step(self, recorder: StepRecorder, checkpointer: Checkpointer, step: int) -> None:
         """Save and regroup if a host leaves; save and continue if a checkpoint was requested.
 
         In the second case one more step follows if a stop request arrives meanwhile.
         """
-        if recorder.leaves:
+        if recorder.is_leave_requested:
             recorder.flush()
-            keeper.save(step, None, concludes=True)
-            raise Regroup
-        if recorder.saves:
-            self._stops = recorder.flush()
-            keeper.save(step, None, concludes=self.begins_anew(recorder))
+            checkpointer.save(step, None, finalize=True)
+            raise RegroupExit
+        if recorder.is_save_requested:
+            self._is_stop_requested = recorder.flush()
+            checkpointer.save(step, None, finalize=self.will_restart_from_checkpoint(recorder))
             self.after_save(recorder)
-            recorder.begin()
+            recorder.begin_step()
 
-    def begins_anew(self, recorder: Recorder) -> bool:
-        return recorder.regroups
+    def will_restart_from_checkpoint(self, recorder: StepRecorder) -> bool:
+        return recorder.is_regroup_requested
 
-    def after_save(self, recorder: Recorder) -> None:
-        if recorder.regroups:
-            raise Regroup
+    def after_save(self, recorder: StepRecorder) -> None:
+        if recorder.is_regroup_requested:
+            raise RegroupExit
 
-    def follow(self, spec: RunSpec, resolved: Resolved | None, cluster: Cluster | None, *, one_size: bool) -> str:
+    def enable_adaptation(
+        self, spec: RunSpec, resolved: ResolvedRun | None, cluster: Cluster | None, *, fixed_micro_batch_size: bool
+    ) -> str:
         warning = ""
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
-            warning = self.balance(one_size=one_size)
+            warning = self.enable_balancing(fixed_micro_batch_size=fixed_micro_batch_size)
         # Drifting replicas keep their strategy.
-        may_choose = spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED and self.roster.world_size > 1
+        may_choose = (
+            spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED_KINDS and self.roster.world_size > 1
+        )
         is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # no host was added to the run
         if may_choose and resolved is not None and cluster is not None and is_known:
-            self._chooser = Chooser(resolved.job, cluster, self.roster)
+            self._chooser = StrategySelector(resolved.job, cluster, self.roster)
         return warning
 
-    def balance(self, *, one_size: bool) -> str:
+    def enable_balancing(self, *, fixed_micro_batch_size: bool) -> str:
         """Let shares follow the speed of ranks until one of them sets a weight; if they cannot, return a warning.
 
         With `fixed_micro_batch_size` shares are whole micro-batches of one common size, if that leaves a choice.
         """
-        if one_size:
-            self.roster = self.roster.divided(self.roster.shares)
-        self._whole = self._begin_in_whole() if one_size else None
-        if one_size and self._whole is None:
-            sizes = sorted({size for member in self.roster.members for size in member.micro_batches})
-            finer = self.roster.micro_batch_of_two_each()
+        if fixed_micro_batch_size:
+            self.roster = self.roster.replace_shares(self.roster.shares)
+        self._share_unit = self._equalize_micro_batches() if fixed_micro_batch_size else None
+        if fixed_micro_batch_size and self._share_unit is None:
+            sizes = sorted({size for member in self.roster.members for size in member.micro_batch_sizes})
+            finer = self.roster.largest_uniform_micro_batch()
             return (
                 f"shares stay {' : '.join(map(str, self.roster.shares))} whatever the ranks' speed: micro-batches of "
                 f"{' and '.join(map(str, sizes))} sequences keep their size, for a compiled model or a BatchNorm"
                 + (f"; with --micro-batch {finer} they would follow it" if finer else "")
             )
-        self._balancer = Balancer(self.roster, self._whole)
+        self._balancer = LoadBalancer(self.roster, self._share_unit)
         return ""
 
-    def _begin_in_whole(self) -> int | None:
+    def _equalize_micro_batches(self) -> int | None:
         """Return the size of the micro-batches that shares consist of, for a compiled model: the common size, or the
         largest allowed one if it divides the batch. Return None where it leaves no choice of shares.
         """
         roster = self.roster
-        sizes = {size for member in roster.members for size in member.micro_batches}
+        sizes = {size for member in roster.members for size in member.micro_batch_sizes}
         for candidates in (sizes, {member.micro_batch for member in roster.members}):
             size = min(candidates)
             if len(candidates) > 1 or roster.batch % size or roster.batch // size <= roster.world_size:
                 continue
             shares = [size * num for num in weighted_shares(roster.batch // size, roster.shares)]
             if all(share or not old_share for share, old_share in zip(shares, roster.shares, strict=True)):
-                self.roster = roster.divided(shares, size)
+                self.roster = roster.replace_shares(shares, size)
                 return size
         return None
 
-    def hear(self, news: Sequence[News], next_step: int) -> Roster | None:
+    def update_roster(self, reports: Sequence[StepReport], next_step: int) -> Roster | None:
         """Return a new Roster with other shares, where the ranks' times call for them or a rank changed its weight, or
         with another sync strategy, where the link calls for it; None if nothing changes.
         """
-        if not all(math.isnan(report.weight) for report in news):
+        if not all(math.isnan(report.share_weight) for report in reports):
             self._balancer = None
-            if (roster := self._weigh(news, next_step)) is not None:
+            if (roster := self._apply_weights(reports, next_step)) is not None:
                 return roster
-        choice = self._chooser.hear([report.in_flight_s for report in news], self.roster) if self._chooser else None
+        choice = (
+            self._chooser.observe_step([report.in_flight_s for report in reports], self.roster)
+            if self._chooser
+            else None
+        )
         if choice is not None:
             chosen = choice.option.roster
-            self.roster = self.roster.with_sync(chosen.sync, chosen.bucket_bytes, next_step, why=choice.why)
+            self.roster = self.roster.with_sync(chosen.sync, chosen.bucket_bytes, next_step, why=choice.reason)
             return self.roster
-        step = int(news[0].step)
+        step = int(reports[0].step)
         if self._balancer is None or step < 0:
             return None
-        change = self._balancer.hear(
-            step, [report.took_s for report in news], [report.update_s for report in news], next_step
+        change = self._balancer.observe_step(
+            step, [report.work_s for report in reports], [report.optimizer_s for report in reports], next_step
         )
         if change is None:
             return None
         self.roster = self.roster.with_shares(
-            change.shares, next_step, self._whole, why=change.why, is_trial=change.is_trial
+            change.shares, next_step, self._share_unit, why=change.reason, is_trial=change.is_trial
         )
         self._weights = self.roster.mean_shares
         return self.roster
 
-    def _weigh(self, news: Sequence[News], next_step: int) -> Roster | None:
+    def _apply_weights(self, reports: Sequence[StepReport], next_step: int) -> Roster | None:
         """Set shares in proportion to the weights."""
-        weights = [weight if math.isnan(report.weight) else report.weight
-                   for weight, report in zip(self._weights, news, strict=True)]  # fmt: skip
+        weights = [weight if math.isnan(report.share_weight) else report.share_weight
+                   for weight, report in zip(self._weights, reports, strict=True)]  # fmt: skip
         if weights == self._weights:
             return None
         if not any(weights):

@@ -16,22 +16,22 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-Replica = Literal["equal", "drifting", "sharded"]
-LEFT_OF_GRADIENTS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
+ReplicaMode = Literal["equal", "drifting", "sharded"]
+GRADIENT_RESIDUAL_KINDS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
 
 
 @dataclass(frozen=True)
-class Traits:
+class CompressionTraits:
     """Properties of a gradient compression."""
 
     is_lossy: bool = False  # what encoding loses in one step is sent in a later one
-    keeps_norm: bool = True  # the norm of the sums is exact within a few percent
-    takes: tuple[str, ...] = ()  # the kinds of LEFT_OF_GRADIENTS that it loads itself
+    preserves_norm: bool = True  # the norm of the sums is exact within a few percent
+    residual_kinds: tuple[str, ...] = ()  # the kinds of LEFT_OF_GRADIENTS that it loads itself
     # CPUs of different models round differently even with the same vector units, and so do other thread counts.
-    rounds_by_model: bool = False
+    rounding_depends_on_cpu_model: bool = False
 
 
-class Backward(Protocol):
+class SupportsBackward(Protocol):
     """The part of a loss that a Sync needs."""
 
     def backward(self) -> None:
@@ -39,15 +39,15 @@ class Backward(Protocol):
 
 
 @dataclass(frozen=True)
-class Samples:
+class GradientStats:
     """Gradient statistics measured during the exchange; they stay on the device, to be read later."""
 
-    mine_sq: Tensor | None = None  # squared norm of this rank's gradient
-    whole_sq: Tensor | None = None  # squared norm of the sum over ranks
+    local_grad_sq: Tensor | None = None  # squared norm of this rank's gradient
+    global_grad_sq: Tensor | None = None  # squared norm of the sum over ranks
     fidelity: Tensor | None = None  # (error, cosine) of a lossy strategy
 
 
-class Exchanged(NamedTuple):
+class BucketCommEvent(NamedTuple):
     """The exchange of one bucket or fragment: the Clock's marks around it, and its size."""
 
     bucket: int
@@ -58,12 +58,13 @@ class Exchanged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommStats:
     """Communication statistics of one step."""
 
-    bytes: int = 0  # sent by this rank, by the strategy's formula
-    in_flight_s: Callable[[], float | None] = lambda: None  # overlapped or not; on a GPU known when the step is over
-    exchanges: Sequence[Exchanged] = ()
+    sent_bytes: int = 0  # sent by this rank, by the strategy's formula
+    # overlapped or not; on a GPU known when the step is over
+    read_in_flight_s: Callable[[], float | None] = lambda: None
+    exchanges: Sequence[BucketCommEvent] = ()
 
 
 class Sync(Protocol):
@@ -72,61 +73,61 @@ class Sync(Protocol):
     Drifting replicas divide by their own count.
     """
 
-    replica: Replica
+    replica_mode: ReplicaMode
 
     @property
-    def rounds_by_model(self) -> bool:
+    def rounding_depends_on_cpu_model(self) -> bool:
         """See `CompressionTraits`."""
 
-    def wrap(self, module: nn.Module, uses_all: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
         """Synchronize this module's gradients from now on, after broadcasting rank 0's weights to all ranks.
 
         `all_params_used`: every pass of a rank that has sequences uses every parameter, so no search for unused ones is
         needed.
         """
 
-    def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
+    def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
         """Run the last backward of a pass and synchronize gradients; None: this rank has no loss of its own.
 
         `sample_gradients`: measure gradient statistics meanwhile; it must be the same on all ranks.
         """
 
-    def settle(self) -> None:
+    def finish_warmup(self) -> None:
         """End the warmup after its first exchange: buckets may be rebuilt in the order in which its gradients became
         ready.
         """
 
-    def after_update(self, tokens: float, of_all: float) -> None:
+    def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
         """Count the tokens of an optimizer step: this rank's, and those of the global batch."""
 
     def after_step(self, index: int) -> None:
         """Do what is due after all updates of step `index`, such as an outer step."""
 
-    def conclude(self) -> None:
+    def merge_replicas(self) -> None:
         """Merge drifting replicas into one model after the last step."""
 
-    def would_conclude(self) -> bool:
+    def needs_merge(self) -> bool:
         """Return whether `merge_replicas` would change any replica; the answer is the same on all ranks."""
 
-    def await_all(self) -> None:
+    def wait_all(self) -> None:
         """Wait until no exchange is in flight. All ranks call it at the same step."""
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Wait until the exchanges in flight have failed, after ranks were lost."""
 
-    def take_cost(self) -> Traffic:
+    def take_comm_stats(self) -> CommStats:
         """Return the communication statistics since the last call."""
 
-    def take_samples(self) -> Samples:
+    def take_gradient_stats(self) -> GradientStats:
         """Return the gradient statistics since the last call."""
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
         """All-reduce a CPU vector over the ranks that must hold the same sum."""
 
-    def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the synchronized weights that are compared and saved, given this replica's `weights`."""
 
-    def is_agreed(self) -> bool:
+    def is_synced(self) -> bool:
         """Return whether this replica's weights are the synchronized ones, so that what was measured of it holds for
         them.
         """
@@ -137,8 +138,8 @@ class Sync(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Load what `state_dict` returned."""
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         """Return this rank's own state, such as its residuals, or an empty dict."""
 
-    def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+    def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         """Load this rank's own state after `wrap`. `departed_states`: states of ranks that no longer take part."""

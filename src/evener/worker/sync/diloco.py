@@ -36,18 +36,18 @@ from torch.distributed.utils import _sync_module_states
 from evener.core.decoding import from_json
 from evener.core.errors import UsageError
 from evener.core.roster import SyncSpec
-from evener.core.step import BLOCKED
-from evener.plan.collectives import ring_all_reduce_bytes
-from evener.plan.sync import fragment_bytes, way_of_mean
+from evener.core.step_cost import BLOCKED
+from evener.plan.collective_cost import ring_all_reduce_bytes
+from evener.plan.sync_traffic import averaging_efficiency, fragment_bytes
 from evener.worker.clock import Clock
-from evener.worker.group import Group
-from evener.worker.sync import Backward, Exchanged, Replica, Samples, Traffic
-from evener.worker.sync.codes import Scaled
-from evener.worker.sync.jobs import keep_for_this_stream
-from evener.worker.sync.lane import COMPARED_EVERY, Slots, run_and_compare
-from evener.worker.sync.narrow import Narrow
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.sync import BucketCommEvent, CommStats, GradientStats, ReplicaMode, SupportsBackward
+from evener.worker.sync.bucket_queue import COMPARE_EVERY, GradBucketSlice, run_and_measure_error
+from evener.worker.sync.codecs import BlockwiseIntCodec
+from evener.worker.sync.comm_thread import record_current_stream
+from evener.worker.sync.quantized import QuantizedAllReduce
 
-MOMENTUM_ROUNDS = 5  # μ grows: 0, 1/6, 2/7, 3/8, …  [growing momentum: Sutskever et al. 2013]
+MOMENTUM_WARMUP_ROUNDS = 5  # μ grows: 0, 1/6, 2/7, 3/8, …  [growing momentum: Sutskever et al. 2013]
 
 
 @dataclass
@@ -55,69 +55,69 @@ class Fragment:
     """Parameters that are synchronized together, concatenated."""
 
     parameters: tuple[nn.Parameter, ...]
-    agreed: Tensor  # (n,)
+    global_params: Tensor  # (n,)
     momentum: Tensor  # (n,)
-    rounds: int = 0  # outer steps taken
-    tokens: float = 0.0  # trained on by this replica since the last exchange
-    is_behind: bool = False  # whether any replica has updated since, or may have
+    num_outer_steps: int = 0  # outer steps taken
+    tokens_since_sync: float = 0.0  # trained on by this replica since the last exchange
+    has_unsynced_updates: bool = False  # whether any replica has updated since, or may have
 
-    def held(self) -> Tensor:
+    def local_params(self) -> Tensor:
         """Return a flat copy of this replica's weights: (n,)."""
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 
-    def views(self, flat: Tensor) -> list[Tensor]:
+    def split_by_parameter(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's part of `flat`, flat."""
         return list(flat.split([parameter.numel() for parameter in self.parameters]))
 
-    def put(self, flat: Tensor) -> None:
+    def set_local_params(self, flat: Tensor) -> None:
         """Overwrite this replica's weights."""
-        for parameter, view in zip(self.parameters, self.views(flat), strict=True):
+        for parameter, view in zip(self.parameters, self.split_by_parameter(flat), strict=True):
             parameter.detach().copy_(view.view(parameter.shape))
 
 
 @dataclass
-class Flight:
+class FragmentExchange:
     """The exchange of one fragment."""
 
     delta: Tensor  # becomes the sum over ranks: (n,)
     tokens: float  # of the fragment when the exchange began
-    sent: Tensor | None = None  # this replica's weights then: (n,); None: training waits for it
+    params_at_send: Tensor | None = None  # this replica's weights then: (n,); None: training waits for it
     momentum: float = 0.0  # μ, from the tokens of all replicas
-    going: list[Future[None]] = field(default_factory=list)
-    has_arrived: bool = False
-    came_of_it: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._all_reduce_delta`
-    exchanged: list[Exchanged] = field(default_factory=list)
+    futures: list[Future[None]] = field(default_factory=list)
+    is_complete: bool = False
+    sum_result: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._all_reduce_delta`
+    comm_events: list[BucketCommEvent] = field(default_factory=list)
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class DiLoCoProgress(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a replica."""
 
-    begun: int  # the newest step after which exchanges began
-    rounds: list[int]  # of each fragment
+    last_exchange_step: int  # the newest step after which exchanges began
+    num_outer_steps: list[int]  # of each fragment
 
 
 class DiLoCo:
     """Replicas that take `spec.every` local steps between synchronizations."""
 
-    replica: Replica = "drifting"
-    rounds_by_model = False
+    replica_mode: ReplicaMode = "drifting"
+    rounding_depends_on_cpu_model = False
 
-    def __init__(self, group: Group, clock: Clock, lap: Callable[[str], None], spec: SyncSpec, *,
+    def __init__(self, group: ProcessGroups, clock: Clock, lap: Callable[[str], None], spec: SyncSpec, *,
                  momentum: Callable[[Sequence[float]], float] | None = None) -> None:  # fmt: skip
         self._group, self._clock, self._lap, self._spec, self._every = group, clock, lap, spec, spec.every
-        self._momentum = momentum or outer_momentum
-        self._narrow = self._new_narrow()
-        self._last_left: list[tuple[nn.Parameter, Tensor]] = []  # residuals, for the final fp32 exchange
+        self._outer_momentum = momentum or outer_momentum
+        self._quantized = self._make_quantized()
+        self._final_residuals: list[tuple[nn.Parameter, Tensor]] = []  # residuals, for the final fp32 exchange
         self._fragments: list[Fragment] = []
-        self._flights: dict[int, Flight] = {}
-        self._arrived: set[int] = set()  # fragments completed in the current synchronization
-        self._begun = -1  # the newest step after which exchanges began
-        self._loaded: dict[str, Any] = {}  # until `wrap`
-        self._bytes = 0
-        self._exchanged: list[Exchanged] = []
+        self._exchanges: dict[int, FragmentExchange] = {}
+        self._completed_fragments: set[int] = set()  # fragments completed in the current synchronization
+        self._last_exchange_step = -1  # the newest step after which exchanges began
+        self._pending_state: dict[str, Any] = {}  # until `wrap`
+        self._sent_bytes = 0
+        self._comm_events: list[BucketCommEvent] = []
         self._fidelity: Tensor | None = None
 
-    def wrap(self, module: nn.Module, uses_all: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         for parameter, name in self._names.items():
             if parameter.dtype != torch.float32:
@@ -125,275 +125,301 @@ class DiLoCo:
                     f"--sync diloco: {name} is {parameter.dtype}: it exchanges differences of fp32 weights",
                     hint="weights in fp32, and run.autocast() around forward; or --sync ddp",
                 )
-        _sync_module_states(module, self._group.gradients, 250 << 20, 0, (), broadcast_buffers=True)
+        _sync_module_states(module, self._group.gradient_group, 250 << 20, 0, (), broadcast_buffers=True)
         self._fragments = []
-        for parameters in self._cut(list(self._names)):
-            fragment = Fragment(parameters, agreed=torch.empty(0), momentum=torch.empty(0))
-            fragment.momentum = torch.zeros_like(fragment.held())
+        for parameters in self._split_fragments(list(self._names)):
+            fragment = Fragment(parameters, global_params=torch.empty(0), momentum=torch.empty(0))
+            fragment.momentum = torch.zeros_like(fragment.local_params())
             self._fragments.append(fragment)
-        self._set_out()
+        self._reset_fragments()
 
-    def _set_out(self) -> None:
+    def _reset_fragments(self) -> None:
         """Reset the global weights to the local ones, and load the pending state."""
         for fragment in self._fragments:
-            fragment.agreed = fragment.held()
-        self._take_up(self._loaded)
-        self._loaded = {}
+            fragment.global_params = fragment.local_params()
+        self._load_outer_state(self._pending_state)
+        self._pending_state = {}
 
-    def _new_narrow(self) -> Narrow | None:
-        return Narrow(self._group, Scaled(8 if self._spec.bits == 8 else 4)) if self._spec.bits < 32 else None
+    def _make_quantized(self) -> QuantizedAllReduce | None:
+        return (
+            QuantizedAllReduce(self._group, BlockwiseIntCodec(8 if self._spec.bits == 8 else 4))
+            if self._spec.bits < 32
+            else None
+        )
 
-    def backward(self, loss: Backward | None, *, samples: bool = False) -> None:
+    def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
         if loss is not None:
             loss.backward()
         self._lap("compute_s")
 
-    def settle(self) -> None:
+    def finish_warmup(self) -> None:
         pass
 
-    def after_update(self, tokens: float, of_all: float) -> None:
+    def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
         for fragment in self._fragments:
-            fragment.tokens += tokens
-            fragment.is_behind |= of_all > 0
+            fragment.tokens_since_sync += local_tokens
+            fragment.has_unsynced_updates |= global_tokens > 0
 
     def after_step(self, index: int) -> None:
         if (index + 1) % self._every == 0:
-            if index > self._begun:
-                self._exchange(self._step)
-                self._begun = index
-            self._arrived.clear()
+            if index > self._last_exchange_step:
+                self._exchange_all(self._outer_step)
+                self._last_exchange_step = index
+            self._completed_fragments.clear()
 
-    def conclude(self) -> None:
-        if self._narrow:  # no later exchange could send the encoding error
-            self._last_left, self._narrow = self._narrow.left_over(), None
+    def merge_replicas(self) -> None:
+        if self._quantized:  # no later exchange could send the encoding error
+            self._final_residuals, self._quantized = self._quantized.residuals(), None
 
-        def step(fragment: Fragment, flight: Flight) -> None:
-            fragment.rounds += 1  # it tells other ranks how far this replica is
-            fragment.agreed.sub_(flight.delta)
+        def step(fragment: Fragment, flight: FragmentExchange) -> None:
+            fragment.num_outer_steps += 1  # it tells other ranks how far this replica is
+            fragment.global_params.sub_(flight.delta)
 
-        self._exchange(step)
-        self._arrived.clear()
+        self._exchange_all(step)
+        self._completed_fragments.clear()
 
-    def would_conclude(self) -> bool:
-        return not self.is_agreed() or bool(self._narrow and self._narrow.left_over())
+    def needs_merge(self) -> bool:
+        return not self.is_synced() or bool(self._quantized and self._quantized.residuals())
 
     @torch.no_grad()
-    def _exchange(self, step: Callable[[Fragment, Flight], object]) -> None:
+    def _exchange_all(self, step: Callable[[Fragment, FragmentExchange], object]) -> None:
         """Exchange all fragments while this rank waits; after a failure, those that are not completed yet."""
         self._lap("optimizer_s")
         for i, fragment in enumerate(self._fragments):
-            if i not in self._arrived and (fragment.is_behind or self._last_left):
-                flight = self._flights[i] = self._depart(fragment)
+            if i not in self._completed_fragments and (fragment.has_unsynced_updates or self._final_residuals):
+                flight = self._exchanges[i] = self._begin_exchange(fragment)
                 self._lap("optimizer_s")
-                self._carry(i, flight, self._last_left)
+                self._run_exchange(i, flight, self._final_residuals)
                 self._lap(BLOCKED)
-                self._arrive(i, step)
-            fragment.put(fragment.agreed)
-            self._arrived.add(i)
+                self._complete_exchange(i, step)
+            fragment.set_local_params(fragment.global_params)
+            self._completed_fragments.add(i)
             self._lap("optimizer_s")
 
-    def _depart(self, fragment: Fragment) -> Flight:
+    def _begin_exchange(self, fragment: Fragment) -> FragmentExchange:
         """Return an exchange of this replica's difference from the global weights; reset the token count."""
-        flight = Flight(fragment.agreed - fragment.held(), fragment.tokens)
-        fragment.tokens, fragment.is_behind = 0.0, False
+        flight = FragmentExchange(fragment.global_params - fragment.local_params(), fragment.tokens_since_sync)
+        fragment.tokens_since_sync, fragment.has_unsynced_updates = 0.0, False
         return flight
 
-    def _carry(self, i: int, flight: Flight, left: Sequence[tuple[nn.Parameter, Tensor]] = ()) -> None:
+    def _run_exchange(
+        self, i: int, exchange: FragmentExchange, residuals: Sequence[tuple[nn.Parameter, Tensor]] = ()
+    ) -> None:
         """Weight this rank's difference by its tokens, add residuals of earlier exchanges, and all-reduce it."""
-        begin, fragment, all_tokens = self._clock.mark(), self._fragments[i], self._ask(flight.tokens)
-        flight.delta.mul_(flight.tokens / (math.fsum(all_tokens) or 1.0))
-        flight.momentum = self._momentum(all_tokens)
-        views = dict(zip(fragment.parameters, fragment.views(flight.delta), strict=True))
-        for parameter, residual in left:
+        begin, fragment, all_tokens = self._clock.mark(), self._fragments[i], self._gather_tokens(exchange.tokens)
+        exchange.delta.mul_(exchange.tokens / (math.fsum(all_tokens) or 1.0))
+        exchange.momentum = self._outer_momentum(all_tokens)
+        views = dict(zip(fragment.parameters, fragment.split_by_parameter(exchange.delta), strict=True))
+        for parameter, residual in residuals:
             if parameter in views:
                 views[parameter].add_(residual)
-        flight.came_of_it = self._sum(i, fragment, flight.delta)
-        flight.exchanged.append(Exchanged(i, begin, self._clock.mark(), flight.delta.nbytes, flight.came_of_it[0]))
-        flight.has_arrived = True
+        exchange.sum_result = self._all_reduce_delta(i, fragment, exchange.delta)
+        exchange.comm_events.append(
+            BucketCommEvent(i, begin, self._clock.mark(), exchange.delta.nbytes, exchange.sum_result[0])
+        )
+        exchange.is_complete = True
 
-    def _ask(self, tokens: float) -> list[float]:
+    def _gather_tokens(self, tokens: float) -> list[float]:
         """Gather the tokens of every rank."""
         if self._group.world_size == 1:
             return [tokens]
         device = self._group.device if self._group.backend == "nccl" else "cpu"
         local_tokens = torch.tensor([tokens], dtype=torch.float64, device=device)
         all_tokens = local_tokens.new_empty(self._group.world_size)
-        dist.all_gather_single(all_tokens, local_tokens, group=self._group.gradients)
+        dist.all_gather_single(all_tokens, local_tokens, group=self._group.gradient_group)
         return [float(num) for num in all_tokens.tolist()]
 
-    def _arrive(self, i: int, step: Callable[[Fragment, Flight], object]) -> Flight:
+    def _complete_exchange(self, i: int, step: Callable[[Fragment, FragmentExchange], object]) -> FragmentExchange:
         """Complete the exchange of fragment `i` and apply its result to the global weights."""
-        flight = self._flights.pop(i)
-        self._count(*flight.came_of_it)
-        self._exchanged += flight.exchanged
+        flight = self._exchanges.pop(i)
+        self._add_comm_stats(*flight.sum_result)
+        self._comm_events += flight.comm_events
         step(self._fragments[i], flight)
         return flight
 
-    def await_all(self) -> None:
+    def wait_all(self) -> None:
         pass
 
-    def abandon(self) -> None:
-        for flight in self._flights.values():
-            wait(flight.going)
+    def abort(self) -> None:
+        for flight in self._exchanges.values():
+            wait(flight.futures)
 
     @torch.no_grad()
-    def regroup(self, lacks: Sequence[int]) -> None:
+    def regroup(self, joining_ranks: Sequence[int]) -> None:
         """Continue among other ranks, from the newest global state that any rank has. All ranks call it.
 
         `joining_ranks`: the ranks of this group that will receive their state by a transfer.
         """
         group = self._group
-        for i in [i for i, flight in self._flights.items() if flight.has_arrived]:
-            self._land(i)
-        own_progress = Standing(begun=self._begun, rounds=[fragment.rounds for fragment in self._fragments])
-        progress = [from_json(text, Standing) for text in group.gather(msgspec.json.encode(own_progress))]
-        present = [rank for rank in range(group.world_size) if rank not in lacks]
-        self._begun = max(progress[rank].begun for rank in present)
+        for i in [i for i, flight in self._exchanges.items() if flight.is_complete]:
+            self._apply_exchange(i)
+        own_progress = DiLoCoProgress(
+            last_exchange_step=self._last_exchange_step,
+            num_outer_steps=[fragment.num_outer_steps for fragment in self._fragments],
+        )
+        progress = [
+            from_json(text, DiLoCoProgress) for text in group.all_gather_bytes(msgspec.json.encode(own_progress))
+        ]
+        present = [rank for rank in range(group.world_size) if rank not in joining_ranks]
+        self._last_exchange_step = max(progress[rank].last_exchange_step for rank in present)
         for i, fragment in enumerate(self._fragments):
-            rounds = max(progress[rank].rounds[i] for rank in present)
-            source = next(rank for rank in present if progress[rank].rounds[i] == rounds)
-            behind = [rank for rank in present if progress[rank].rounds[i] < rounds]
-            flight = self._flights.get(i)
+            rounds = max(progress[rank].num_outer_steps[i] for rank in present)
+            source = next(rank for rank in present if progress[rank].num_outer_steps[i] == rounds)
+            behind = [rank for rank in present if progress[rank].num_outer_steps[i] < rounds]
+            flight = self._exchanges.get(i)
             for rank in behind if group.rank == source else ():
-                for tensor in (fragment.agreed, fragment.momentum):
-                    dist.send(tensor, rank, group=group.control)
+                for tensor in (fragment.global_params, fragment.momentum):
+                    dist.send(tensor, rank, group=group.control_group)
             if group.rank in behind:
                 assert flight is not None  # no exchange completes anywhere before it has begun everywhere
-                received = torch.empty_like(fragment.agreed), torch.empty_like(fragment.momentum)
+                received = torch.empty_like(fragment.global_params), torch.empty_like(fragment.momentum)
                 for tensor in received:  # all of it or none: this epoch may be lost as well
-                    dist.recv(tensor, source, group=group.control)
-                (fragment.agreed, fragment.momentum), fragment.rounds = received, rounds
-                self._take_in(fragment, flight)
-                if flight.sent is None:
-                    self._arrived.add(i)
+                    dist.recv(tensor, source, group=group.control_group)
+                (fragment.global_params, fragment.momentum), fragment.num_outer_steps = received, rounds
+                self._apply_global_params(fragment, flight)
+                if flight.params_at_send is None:
+                    self._completed_fragments.add(i)
             elif flight is not None:
-                fragment.tokens += flight.tokens
-                if self._narrow:
-                    self._narrow.forget(i)
-            self._flights.pop(i, None)
-            fragment.is_behind = True
-        previous, self._narrow = self._narrow, self._new_narrow() if self._narrow else None
-        if previous and self._narrow:
-            self._narrow.add_left(previous.left_over())
+                fragment.tokens_since_sync += flight.tokens
+                if self._quantized:
+                    self._quantized.drop_residual(i)
+            self._exchanges.pop(i, None)
+            fragment.has_unsynced_updates = True
+        previous, self._quantized = self._quantized, self._make_quantized() if self._quantized else None
+        if previous and self._quantized:
+            self._quantized.add_residuals(previous.residuals())
 
-    def _land(self, i: int) -> None:
+    def _apply_exchange(self, i: int) -> None:
         """Apply a completed exchange to the global and the local weights."""
-        self._take_in(self._fragments[i], self._arrive(i, self._step))
+        self._apply_global_params(self._fragments[i], self._complete_exchange(i, self._outer_step))
 
-    def _take_in(self, fragment: Fragment, flight: Flight) -> None:
+    def _apply_global_params(self, fragment: Fragment, exchange: FragmentExchange) -> None:
         """Set local weights to the global ones, plus the local updates since the exchange began."""
-        global_params = fragment.agreed
-        fragment.put(global_params if flight.sent is None else fragment.held().sub_(flight.sent).add_(global_params))
+        global_params = fragment.global_params
+        fragment.set_local_params(
+            global_params
+            if exchange.params_at_send is None
+            else fragment.local_params().sub_(exchange.params_at_send).add_(global_params)
+        )
 
-    def take_cost(self) -> Traffic:
-        num_bytes, events, clock = self._bytes, self._exchanged, self._clock
-        self._bytes, self._exchanged = 0, []
-        return Traffic(num_bytes, lambda: sum(clock.seconds(event.begin, event.end) for event in events), events)
+    def take_comm_stats(self) -> CommStats:
+        num_bytes, events, clock = self._sent_bytes, self._comm_events, self._clock
+        self._sent_bytes, self._comm_events = 0, []
+        return CommStats(num_bytes, lambda: sum(clock.elapsed_s(event.begin, event.end) for event in events), events)
 
-    def take_samples(self) -> Samples:
+    def take_gradient_stats(self) -> GradientStats:
         fidelity, self._fidelity = self._fidelity, None
-        return Samples(fidelity=fidelity)  # no rank holds the gradient of the global batch
+        return GradientStats(fidelity=fidelity)  # no rank holds the gradient of the global batch
 
-    def total(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._group.control)
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        dist.all_reduce(values, group=self._group.control_group)
         return values
 
-    def agreed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters with their global values; buffers are the same on all ranks already."""
-        synced = self._by_name("agreed")
+        synced = self._views_by_name("global_params")
         return {name: nn.Parameter(synced[name], requires_grad=False) if name in synced else tensor
                 for name, tensor in weights.items()}  # fmt: skip
 
-    def is_agreed(self) -> bool:
-        return not any(fragment.is_behind for fragment in self._fragments)
+    def is_synced(self) -> bool:
+        return not any(fragment.has_unsynced_updates for fragment in self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"way": str(self._spec), "momentum": self._by_name("momentum"),
-                "rounds": [fragment.rounds for fragment in self._fragments]}  # fmt: skip
+        return {"way": str(self._spec), "momentum": self._views_by_name("momentum"),
+                "rounds": [fragment.num_outer_steps for fragment in self._fragments]}  # fmt: skip
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self._loaded = dict(state)
+        self._pending_state = dict(state)
         if self._fragments:  # joining a run: the global weights have been transferred
-            self._set_out()
+            self._reset_fragments()
 
-    def own_state(self) -> dict[str, Any]:
+    def rank_state_dict(self) -> dict[str, Any]:
         """Return all that this rank needs to resume. It includes the global weights, as the end of a run synchronizes
         once more, and a resumed run has not ended.
         """
         return self.state_dict() | {
             "weights": {name: parameter.detach() for parameter, name in self._names.items()},
-            "agreed": self._by_name("agreed"),
-            "tokens": [[fragment.tokens, fragment.is_behind] for fragment in self._fragments],
-            "left": self._narrow.own_state(self._names) if self._narrow else {},
+            "agreed": self._views_by_name("global_params"),
+            "tokens": [[fragment.tokens_since_sync, fragment.has_unsynced_updates] for fragment in self._fragments],
+            "left": self._quantized.rank_state_dict(self._names) if self._quantized else {},
         }
 
-    def _takes(self, state: dict[str, Any]) -> bool:
+    def _is_of_same_strategy(self, state: dict[str, Any]) -> bool:
         """Return whether the state was saved by the same strategy."""
         return state.get("way") == str(self._spec)
 
     @torch.no_grad()
-    def load_own_state(self, state: dict[str, Any], others: Sequence[dict[str, Any]]) -> None:
+    def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         for parameter, name in self._names.items():
             parameter.copy_(state["weights"][name])
-        self._put_all("agreed", state["agreed"])
-        self._take_up(state)
+        self._copy_by_name("global_params", state["agreed"])
+        self._load_outer_state(state)
         for fragment, (tokens, is_behind) in zip(self._fragments, state["tokens"], strict=True):
-            fragment.tokens, fragment.is_behind = tokens, is_behind
-        if self._narrow:
-            self._narrow.load_own_state([state["left"]], {name: parameter for parameter, name in self._names.items()})
+            fragment.tokens_since_sync, fragment.has_unsynced_updates = tokens, is_behind
+        if self._quantized:
+            self._quantized.load_rank_state_dict(
+                [state["left"]], {name: parameter for parameter, name in self._names.items()}
+            )
 
-    def _cut(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
-        return fragments(parameters, fragment_bytes(self._spec, sum(parameter.nbytes for parameter in parameters)))
+    def _split_fragments(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
+        return split_into_fragments(
+            parameters, fragment_bytes(self._spec, sum(parameter.nbytes for parameter in parameters))
+        )
 
-    def _sum(self, index: int, fragment: Fragment, delta: Tensor) -> tuple[int, Tensor | None]:
+    def _all_reduce_delta(self, index: int, fragment: Fragment, delta: Tensor) -> tuple[int, Tensor | None]:
         """All-reduce `delta` in place; return (bytes that this rank sent, (error, cosine) to the exact sum or None).
 
         The error is measured every few rounds, on one fragment, a different one each time.
         """
         if self._group.world_size == 1:
             return 0, None
-        if self._narrow is None:
-            dist.all_reduce(delta, group=self._group.gradients)
+        if self._quantized is None:
+            dist.all_reduce(delta, group=self._group.gradient_group)
             return ring_all_reduce_bytes(delta.nbytes, self._group.world_size), None
-        slots = Slots(index, fragment.parameters, fragment.views(delta), is_rehearsal=False)
-        num_compared, rest = divmod(fragment.rounds, COMPARED_EVERY)
+        slots = GradBucketSlice(index, fragment.parameters, fragment.split_by_parameter(delta), is_warmup=False)
+        num_compared, rest = divmod(fragment.num_outer_steps, COMPARE_EVERY)
         if rest or index != num_compared % len(self._fragments):
-            return self._narrow.run(slots), None
-        return run_and_compare(self._group, self._narrow, slots)
+            return self._quantized.run(slots), None
+        return run_and_measure_error(self._group, self._quantized, slots)
 
-    def _count(self, num_bytes: int, fidelity: Tensor | None) -> None:
-        self._bytes += num_bytes
+    def _add_comm_stats(self, num_bytes: int, fidelity: Tensor | None) -> None:
+        self._sent_bytes += num_bytes
         if fidelity is not None:
-            keep_for_this_stream(fidelity)
+            record_current_stream(fidelity)
             self._fidelity = fidelity
 
-    def _step(self, fragment: Fragment, flight: Flight) -> None:
+    def _outer_step(self, fragment: Fragment, exchange: FragmentExchange) -> None:
         """Take an outer step: SGD with Nesterov momentum, as in torch.optim.SGD. It overwrites the delta."""
-        delta, momentum = flight.delta, min(flight.momentum, fragment.rounds / (fragment.rounds + MOMENTUM_ROUNDS))
-        fragment.rounds += 1
+        delta, momentum = (
+            exchange.delta,
+            min(exchange.momentum, fragment.num_outer_steps / (fragment.num_outer_steps + MOMENTUM_WARMUP_ROUNDS)),
+        )
+        fragment.num_outer_steps += 1
         fragment.momentum.mul_(momentum).add_(delta)
         delta.add_(fragment.momentum * momentum)
-        fragment.agreed.sub_(delta.mul_(1 / (1 + momentum)))
+        fragment.global_params.sub_(delta.mul_(1 / (1 + momentum)))
 
-    def _by_name(self, attribute: str) -> dict[str, Tensor]:
+    def _views_by_name(self, attribute: str) -> dict[str, Tensor]:
         """Return each parameter's part of the attribute, as a view in the parameter's shape."""
         return {
             self._names[parameter]: view.view(parameter.shape)
             for fragment in self._fragments
-            for parameter, view in zip(fragment.parameters, fragment.views(getattr(fragment, attribute)), strict=True)
+            for parameter, view in zip(
+                fragment.parameters, fragment.split_by_parameter(getattr(fragment, attribute)), strict=True
+            )
         }
 
-    def _take_up(self, state: dict[str, Any]) -> None:
+    def _load_outer_state(self, state: dict[str, Any]) -> None:
         """Load the outer optimizer's state; that of another strategy is ignored."""
-        if not self._takes(state):
+        if not self._is_of_same_strategy(state):
             return
-        self._put_all("momentum", state.get("momentum", {}))
+        self._copy_by_name("momentum", state.get("momentum", {}))
         for fragment, rounds in zip(self._fragments, state.get("rounds", ()), strict=False):
-            fragment.rounds = rounds
+            fragment.num_outer_steps = rounds
 
-    def _put_all(self, attribute: str, saved: dict[str, Tensor]) -> None:
-        for name, view in self._by_name(attribute).items():
+    def _copy_by_name(self, attribute: str, saved: dict[str, Tensor]) -> None:
+        for name, view in self._views_by_name(attribute).items():
             if name in saved:
                 view.copy_(saved[name])
 
@@ -418,14 +444,14 @@ def outer_momentum(tokens: Sequence[float]) -> float:
     >>> [round(outer_momentum(tokens), 2) for tokens in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9], [0, 0])]
     [0.0, 0.0, 0.54, 0.51, 0.71, 0.0]
     """
-    efficiency = way_of_mean(tokens)
+    efficiency = averaging_efficiency(tokens)
     return math.sqrt(max(0.0, 1 - efficiency)) if efficiency else 0.0
 
 
-def fragments(parameters: Sequence[nn.Parameter], num_bytes: int) -> list[tuple[nn.Parameter, ...]]:
+def split_into_fragments(parameters: Sequence[nn.Parameter], num_bytes: int) -> list[tuple[nn.Parameter, ...]]:
     """Split into runs of consecutive parameters; a run ends with the parameter that brings it to `num_bytes`.
 
-    >>> [len(one) for one in fragments([nn.Parameter(torch.zeros(num)) for num in (3, 1, 9, 2)], 16)]
+    >>> [len(one) for one in split_into_fragments([nn.Parameter(torch.zeros(num)) for num in (3, 1, 9, 2)], 16)]
     [2, 1, 1]
     """
     runs: list[list[nn.Parameter]] = []

@@ -19,63 +19,65 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.worker.group import Group
-from evener.worker.sync import Traits
-from evener.worker.sync.codes import PIECE, Scratch
-from evener.worker.sync.lane import Slots
-from evener.worker.sync.swap import swap
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.sync import CompressionTraits
+from evener.worker.sync.bucket_queue import GradBucketSlice
+from evener.worker.sync.codecs import CHUNK_NUMEL, ScratchBuffer
+from evener.worker.sync.pairwise import pairwise_all_to_all
 
 ALIGN_BYTES = 8
-LOWER_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
+FP32_LOW_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
 
 
-class Packed:
+class PackedAllReduce:
     """A lossless, stateless all-reduce algorithm."""
 
-    traits = Traits()
+    traits = CompressionTraits()
 
-    def __init__(self, group: Group) -> None:
-        self._group, self._scratch = group, Scratch()
-        self._outgoing, self._incoming = ([Scratch(torch.uint8) for _ in range(group.world_size)] for _ in range(2))
+    def __init__(self, group: ProcessGroups) -> None:
+        self._group, self._scratch = group, ScratchBuffer()
+        self._outgoing, self._incoming = (
+            [ScratchBuffer(torch.uint8) for _ in range(group.world_size)] for _ in range(2)
+        )
 
-    def run(self, slots: Slots) -> int:
+    def run(self, grads: GradBucketSlice) -> int:
         if self._group.world_size == 2:
             peer = 1 - self._group.rank
-            payloads, fits, sent_bytes = self._trade([slots.views, slots.views])
-            for view, values in zip(slots.views, values_of(payloads[peer], fits[peer], slots.views), strict=True):
-                self.add(values, view)  # a + b is b + a
+            payloads, fits, sent_bytes = self._exchange_packed([grads.views, grads.views])
+            for view, values in zip(grads.views, unpack_views(payloads[peer], fits[peer], grads.views), strict=True):
+                self.add_unpacked(values, view)  # a + b is b + a
             return sent_bytes
-        return self._by_parts(slots)
+        return self._reduce_scatter_all_gather(grads)
 
-    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
         return []
 
-    def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         return {}
 
-    def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
         pass
 
-    def _by_parts(self, slots: Slots) -> int:
+    def _reduce_scatter_all_gather(self, grads: GradBucketSlice) -> int:
         group, rank = self._group, self._group.rank
-        bounds = [slots.num * part // group.world_size for part in range(group.world_size + 1)]
+        bounds = [grads.numel * part // group.world_size for part in range(group.world_size + 1)]
         parts = [[view[max(0, low - begin) : max(0, high - begin)]
-                  for (_, begin, end), view in zip(slots.offsets(), slots.views, strict=True)
+                  for (_, begin, end), view in zip(grads.offsets(), grads.views, strict=True)
                   if begin < high and end > low]
                  for low, high in pairwise(bounds)]  # fmt: skip
-        payloads, fits, sent_bytes = self._trade(parts)
+        payloads, fits, sent_bytes = self._exchange_packed(parts)
         local = [view.clone() for view in parts[rank]]
         for view in parts[rank]:
             view.zero_()
         for peer in range(group.world_size):
-            received = local if peer == rank else values_of(payloads[peer], fits[peer], parts[rank])
+            received = local if peer == rank else unpack_views(payloads[peer], fits[peer], parts[rank])
             for view, values in zip(parts[rank], received, strict=True):
-                self.add(values, view)
-        sums = [scratch.take(4 * (high - low), local[0].device if local else slots.views[0].device).view(torch.float32)
+                self.add_unpacked(values, view)
+        sums = [scratch.take(4 * (high - low), local[0].device if local else grads.views[0].device).view(torch.float32)
                 for scratch, (low, high) in zip(self._incoming, pairwise(bounds), strict=True)]  # fmt: skip
         if parts[rank]:
             torch.cat(parts[rank], out=sums[rank])
-        sent_bytes += swap(group, [sums[rank]] * group.world_size, sums)
+        sent_bytes += pairwise_all_to_all(group, [sums[rank]] * group.world_size, sums)
         for part, total in zip(parts, sums, strict=True):
             position = 0
             for view in part:
@@ -83,66 +85,66 @@ class Packed:
                 position += len(view)
         return sent_bytes
 
-    def _trade(self, parts: list[list[Tensor]]) -> tuple[list[Tensor], list[list[bool]], int]:
+    def _exchange_packed(self, parts: list[list[Tensor]]) -> tuple[list[Tensor], list[list[bool]], int]:
         """Send parts[peer] to each peer; return (each peer's payload, which of its tensors are bf16, bytes sent)."""
         group, own_part, device = self._group, parts[self._group.rank], self._group.device
         outgoing, fits_to_send = [], []
         for peer, (part, scratch) in enumerate(zip(parts, self._outgoing, strict=True)):
             sends = peer != group.rank
-            payload = scratch.take(sum(_room(4 * len(view)) for view in part) if sends else 0, device)
-            packed = self.pack(part, payload) if sends else [True] * len(part)
-            outgoing.append(payload[: _size(packed, part)])
+            payload = scratch.take(sum(_aligned_bytes(4 * len(view)) for view in part) if sends else 0, device)
+            packed = self.pack_views(part, payload) if sends else [True] * len(part)
+            outgoing.append(payload[: _packed_bytes(packed, part)])
             fits_to_send.append(torch.tensor(packed, dtype=torch.uint8, device=device))
         received_fits = [torch.empty(len(own_part), dtype=torch.uint8, device=device) for _ in parts]
-        sent_bytes = swap(group, fits_to_send, received_fits)
+        sent_bytes = pairwise_all_to_all(group, fits_to_send, received_fits)
         fits = [[bool(fit) for fit in fits.tolist()] for fits in received_fits]
-        incoming = [scratch.take(_size(packed, own_part) if peer != group.rank else 0, device)
+        incoming = [scratch.take(_packed_bytes(packed, own_part) if peer != group.rank else 0, device)
                     for peer, (scratch, packed) in enumerate(zip(self._incoming, fits, strict=True))]  # fmt: skip
-        return incoming, fits, sent_bytes + swap(group, outgoing, incoming)
+        return incoming, fits, sent_bytes + pairwise_all_to_all(group, outgoing, incoming)
 
-    def pack(self, views: list[Tensor], payload: Tensor) -> list[bool]:
+    def pack_views(self, views: list[Tensor], payload: Tensor) -> list[bool]:
         """Write each view as bf16 where that is exact, else as fp32; return which are bf16."""
         all_fit, position = [], 0
         for view in views:
-            fits = self._pack_one(view, payload[position : position + 2 * len(view)].view(torch.bfloat16))
+            fits = self._pack_if_bf16(view, payload[position : position + 2 * len(view)].view(torch.bfloat16))
             if not fits:
                 payload[position : position + 4 * len(view)].view(torch.float32).copy_(view)
             all_fit.append(fits)
-            position += _room((2 if fits else 4) * len(view))
+            position += _aligned_bytes((2 if fits else 4) * len(view))
         return all_fit
 
-    def _pack_one(self, view: Tensor, coded: Tensor) -> bool:
+    def _pack_if_bf16(self, view: Tensor, coded: Tensor) -> bool:
         """Write the upper halves if every lower half is 0; return whether it did. (Twice as fast as torch.equal.)"""
         if not len(view):  # a bucket with fewer numbers than ranks
             return True
-        size = PIECE[view.device.type]
+        size = CHUNK_NUMEL[view.device.type]
         for piece, short in zip(view.split(size), coded.split(size), strict=True):
-            lower = self._scratch.like(piece).view(torch.int32)
-            if torch.bitwise_and(piece.view(torch.int32), LOWER_HALF, out=lower).amax():
+            lower = self._scratch.take_like(piece).view(torch.int32)
+            if torch.bitwise_and(piece.view(torch.int32), FP32_LOW_HALF, out=lower).amax():
                 return False
             short.copy_(piece)
         return True
 
-    def add(self, values: Tensor, view: Tensor) -> None:
+    def add_unpacked(self, values: Tensor, view: Tensor) -> None:
         """Add received values, bf16 or fp32, to the gradient."""
-        size = PIECE[view.device.type]
+        size = CHUNK_NUMEL[view.device.type]
         for received, chunk in zip(values.split(size), view.split(size), strict=True):
-            chunk.add_(received if received.dtype == chunk.dtype else self._scratch.like(chunk).copy_(received))
+            chunk.add_(received if received.dtype == chunk.dtype else self._scratch.take_like(chunk).copy_(received))
 
 
-def values_of(payload: Tensor, fits: list[bool], views: list[Tensor]) -> list[Tensor]:
+def unpack_views(payload: Tensor, fits: list[bool], views: list[Tensor]) -> list[Tensor]:
     """Return the tensors of a payload, in the order of `views`."""
     tensors, position = [], 0
     for fit, view in zip(fits, views, strict=True):
         num_bytes = (2 if fit else 4) * len(view)
         tensors.append(payload[position : position + num_bytes].view(torch.bfloat16 if fit else torch.float32))
-        position += _room(num_bytes)
+        position += _aligned_bytes(num_bytes)
     return tensors
 
 
-def _size(fits: list[bool], views: list[Tensor]) -> int:
-    return sum(_room((2 if fit else 4) * len(view)) for fit, view in zip(fits, views, strict=True))
+def _packed_bytes(fits: list[bool], views: list[Tensor]) -> int:
+    return sum(_aligned_bytes((2 if fit else 4) * len(view)) for fit, view in zip(fits, views, strict=True))
 
 
-def _room(num_bytes: int) -> int:
+def _aligned_bytes(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.plan.collectives import ring_all_reduce_bytes, words_bytes
-from evener.plan.sync import is_thin as shrinks
-from evener.worker.group import Group
-from evener.worker.sync import Traits
-from evener.worker.sync.jobs import keep_for_this_stream
-from evener.worker.sync.lane import Slots
+from evener.plan.collective_cost import protocol_overhead_bytes, ring_all_reduce_bytes
+from evener.plan.sync_traffic import is_low_rank_smaller as shrinks
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.sync import CompressionTraits
+from evener.worker.sync.bucket_queue import GradBucketSlice
+from evener.worker.sync.comm_thread import record_current_stream
 
 SEED = 0x5EED
 
@@ -30,82 +30,87 @@ SEED = 0x5EED
 class PowerSGD:
     """A lossy all-reduce algorithm: PowerSGD of rank `rank`."""
 
-    traits = Traits(is_lossy=True, keeps_norm=False, takes=("left",), rounds_by_model=True)  # torch.linalg's QR
+    # torch.linalg's QR
+    traits = CompressionTraits(
+        is_lossy=True, preserves_norm=False, residual_kinds=("left",), rounding_depends_on_cpu_model=True
+    )
 
-    def __init__(self, group: Group, rank: int) -> None:
+    def __init__(self, group: ProcessGroups, rank: int) -> None:
         self._group, self._rank = group, rank
-        self._left: dict[nn.Parameter, Tensor] = {}  # (a, b)
-        self._factors: dict[nn.Parameter, Tensor] = {}  # (b, r)
+        self._residuals: dict[nn.Parameter, Tensor] = {}  # (a, b)
+        self._q_factors: dict[nn.Parameter, Tensor] = {}  # (b, r)
 
-    def run(self, slots: Slots) -> int:
-        pairs = list(zip(slots.parameters, slots.views, strict=True))
+    def run(self, grads: GradBucketSlice) -> int:
+        pairs = list(zip(grads.parameters, grads.views, strict=True))
         low_rank = [
-            (parameter, view.view(len(parameter), -1)) for parameter, view in pairs if is_thin(parameter, self._rank)
+            (parameter, view.view(len(parameter), -1))
+            for parameter, view in pairs
+            if is_low_rank_smaller(parameter, self._rank)
         ]
-        dense = [view for parameter, view in pairs if not is_thin(parameter, self._rank)]
+        dense = [view for parameter, view in pairs if not is_low_rank_smaller(parameter, self._rank)]
         residuals, factors = (
-            (dict(self._left), dict(self._factors)) if slots.is_rehearsal else (self._left, self._factors)
+            (dict(self._residuals), dict(self._q_factors)) if grads.is_warmup else (self._residuals, self._q_factors)
         )
         matrices = []
         for i, (parameter, view) in enumerate(low_rank):
             if parameter not in factors:
-                generator = torch.Generator().manual_seed(SEED + 1000 * slots.bucket + i)
+                generator = torch.Generator().manual_seed(SEED + 1000 * grads.bucket_index + i)
                 factors[parameter] = torch.randn(view.shape[1], self._rank, generator=generator).to(view.device)
             if parameter not in residuals:
                 residuals[parameter] = torch.zeros_like(view)
-            elif slots.is_rehearsal:
+            elif grads.is_warmup:
                 residuals[parameter] = residuals[parameter].clone()
             matrices.append(residuals[parameter].add_(view))
         products = [matrix @ factors[parameter] for matrix, (parameter, _) in zip(matrices, low_rank, strict=True)]
-        sent_bytes = self._sum([*products, *dense])
+        sent_bytes = self._all_reduce_flat([*products, *dense])
         bases = [torch.linalg.qr(product).Q for product in products]
         local_factors = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
         sums = [factor.clone() for factor in local_factors]
-        sent_bytes += self._sum(sums)
+        sent_bytes += self._all_reduce_flat(sums)
         for (parameter, view), matrix, basis, local, total in zip(
             low_rank, matrices, bases, local_factors, sums, strict=True
         ):
             torch.mm(basis, total.T, out=view)
             matrix.addmm_(basis, local.T, alpha=-1)
             # A gradient of zeros, as below a layer initialized with zeros, is no estimate of the next one's factor.
-            keep_for_this_stream(factors[parameter])
+            record_current_stream(factors[parameter])
             factors[parameter] = torch.where((total != 0).any(), total, factors[parameter])
         return sent_bytes
 
-    def left_over(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return list(self._left.items())
+    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return list(self._residuals.items())
 
-    def own_state(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
         """Return the residuals, and the factors Q to start with."""
         return {
-            "left": {names[parameter]: residual for parameter, residual in self._left.items()},
-            "factors": {names[parameter]: factor for parameter, factor in self._factors.items()},
+            "left": {names[parameter]: residual for parameter, residual in self._residuals.items()},
+            "factors": {names[parameter]: factor for parameter, factor in self._q_factors.items()},
         }
 
-    def load_own_state(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        self._left.clear()
-        self._factors.clear()
+    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        self._residuals.clear()
+        self._q_factors.clear()
         for state in states:
             for name, saved in state.get("left", {}).items():
                 residual = saved.to(parameters[name].device)
-                self._left[parameters[name]] = (
-                    self._left[parameters[name]] + residual if parameters[name] in self._left else residual
+                self._residuals[parameters[name]] = (
+                    self._residuals[parameters[name]] + residual if parameters[name] in self._residuals else residual
                 )
             for name, factor in state.get("factors", {}).items():
-                self._factors.setdefault(parameters[name], factor.to(parameters[name].device))
+                self._q_factors.setdefault(parameters[name], factor.to(parameters[name].device))
 
-    def _sum(self, tensors: list[Tensor]) -> int:
+    def _all_reduce_flat(self, tensors: list[Tensor]) -> int:
         if not tensors or self._group.world_size == 1:
             return 0
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat, group=self._group.gradients)
+        dist.all_reduce(flat, group=self._group.gradient_group)
         for tensor, total in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(total.view(tensor.shape))
         num_ranks = self._group.world_size
-        return ring_all_reduce_bytes(flat.nbytes + words_bytes(self._group.backend, num_ranks), num_ranks)
+        return ring_all_reduce_bytes(flat.nbytes + protocol_overhead_bytes(self._group.backend, num_ranks), num_ranks)
 
 
-def is_thin(parameter: Tensor, rank: int) -> bool:
+def is_low_rank_smaller(parameter: Tensor, rank: int) -> bool:
     """Return whether a product of rank `rank` is much smaller than this parameter."""
     rows = len(parameter) if parameter.dim() >= 2 else 0
     return rows > 0 and shrinks(rows, parameter.numel() // rows, rank)

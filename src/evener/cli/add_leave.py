@@ -1,0 +1,96 @@
+"""evener leave, evener add: remove a host from a running job, and add one to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from evener.core.run_plan import Plan
+    from evener.core.rundir import RunDir
+
+LEAVE_EXAMPLES = "evener leave runs/mine --host laptop"
+ADD_EXAMPLES = "evener add runs/mine --host laptop\nevener add runs/mine --host friend --fleet fleet.toml"
+
+RUN_ARGUMENT = typer.Argument(..., help="run directory, or a run's id")
+HOST_OPTION = typer.Option(..., "--host", metavar="NAME", help="its name in the fleet file")
+FLEET_OPTION = typer.Option(
+    None, "--fleet", metavar="FILE", help="fleet file with a host that is new to the run [the run's]"
+)
+
+
+def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
+    """Remove a host from a run, which continues without it: for a laptop that is needed elsewhere.
+
+    The host finishes its step first, and no synchronized step is lost. Not possible with --membership fixed.
+    """
+    from evener.cli import start_run
+    from evener.core.errors import UsageError
+    from evener.launch import add_remove_hosts, launcher
+
+    rundir, plan = _load_elastic_run(run)
+    if all(one.name != host for one in plan.hosts):
+        raise UsageError(f"{host} is not a host of {rundir}, which has {', '.join(one.name for one in plan.hosts)}")
+    remaining = [name for name in rundir.manifest().roster.hosts if name != host] if rundir.is_run() else []
+    if not remaining:
+        raise UsageError(f"{host} is the only host of {rundir}", hint=f"evener stop {rundir} ends it")
+    start_run.print_status(f"{host} leaves; its step is finished first")
+    state = add_remove_hosts.remove_host(rundir, plan, host)
+    launcher.mirror_once(rundir, plan)
+    if state.get("status") == 0:
+        start_run.print_status(f"the run ended before {host} left it")
+    else:
+        start_run.print_status(
+            f"{host} has left; {', '.join(remaining)} go on\nadd it again:  evener add {rundir} --host {host}"
+        )
+    return 0
+
+
+def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FLEET_OPTION) -> int:
+    """Add a host to a running job: one that left, was down, or is new to the run.
+
+    A new host must be in the fleet file and set up (evener setup). It receives the corpus and starts its ranks while
+    the others train, and joins between two steps.
+    """
+    from evener.cli import start_run
+    from evener.core.errors import UsageError
+    from evener.core.fleet_file import DEFAULT_FLEET, load_fleet
+    from evener.launch import add_remove_hosts
+
+    rundir, plan = _load_elastic_run(run)
+    if any(one.name == host for one in plan.hosts):
+        add_remove_hosts.rejoin_host(rundir, plan, host)
+    else:
+        known = load_fleet(fleet or plan.fleet_file or DEFAULT_FLEET)
+        if host not in known.hosts:
+            hint = f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --hosts {host}"
+            raise UsageError(f"{known.file} names no host {host}, but {', '.join(known.hosts)}", hint=hint)
+        add_remove_hosts.add_host(rundir, known, host, start_run.print_status)
+    agent = plan.hosts[0].agent
+    when = (
+        "between two steps, as soon as its ranks are ready" if agent and agent.is_elastic else "at the next checkpoint"
+    )
+    start_run.print_status(f"{host} joins {when}\nfollow:  evener logs -f {rundir}")
+    return 0
+
+
+def _load_elastic_run(run: str) -> tuple[RunDir, Plan]:
+    """Fetch the records of a running job; return it and its plan. UsageError if it has ended or its hosts are fixed."""
+    from evener.cli import start_run
+    from evener.core.errors import UsageError
+    from evener.core.run_plan import read_plan
+    from evener.core.rundir import RunDir
+    from evener.launch import launcher
+
+    rundir = RunDir(start_run.find_run(run))
+    plan = read_plan(rundir)
+    launcher.mirror_once(rundir, plan)
+    if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
+        hint = f"evener train --resume {rundir} resumes it, with --fleet FILE on other hosts"
+        raise UsageError(f"{rundir} has ended ({verdict}): hosts can neither leave nor join", hint=hint)
+    if not plan.has_dynamic_membership:
+        began = "on one host" if len(plan.hosts) == 1 else "with --membership fixed"
+        hint = f"evener stop {rundir}, then evener train --resume {rundir} --membership auto --fleet FILE"
+        raise UsageError(f"{rundir} was started {began}: hosts can neither leave nor join", hint=hint)
+    return rundir, plan

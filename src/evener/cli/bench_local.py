@@ -1,0 +1,178 @@
+"""The benches that need no fleet: strong scaling on this machine, and the DDP baseline of lab01."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from evener.bench import ddp_baseline as lab
+from evener.bench import scaling as bench
+from evener.cli import follow_output
+from evener.cli.terminal import make_console, print_table, print_text
+from evener.core.decoding import json_decoder
+from evener.core.errors import UsageError
+from evener.core.fleet_file import Fleet, HostConfig, Rates
+from evener.core.host_info import local_host_info, usable_cores
+from evener.core.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
+from evener.core.prediction import Prediction
+from evener.core.resolve import resolve
+from evener.core.run_spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.rundir import RunDir
+from evener.corpus.tokenizer import load_tokenizer
+from evener.launch.distributed_program import local_program_lines
+from evener.plan.cluster import build_cluster
+from evener.plan.search import predict
+from evener.report.bench_table import bench_rows
+from evener.report.explain import explain_scaling, max_loss_difference
+from evener.report.html_report import write_report
+from evener.report.png_charts import scaling_png
+from evener.report.run_summary import summary_json
+
+DEFAULT_CORPORA = ("data/verbs", "data/python")
+PROBE_S = 8.0  # training time of the probe before the runs
+MAX_STEPS = 10_000  # more than fit in any --seconds: the time limit ends a run
+
+
+def run_scaling_bench(
+    data: list[str] | None,
+    out: str | None,
+    seconds: float,
+    ranks: list[int] | None,
+    model: str,
+    batch: int,
+    force: bool,
+    as_json: bool,
+) -> int:
+    screen = make_console(stderr=True, quiet=as_json)
+    folder = Path(out or "runs/bench")
+    if folder.exists() and any(folder.iterdir()) and not force:
+        raise UsageError(f"{folder}: exists and is not empty", hint="--force replaces it, or another --out")
+    counts = sorted(set(ranks)) if ranks else bench.process_counts(usable_cores())
+    base = RunSpec(
+        model=ModelSpec(model=model, dropout=0.0, compile="off", dtype="fp32"),  # so that the losses can be compared
+        train=TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20),
+        eval=EvalSpec(eval_every=0),
+        machine=MachineSpec(contention=True),
+    )
+    corpora = data or [ensure_corpus(corpus) for corpus in DEFAULT_CORPORA]
+    series = bench.bench_specs(base, folder, corpora, counts)
+    # Report mistakes before anything is replaced.
+    resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
+    if force and folder.exists():
+        _remove_bench(folder)
+    rates = _probe_local_rates(base, screen)
+
+    def predicted(spec: RunSpec) -> Prediction:
+        name = local_host_info().host
+        local_fleet = Fleet(hosts={name: HostConfig(address="local", ranks=spec.machine.ranks)}, rates={name: rates})
+        job = msgspec.structs.replace(resolved[spec.out].job, spec=spec)
+        return predict(job, build_cluster(local_fleet, job))
+
+    with follow_output.display_series(series, screen) as observer:
+        results = bench.train_series(folder, series, observer, predicted)
+    scaling_png(results, folder / "scaling.png")
+    for runs in results.values():
+        for summary in runs:
+            write_report(RunDir(summary.run_dir))
+    page = write_report(RunDir(folder))
+    explained = {corpus: explain_scaling(runs) for corpus, runs in results.items()}
+    if as_json:
+        report = {
+            corpus: {
+                "runs": [summary_json(summary) for summary in runs],
+                "largest_loss_gap": max_loss_difference(runs),
+                "explanation": explained[corpus],
+            }
+            for corpus, runs in results.items()
+        }
+        json.dump({"out": str(folder), "report": str(page), "series": report}, sys.stdout)
+        print()
+        return 0
+    for corpus, runs in results.items():
+        title, *figures = bench_rows(runs)
+        screen.print()
+        print_text(screen, f"{corpus}: {model}, {runs[0].tokens_per_step} tokens a step")
+        print_table(screen, title, figures)
+        screen.print()
+        print_text(screen, explained[corpus])
+    screen.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="", soft_wrap=True)
+    print(page)
+    return 0
+
+
+def run_lab01_bench(data: list[str] | None, out: str | None, force: bool, as_json: bool) -> int:
+    screen = make_console(stderr=True, quiet=as_json)
+    if data and len(data) > 1:
+        raise UsageError("--preset lab01 takes one corpus")
+    corpus = data[0] if data else ensure_corpus("data/verbs")
+    folder = Path(out or "experiments/35-ddp-cpu")
+    encode = load_tokenizer(Path(corpus)).encode
+    result = lab.run_ddp_baseline(
+        Path(corpus), folder, encode, force=force, notify=lambda text: print_text(screen, text)
+    )
+    if as_json:
+        json.dump(result, sys.stdout)
+        print()
+        return 0
+    for rank, (sentence, number) in enumerate(zip(result["first_sentence"], result["sentences"], strict=True)):
+        print_text(
+            screen,
+            f"rank {rank} has {number} of {result['sentences_total']} sentences; its first: {sentence.strip()}",
+        )
+    print_text(
+        screen,
+        f"tokens/s: {result['tokens_per_sec_1proc']:.0f} with 1 process, {result['tokens_per_sec_2proc']:.0f} with 2",
+    )
+    print_text(
+        screen,
+        f"all-reduce a step: p50 {result['allreduce_p50_ms']:.2f} ms, p95 {result['allreduce_p95_ms']:.2f} ms (hook)",
+    )
+    bracket, exposed = result["variant_a_mean_p50_p95_ms"][1], result["exposed_mean_p50_p95_ms"][1]
+    print_text(screen, f"not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
+    print_text(screen, f"states of the two ranks: largest difference {result['largest_difference']:.3g}")
+    print_text(screen, result["lesson_notes"])
+    print(folder / "manifest.json")
+    return 0
+
+
+def _probe_local_rates(spec: RunSpec, screen: Console) -> dict[str, Rates]:
+    """Measure this machine's rates with the model, from which the runs are predicted."""
+    print_text(screen, "measuring this machine, to predict each run")
+    model = spec.model
+    request = HostProbeSpec(
+        host="here",
+        model=model.model,
+        seconds=PROBE_S,
+        dtype=model.dtype,
+        dropout=model.dropout,
+        device=spec.machine.device,
+    )
+    decode = json_decoder(ProbeMessage).decode
+    messages = map(decode, local_program_lines(1, "evener.worker.device_probe", msgspec.json.encode(request).decode()))
+    return {item.device: item.rates for item in messages if isinstance(item, DeviceProbeResult)}
+
+
+def ensure_corpus(corpus: str) -> str:
+    """Return the corpus folder; make the corpus first if it is one of evener's own and missing."""
+    if not (Path(corpus) / "meta.json").exists():
+        from evener.cli import data
+
+        makers: dict[str, Callable[..., object]] = {"data/verbs": data.verbs, "data/python": data.python}
+        print_text(make_console(stderr=True), f"preparing {corpus}")
+        with contextlib.redirect_stdout(sys.stderr):  # its output is not the bench's result
+            makers[corpus](out=Path(corpus))
+    return corpus
+
+
+def _remove_bench(folder: Path) -> None:
+    """Remove a bench folder; raise UsageError if it is not one."""
+    if not (folder / "bench.json").exists():
+        raise UsageError(f"{folder}: not a bench, not replaced", hint="another --out")
+    shutil.rmtree(folder)

@@ -1,0 +1,217 @@
+"""Shared by the page and the terminal view of `watch`: find runs, control them, and fetch records from their hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evener.cli.start_run import find_run, print_status
+
+if TYPE_CHECKING:
+    from evener.core.rundir import RunDir
+    from evener.launch.mirror import RunMirror
+    from evener.watch.run_reader import RunReader
+
+RUNS_FOLDER = "runs"
+
+
+def make_run_finder(names: Sequence[str]) -> Callable[[], list[Path]]:
+    """Return a function that lists the runs to watch: the named ones, which must exist, or else all in runs/."""
+    from evener.core.errors import UsageError
+    from evener.core.rundir import RunDir
+
+    if not names:
+        if not Path(RUNS_FOLDER).is_dir():
+            raise UsageError(f"{RUNS_FOLDER}: no such folder", hint="evener watch RUN; evener train makes runs/")
+        return lambda: find_run_dirs(Path(RUNS_FOLDER))
+    paths = [find_run(name) for name in names]
+    for name, path in zip(names, paths, strict=True):
+        if not (path / "plan.json").is_file() and not RunDir(path).is_run():
+            hint = "evener runs lists those made here"
+            raise UsageError(f"{name}: not a run directory: it has no manifest.json and no plan.json", hint=hint)
+    return lambda: paths
+
+
+def find_run_dirs(folder: Path) -> list[Path]:
+    """Return the run directories in a folder, those of benches too."""
+    return sorted({path.parent for depth in ("*", "*/*") for name in ("manifest.json", "plan.json")
+                   for path in folder.glob(f"{depth}/{name}")})  # fmt: skip
+
+
+def allowed_host_names(host: str) -> list[str]:
+    """Return the host names that requests may use for a server that listens on `host`."""
+    import socket
+
+    import psutil
+
+    if host not in ("0.0.0.0", "::"):  # noqa: S104
+        return [host]
+    addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
+                 if entry.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+    return [socket.gethostname(), *(address.partition("%")[0] for address in addresses)]
+
+
+def print_shared_warning(port: int) -> None:
+    """Print what --host exposes, and the ssh tunnel that avoids it."""
+    print_status(
+        "warning: anyone with the address below can see and stop these runs; it is sent unencrypted, so anyone who "
+        f"can listen on that network has it too\nhint:  without --host, on another machine: ssh -L {port}:127.0.0.1:"
+        f"{port} THIS-MACHINE, and open the address there"
+    )
+
+
+# --- in the terminal --------------------------------------------------------------------------------------------------
+
+SCREEN_INTERVAL_S, LINE_INTERVAL_S = 0.5, 5.0
+
+
+def watch_in_terminal(find: Callable[[], Sequence[Path]]) -> int:
+    """Show runs in the terminal until Ctrl-C; in a pipe print a line per run when it changes, until all have ended."""
+    import time
+
+    from rich.live import Live
+
+    from evener.cli.terminal import make_console
+    from evener.watch import terminal_dashboard
+    from evener.watch.dashboard import Dashboard, PageView
+    from evener.watch.run_health import assess_health
+
+    where, shown = make_console(), PageView("overview")
+    with background_followers() as follow, contextlib.suppress(KeyboardInterrupt):
+        hub = Dashboard(find, on_new_run=follow)
+        if not where.is_interactive:
+            printed: dict[str, str] = {}
+            while True:
+                while hub.read_new(shown):
+                    pass
+                now = time.time()
+                for key, reader in hub.readers.items():
+                    if printed.get(key) != (text := terminal_dashboard.status_line(key, reader, now)):
+                        printed[key] = text
+                        print(text, flush=True)
+                if all(assess_health(reader, now).is_over for reader in hub.readers.values()):
+                    return 0
+                time.sleep(LINE_INTERVAL_S)
+        with Live(console=where, screen=True, auto_refresh=False) as live:
+            while True:
+                is_more = hub.read_new(shown)
+                live.update(
+                    terminal_dashboard.render_frame(hub.readers, where.width, where.height, time.time()), refresh=True
+                )
+                time.sleep(0.0 if is_more else SCREEN_INTERVAL_S)
+    return 0
+
+
+# --- actions ----------------------------------------------------------------------------------------------------------
+
+
+def can_control(reader: RunReader) -> bool:
+    """Return whether the run was started by evener and has not ended."""
+    manifest = reader.manifest
+    return reader.plan is not None and (manifest is None or manifest.verdict == "running")
+
+
+def stop_run(reader: RunReader) -> str:
+    """Stop the run as `evener stop` does: its ranks finish their step, save and exit."""
+    from evener.core.errors import HostError
+    from evener.core.run_plan import read_plan
+    from evener.launch import launcher
+
+    plan = read_plan(reader.rundir)
+    ended = launcher.stop(reader.rundir, plan)
+    launcher.mirror_once(reader.rundir, plan)
+    errors = [one for one in ended.values() if isinstance(one, HostError)]
+    if errors:
+        raise errors[0]
+    launcher.record_outcome(
+        reader.rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)}
+    )
+    return "the run has ended"
+
+
+def save_checkpoint(reader: RunReader) -> str:
+    """Request a checkpoint now."""
+    from evener.core.run_plan import read_plan
+    from evener.launch import launcher
+
+    launcher.request_checkpoint(reader.rundir, read_plan(reader.rundir))
+    return f"requested after {reader.curves.steps_done:,} steps: an event reports when it is saved"
+
+
+SAMPLE_TOKENS = 120
+
+
+def can_sample(reader: RunReader) -> bool:
+    """Return whether the run trains one of evener's models and has a local checkpoint."""
+    manifest = reader.manifest
+    has_model = manifest is not None and manifest.corpus is not None and manifest.shape is not None
+    return has_model and bool(reader.rundir.checkpoint_steps())
+
+
+def sample_text(reader: RunReader) -> str:
+    """Generate text with the newest checkpoint, on this machine rather than the run's hosts; always the same seed."""
+    from evener.cli.sample import generate_text
+
+    folder = reader.rundir.verified_checkpoint(None)
+    *_, text = generate_text(reader.rundir, folder, "\n", SAMPLE_TOKENS)
+    step = int(folder.name.rpartition("-")[2])
+    reader.samples[step] = text.strip()
+    return f"written after step {step:,}; new text can be generated after each checkpoint"
+
+
+# --- records from other hosts -----------------------------------------------------------------------------------------
+
+
+class _FollowCancelled(Exception):  # noqa: N818  # not an error: following was cancelled
+    """The page was closed."""
+
+
+@contextlib.contextmanager
+def background_followers() -> Iterator[Callable[[RunReader], None]]:
+    """Yield a function that follows a detached run in a thread of its own, as `evener logs -f` does."""
+    closing, threads = threading.Event(), list[threading.Thread]()
+
+    def begin(reader: RunReader) -> None:
+        if _needs_follower(reader.rundir):
+            thread = threading.Thread(target=_follow_until_closed, args=(reader.rundir, closing), daemon=True)
+            thread.start()
+            threads.append(thread)
+
+    try:
+        yield begin
+    finally:
+        closing.set()
+        for thread in threads:
+            thread.join(3.0)
+
+
+def _needs_follower(rundir: RunDir) -> bool:
+    """Return whether the run goes on without the terminal that started it, which would follow it."""
+    from evener.core.errors import EvenerError
+    from evener.core.run_plan import read_plan_if_present
+    from evener.launch.launcher import cached_states
+
+    try:
+        plan = read_plan_if_present(rundir)
+        if plan is None or not plan.hosts or (plan.is_local_run and (rundir.path / "host" / "attached").exists()):
+            return False
+        return any(state.get("state") != "ended" for state in cached_states(rundir, plan).values())
+    except EvenerError:
+        return False
+
+
+def _follow_until_closed(rundir: RunDir, closing: threading.Event) -> None:
+    """Follow a run to its end or until the page is closed. Errors are recorded as events, which the page shows."""
+    from evener.core.errors import EvenerError
+    from evener.core.run_plan import read_plan
+    from evener.launch.follow_run import follow_run
+
+    def see(mirror: RunMirror) -> None:
+        if closing.is_set():
+            raise _FollowCancelled
+
+    with contextlib.suppress(EvenerError, _FollowCancelled):
+        follow_run(rundir, read_plan(rundir), lambda news: None, lambda host: None, see)

@@ -1,0 +1,128 @@
+"""Write files atomically and durably, append lines, and read regular files, also while they grow."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from io import BufferedReader
+from pathlib import Path
+
+
+def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
+    """Let `write(temporary)` fill a temporary folder, make it durable, then rename it to `folder` atomically."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        write(temporary)
+        for file in temporary.iterdir():
+            fsync_path(file)
+        fsync_path(temporary)
+        temporary.rename(folder)
+        fsync_path(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replace a file atomically: readers see the old content or the new one. The umask applies to `mode`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(content)
+        fsync_path(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class LineFile:
+    """A file to which one process appends lines.
+
+    Opening it removes a last line that a full disk or a kill cut short. The file is then replaced by a new one (another
+    inode), so that a program that copies it as it grows starts again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b", buffering=0)
+        size = self._file.seek(0, os.SEEK_END)
+        if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
+            self._file.close()
+            content = read_file(path)
+            write_atomic(path, content[: content.rfind(b"\n") + 1])
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, lines: bytes) -> None:
+        """Append lines. Raise OSError if they could not be written completely."""
+        if self._file.write(lines) != len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> LineFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file for reading. Raise OSError for anything else, as pipes can block and devices never end."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """Read a whole file. Raise OSError if there is none."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def file_digest(path: Path) -> str:
+    """Return the blake2b digest (32 bytes, as hex) of a file's content, which verifies copied files."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def follow_lines(path: Path) -> Iterator[list[bytes]]:
+    """Yield at each iteration the complete lines appended to a file since the last; all lines if it was replaced."""
+    position, inode = 0, -1
+    while True:
+        try:
+            with open_file(path) as file:
+                status = os.fstat(file.fileno())
+                if inode != status.st_ino or status.st_size < position:
+                    position, inode = 0, status.st_ino
+                file.seek(position)
+                chunk = file.read()
+        except OSError:
+            chunk = b""
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        position += len(complete)
+        yield complete.split(b"\n")[:-1]
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file or folder to disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

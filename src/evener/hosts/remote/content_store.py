@@ -1,0 +1,406 @@
+"""The content-addressable store of a host: a file is stored by the hash of its content, whole and verified or absent.
+
+    WORKDIR/blobs/DIGEST           one file's content, read-only; its name is its blake2b
+    WORKDIR/blobs/DIGEST.*.part    a partial upload; locked (flock) by its writer
+    WORKDIR/trees/TREE/            a folder, built under another name and renamed
+
+No sender writes into another's partial upload: if it is locked, the sender continues from a copy of it. A verified file
+gets the modification time `SEALED_NS`, so that one written to since is detected without reading it, and not reused.
+Python 3.8 or newer, Linux or macOS, standard library only.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+import uuid
+
+SEALED_NS = 946684800 * 10**9  # 1 January 2000: no write gives a file this time
+BLOCK_BYTES = 1 << 20
+STALE_AGE_S = 24 * 3600  # a partial upload or half-built tree untouched for this long is removed
+WRITE_TURN_TIMEOUT_S = 300
+
+_uploads = {}
+_uploads_lock = threading.Lock()
+
+
+class ContentError(Exception):
+    """Content does not match its hash."""
+
+
+def find_missing_blobs(workdir, digests, tree):
+    """Return whether the tree exists and, if not, the blobs it lacks: {digest: bytes left by an interrupted upload}."""
+    root = _resolve_workdir(workdir)
+    path = os.path.join(root, "trees", tree)
+    if _is_tree_intact(path):
+        return {"path": path, "missing": {}, "is_there": True, "free_bytes": None}
+    blobs = os.path.join(root, "blobs")
+    os.makedirs(blobs, exist_ok=True)
+    partial_bytes = {}
+    for name in os.listdir(blobs):
+        if name.endswith(".part"):
+            digest, size = name.split(".")[0], _file_size(os.path.join(blobs, name))
+            partial_bytes[digest] = max(partial_bytes.get(digest, 0), size)
+    needed = {d: partial_bytes.get(d, 0) for d, size in digests.items() if not _has_blob(blobs, d, size)}
+    return {"path": path, "missing": needed, "is_there": False, "free_bytes": shutil.disk_usage(blobs).free}
+
+
+def put_small_blobs(workdir, blobs, body=b""):
+    """Store whole blobs, concatenated in `body`: [[digest, size], …]. ContentError if one does not match its digest."""
+    folder = os.path.join(_resolve_workdir(workdir), "blobs")
+    position = 0
+    for digest, size in blobs:
+        content = body[position : position + size]
+        position += size
+        if _hash(content) != digest:
+            raise ContentError(digest)
+        if _has_blob(folder, digest, size):
+            continue
+        temporary = os.path.join(folder, f"{digest}.{uuid.uuid4().hex}.part")
+        with open(temporary, "wb") as file:
+            file.write(content)
+        _seal(temporary, 0o444)
+        os.replace(temporary, os.path.join(folder, digest))
+
+
+def open_upload(workdir, digest, size):
+    """Start or resume the upload of a large blob: {"part": its handle, "offset": the byte to resume from}."""
+    folder = os.path.join(_resolve_workdir(workdir), "blobs")
+    names = [name for name in os.listdir(folder) if name.startswith(digest + ".") and name.endswith(".part")]
+    names.sort(key=lambda name: -_file_size(os.path.join(folder, name)))
+    for name in names:
+        path = os.path.join(folder, name)
+        try:
+            file = open(path, "r+b")  # noqa: SIM115  stays open from call to call
+        except OSError:
+            continue
+        if _try_lock(file) and _is_same_file(file, path):
+            break
+        file.close()
+    else:
+        path = os.path.join(folder, f"{digest}.{uuid.uuid4().hex}.part")
+        file = open(path, "w+b")  # noqa: SIM115
+        _try_lock(file)
+    if (
+        names
+        and path != os.path.join(folder, names[0])
+        and _file_size(path) < _file_size(os.path.join(folder, names[0]))
+    ):
+        try:
+            with open(os.path.join(folder, names[0]), "rb") as longest:  # another sender's: reuse what it has
+                file.truncate(0)
+                shutil.copyfileobj(longest, file, BLOCK_BYTES)
+        except OSError:
+            pass  # it has become the blob meanwhile
+    offset = min(file.seek(0, os.SEEK_END), size)
+    file.truncate(offset)
+    handle = uuid.uuid4().hex
+    with _uploads_lock:
+        _uploads[handle] = _PartialUpload(file, path, folder, digest, size, offset)
+    return {"part": handle, "offset": offset}
+
+
+def write_upload(part, offset, body=b""):
+    """Append; calls may arrive out of order, each waits for its turn. False if another sender finished the blob."""
+    with _uploads_lock:
+        entry = _uploads[part]
+    return entry.write(offset, body)
+
+
+def finish_upload(part):
+    """Verify the upload and give it its final name. If the content is wrong, remove it and return False."""
+    with _uploads_lock:
+        entry = _uploads.pop(part)
+    return entry.finish()
+
+
+def abort_upload(part, failure=None):
+    """Abort the upload and keep what has arrived. Writers that wait for their turn raise `failure`."""
+    with _uploads_lock:
+        entry = _uploads.pop(part, None)
+    if entry is not None:
+        entry.abort(failure or OSError("the upload was aborted"))
+
+
+class _PartialUpload:
+    def __init__(self, file, path, folder, digest, size, offset):
+        self.file, self.path, self.digest, self.size, self.offset = file, path, digest, size, offset
+        self.blob, self.folder = os.path.join(folder, digest), folder
+        self.write_turn = threading.Condition()
+        self.failure = None
+
+    def write(self, offset, body):
+        with self.write_turn:
+            self.write_turn.wait_for(lambda: self.offset >= offset or self.failure is not None, WRITE_TURN_TIMEOUT_S)
+            try:
+                if self.failure is not None:
+                    raise self.failure
+                if self.offset != offset:
+                    raise ValueError(f"bytes from {offset} where {self.offset} are there")
+                self.file.seek(offset)
+                self.file.write(body)
+                self.file.flush()
+                self.offset += len(body)
+            except Exception as error:
+                self.abort(error)
+                raise
+            self.write_turn.notify_all()
+        return not _has_blob(self.folder, self.digest, self.size)
+
+    def abort(self, failure):
+        with self.write_turn:
+            self.failure = self.failure or failure
+            self.write_turn.notify_all()
+            with contextlib.suppress(OSError):  # the failed write has been reported
+                self.file.close()
+
+    def finish(self):
+        with self.file as file:
+            if _has_blob(self.folder, self.digest, self.size):
+                os.unlink(self.path)
+                return True
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            if _hash_file(file) != self.digest:
+                os.unlink(self.path)
+                return False
+            _seal(self.path, 0o444)
+            os.replace(self.path, self.blob)
+        return True
+
+
+def build_tree(workdir, tree, linked, body=b""):
+    """Build a tree from blobs. `body` is JSON: {"files": [[path, digest, size, executable]], "links": [[path, to]]}.
+
+    With `linked` its files are hard links to the blobs (data, wheels: large, only read), else copies, which are
+    verified once more.
+    """
+    root = _resolve_workdir(workdir)
+    trees, blobs = os.path.join(root, "trees"), os.fsencode(os.path.join(root, "blobs"))
+    path = os.path.join(trees, tree)
+    os.makedirs(trees, exist_ok=True)
+    _remove_stale_parts(trees, os.path.join(root, "blobs"))
+    if _is_tree_intact(path):
+        return path
+    if os.path.lexists(path):  # a program wrote into it; programs still running in it keep it
+        os.rename(path, os.path.join(trees, f"changed-{tree}-{uuid.uuid4().hex}"))
+    content = json.loads(body.decode())
+    making = os.path.join(trees, "making-" + uuid.uuid4().hex)
+    try:
+        os.mkdir(making)
+        _populate_tree(os.fsencode(making), blobs, content, linked)
+        with open(making + ".json", "wb") as file:
+            file.write(body)
+        os.replace(making + ".json", path + ".json")
+        try:
+            os.rename(making, path)
+        except OSError:
+            if not _is_tree_intact(path):
+                raise  # else another sender built it first
+    finally:
+        remove_path(making)
+    return path
+
+
+def _populate_tree(target, blobs, content, linked):
+    made_folders = set()
+    for name, digest, size, executable in content["files"]:
+        target_path = os.path.join(target, checked_relative_path(name))
+        if os.path.dirname(target_path) not in made_folders:
+            os.makedirs(os.path.dirname(target_path), exist_ok=True)
+            made_folders.add(os.path.dirname(target_path))
+        blob = os.path.join(blobs, digest.encode())
+        if linked and not executable:
+            try:
+                os.link(blob, target_path)
+                continue
+            except FileExistsError:
+                raise
+            except OSError:
+                pass  # too many links, or a file system without them
+        if size > BLOCK_BYTES or linked:
+            shutil.copyfile(blob, target_path)
+        else:
+            with open(blob, "rb") as source:
+                blob_content = source.read()
+            if _hash(blob_content) != digest:
+                os.unlink(blob)
+                raise ContentError(name)
+            with open(target_path, "xb") as file:  # x: on a case-insensitive disk two names may be one
+                file.write(blob_content)
+        _seal(target_path, 0o555 if executable else 0o444)
+    for name, to in content["links"]:
+        target_path = os.path.join(target, checked_relative_path(name))
+        os.makedirs(os.path.dirname(target_path), exist_ok=True)
+        os.symlink(_encode_path(to), target_path)
+
+
+def discard_tree(workdir, tree):
+    """Remove a tree that is no longer needed, and those of its blobs that no other tree links to."""
+    root = _resolve_workdir(workdir)
+    path = os.path.join(root, "trees", tree)
+    try:
+        with open(path + ".json", "rb") as file:
+            digests = {digest for _, digest, _, _ in json.loads(file.read().decode())["files"]}
+    except (OSError, ValueError):
+        return
+    os.unlink(path + ".json")
+    remove_path(path)
+    for digest in digests:
+        blob = os.path.join(root, "blobs", digest)
+        if os.path.exists(blob) and os.stat(blob).st_nlink == 1:
+            os.unlink(blob)
+
+
+def hash_files(path, names=None):
+    """Hash a file or the files of a folder: yields {path, digest, size, executable} or {path, to} of each.
+
+    With `names` only these files of the folder, as far as they still exist.
+    """
+    root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
+    if names is not None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield _file_entry(os.path.join(root, checked_relative_path(name)), checked_relative_path(name))
+        return
+    if not os.path.isdir(root):
+        yield _file_entry(root, b"")
+        return
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
+            file_path = os.path.join(folder, name)
+            if os.path.islink(file_path) or os.path.isfile(file_path):
+                yield _file_entry(file_path, os.path.relpath(file_path, root))
+
+
+def read_range(path, name, offset, length):
+    """Return bytes of a file in a folder, or of the file `path` itself if `name` is empty."""
+    root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
+    with open(os.path.join(root, checked_relative_path(name)) if name else root, "rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _file_entry(place, name):
+    text = name.decode("utf-8", "surrogateescape")
+    if name and os.path.islink(place):
+        return {"path": text, "to": os.readlink(place).decode("utf-8", "surrogateescape")}
+    with open(place, "rb") as file:
+        state = os.fstat(file.fileno())
+        executable = bool(state.st_mode & 0o100)
+        return {"path": text, "digest": _hash_file(file), "size": state.st_size, "executable": executable}
+
+
+def _is_tree_intact(path):
+    """Return whether a tree exists with every file unmodified."""
+    try:
+        with open(path + ".json", "rb") as file:
+            content = json.loads(file.read().decode())
+        root = os.fsencode(path)
+        if not os.path.isdir(root):
+            return False
+        for name, _, size, executable in content["files"]:
+            state = os.lstat(os.path.join(root, checked_relative_path(name)))
+            if state.st_size != size or state.st_mtime_ns != SEALED_NS or bool(state.st_mode & 0o100) != executable:
+                return False
+        return all(
+            os.readlink(os.path.join(root, checked_relative_path(name))) == _encode_path(to)
+            for name, to in content["links"]
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _has_blob(folder, digest, size):
+    """Return whether a blob exists, unmodified since it was verified; remove a modified one."""
+    path = os.path.join(folder, digest)
+    try:
+        state = os.lstat(path)
+    except OSError:
+        return False
+    if state.st_size == size and state.st_mtime_ns == SEALED_NS:
+        return True
+    os.unlink(path)  # trees that link to it keep it, and `_is_tree_intact` detects the change
+    return False
+
+
+def _remove_stale_parts(trees, blobs):
+    """Remove partial uploads and half-built trees that interrupted senders left long ago."""
+    paths = [os.path.join(trees, name) for name in os.listdir(trees) if name.startswith("making-")]
+    paths += [os.path.join(blobs, name) for name in os.listdir(blobs) if name.endswith(".part")]
+    for path in paths:
+        try:
+            if time.time() - os.lstat(path).st_mtime > STALE_AGE_S:
+                remove_path(path)
+        except OSError:
+            pass
+
+
+def remove_path(place):
+    """Remove a file, a link or a folder, if it exists."""
+    if os.path.isdir(place) and not os.path.islink(place):
+        shutil.rmtree(place, ignore_errors=True)
+    elif os.path.lexists(place):
+        os.unlink(place)
+
+
+def _seal(path, mode):
+    os.chmod(path, mode)
+    os.utime(path, ns=(SEALED_NS, SEALED_NS))
+
+
+def _try_lock(file):
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process holds it, or the file system has no locks
+        return False
+    return True
+
+
+def _is_same_file(file, path):
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _file_size(path):
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def checked_relative_path(name):
+    """Return a relative path as bytes; ValueError if it leads outside its folder. No other path is written or read."""
+    parts = _encode_path(name).split(b"/")
+    if any(part in (b"", b".", b"..") or b"\0" in part for part in parts):
+        raise ValueError(f"not a path inside a folder: {name!r}")
+    return b"/".join(parts)
+
+
+def _encode_path(text):
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _resolve_workdir(workdir):
+    return os.path.abspath(os.path.expanduser(workdir))
+
+
+def _hash(content):
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+def _hash_file(file):
+    digest = hashlib.blake2b(digest_size=32)
+    while True:
+        block = file.read(BLOCK_BYTES)
+        if not block:
+            return digest.hexdigest()
+        digest.update(block)

@@ -1,0 +1,170 @@
+"""Remove a host from a running run, let it rejoin, or add a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.corpus import load_corpus
+from evener.core.errors import HostError, RunError, UsageError
+from evener.core.fleet_file import Fleet
+from evener.core.run_plan import Plan, read_plan, write_plan
+from evener.core.rundir import RunDir
+from evener.hosts.session import RemoteError, Session, Sessions, connect, open_session
+from evener.launch import launcher
+from evener.launch.checkpoint_transfer import exclusive_lock
+from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with_hosts
+from evener.launch.file_transfer import REMOTE_WORK_TIMEOUT_S
+from evener.launch.file_tree import describe_data
+from evener.launch.launcher import Notify
+from evener.launch.mirror import GONE_STATE, SupervisorState, to_host_error
+
+LEAVE_TIMEOUT_S = 660.0  # for a step, which may take minutes, and a checkpoint
+
+
+def remove_host(rundir: RunDir, plan: Plan, name: str) -> SupervisorState:
+    """Remove a host from a run that continues without it; return its last state. HostError if it is unreachable."""
+    host, state = plan.host(name), dict[str, Any]()
+    try:
+        with contextlib.closing(open_session(name, host.host)) as session:
+            reason = "somebody asked for it"
+            for item in session.stream(
+                "run_control", "leave", run=host.run_folder(rundir), why=reason, timeout_s=LEAVE_TIMEOUT_S
+            ):
+                state = item or GONE_STATE
+    except RemoteError as error:
+        raise to_host_error(error, plan.fleet) from None
+    return state
+
+
+def rejoin_host(rundir: RunDir, plan: Plan, name: str) -> None:
+    """Let a host that left the run or went down take part again. RunError if it already does."""
+    host = plan.host(name)
+    try:
+        with contextlib.closing(open_session(name, host.host)) as session:
+            session.call("run_control", "restart_run", run=host.run_folder(rundir), timeout_s=REMOTE_WORK_TIMEOUT_S)
+    except RemoteError as error:
+        raise RunError(f"{name}: {error.message}", hint=f"evener runs; evener logs -f {rundir}") from None
+
+
+def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
+    """Add a new host of `fleet` to a running run; return the new plan.
+
+    UsageError, RunError or HostError if it cannot take part; the run is then unchanged. The run's hosts receive the new
+    membership before the new host starts. Unreachable ones receive it from the others before any epoch that includes
+    the new host.
+    """
+    with _add_host_lock(rundir):
+        plan = read_plan(rundir)
+        spec, hosts = plan.spec, {host.name: host.host for host in plan.hosts} | {name: fleet.hosts[name]}
+        all_hosts = msgspec.structs.replace(fleet, hosts=hosts)
+        if spec is None or name in {host.name for host in plan.hosts}:
+            raise UsageError(f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {rundir}")
+        with connect(all_hosts) as (sessions, errors):
+            if name in errors or len(sessions) < 2:  # the new host, or all others
+                raise errors.get(name) or next(iter(errors.values()))
+            for unreachable in errors:
+                notify(f"{unreachable} is unreachable: it will learn of {name} from the others")
+            newcomer = _preflight_newcomer(rundir, plan, all_hosts, sessions, name)
+            _check_corpus(rundir, spec.data.data)
+            tree = describe_data(spec.data.data)
+            joined = plan_with_added_host(plan, newcomer, f"{newcomer.workdir}/trees/{tree.digest}", _next_version())
+            newcomer_plan = msgspec.structs.replace(joined, hosts=[joined.host(name)])
+            launcher.stage_files([tree], newcomer_plan, {name: sessions[name]}, notify)
+            try:
+                _send_membership(rundir, joined, sessions, name)
+                write_plan(rundir, joined)
+                if (reason := launcher.start_on_host(rundir, joined, name, sessions[name])) is not None:
+                    raise RunError(
+                        f"{name} did not start: {reason}", hint=f"evener doctor{fleet.cli_flag} looks closer"
+                    )
+            except BaseException:
+                # It may have started although the reply was lost.
+                stopped = launcher.stop(rundir, newcomer_plan, now=True)[name]
+                if not isinstance(stopped, HostError):
+                    reverted = _plan_without_newcomer(joined, plan)
+                    write_plan(rundir, reverted)
+                    with contextlib.suppress(HostError):
+                        _send_membership(rundir, reverted, sessions, name)
+                raise
+    return joined
+
+
+@contextlib.contextmanager
+def _add_host_lock(rundir: RunDir) -> Iterator[None]:
+    """Lock the run against other additions of a host. RunError if another terminal is adding one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive_lock(rundir, None, "add.lock"))
+        except BlockingIOError:
+            hint = "try again when that is done"
+            raise RunError(f"{rundir}: another terminal is adding a host to it", hint=hint) from None
+        yield
+
+
+def _preflight_newcomer(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sessions, name: str) -> PreparedHost:
+    """Run the preflight for the new host and the reachable ones; return the new host. RunError if it does not pass."""
+    assert plan.spec is not None
+    present = [host for host in plan.hosts if host.name in sessions]
+    reached = msgspec.structs.replace(whole, hosts={name: whole.hosts[name] for name in sessions})
+    # The run's port is in use on the others: check the connection on another one.
+    probe_port = _find_free_port(sessions[present[0].name], present[0].address, plan.port + 1)
+    machine = plan.spec.machine
+    prepared = launcher.prepare_fleet(
+        reached, sessions, {}, rundir.path.name, plan.id, port=probe_port, machine=machine
+    )
+    places = {place.name: place for place in prepared.hosts}
+    for host in present:
+        address = places[host.name].address
+        if address != host.address:
+            hint = f'interface = "{host.interface}" under [hosts.{host.name}], if {name} is in that network too'
+            raise RunError(f"{name} reaches {host.name} at {address}, and the run is at {host.address}", hint=hint)
+    if _find_free_port(sessions[name], places[name].address, plan.port) != plan.port:
+        raise RunError(f"{name}: port {plan.port} is taken, which the run's agents use",
+                       hint=f"evener doctor{whole.cli_flag} names who holds it")  # fmt: skip
+    return places[name]
+
+
+def _check_corpus(rundir: RunDir, folder: str) -> None:
+    """Raise UsageError if the folder does not hold the corpus that the run trains on."""
+    trained = rundir.manifest().corpus if rundir.is_run() else None
+    if trained is not None and load_corpus(Path(folder)).content_hash != trained.content_hash:
+        raise UsageError(
+            f"{folder}: not the corpus on which {rundir} trains", hint="run it where the training was started"
+        )
+
+
+def _send_membership(rundir: RunDir, plan: Plan, sessions: Sessions, newcomer: str) -> None:
+    """Send the membership files to the run's reachable hosts."""
+    for host in plan.hosts:
+        if host.name != newcomer and host.name in sessions:
+            files = launcher.membership_files(plan, host)
+            try:
+                sessions[host.name].call("run_control", "put", run=host.run_folder(rundir), files=files)
+            except RemoteError as error:
+                raise to_host_error(error, plan.fleet) from None
+
+
+def _plan_without_newcomer(joined: Plan, plan: Plan) -> Plan:
+    """Return the plan without the new host, in a version newer than the one that agents may have received."""
+    agents = [host.agent for host in plan.hosts if host.agent is not None]
+    known_plan = msgspec.structs.replace(plan, hosts=joined.hosts[: len(plan.hosts)])
+    return msgspec.structs.replace(plan_with_hosts(known_plan, agents[0].hosts, _next_version()), roster=plan.roster)
+
+
+def _next_version() -> int:
+    """Return a version higher than any earlier one, including one that was not recorded here."""
+    return time.time_ns() // 1_000_000
+
+
+def _find_free_port(session: Session, address: str, wanted: int) -> int | None:
+    low = min(wanted + 1, 64_000)
+    port: int | None = session.call(
+        "run_control", "find_free_port", address=address, wanted=wanted, low=low, high=low + 1000
+    )
+    return port

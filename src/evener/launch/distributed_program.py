@@ -1,0 +1,132 @@
+"""Run one of evener's own torch programs on this machine or on every host of a fleet, and yield its output lines.
+
+    for line in local_program_lines(2, "evener.worker.collective_bench", "{…}"): …
+    for host, line in fleet_program_lines(prepared, sessions, "evener.worker.collective_bench", {"a": "{…}"}): …
+
+The program prints lines of JSON; the other output of its ranks is shown only when it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from evener.core import errors
+from evener.core.decoding import from_json
+from evener.core.errors import EvenerError, HostError
+from evener.core.file_io import follow_lines
+from evener.core.run_plan import Plan
+from evener.core.rundir import RunDir
+from evener.hosts.session import RemoteError, Sessions
+from evener.launch import launcher
+from evener.launch.commands import script_plan, without_torchrun
+from evener.launch.launcher import PreparedFleet
+from evener.launch.local_run import open_local_session, prepare_local
+from evener.launch.mirror import RunMirror
+from evener.launch.root_cause import first_failure
+from evener.launch.torch_subprocess import ERROR_PREFIX
+
+POLL_S = 0.05
+
+
+def local_program_lines(num_ranks: int, module: str, arg: str, *, threads: int | None = None) -> Generator[str]:
+    """Yield the JSON lines that `num_ranks` processes of a module print on this machine, as they are printed."""
+    with open_local_session() as sessions, _temporary_run_dir() as folder:
+        prepared = prepare_local(sessions, RunDir(folder), ranks=num_ranks, threads=threads)
+        args = {place.name: arg for place in prepared.hosts}
+        with contextlib.closing(_program_lines(prepared, sessions, RunDir(folder), module, args)) as lines:
+            for _, line in lines:
+                yield line
+
+
+def parse_program_line(line: str) -> Iterator[str]:
+    """Yield the line if it is JSON of the program; raise the EvenerError that it reports."""
+    if line.startswith(ERROR_PREFIX):
+        error = from_json(line, dict[str, str])
+        kind = getattr(errors, error["kind"])
+        assert issubclass(kind, EvenerError)
+        raise kind(error["error"], hint=error["hint"])
+    if line.startswith("{"):
+        yield line
+
+
+def fleet_program_lines(
+    prepared: PreparedFleet, sessions: Sessions, module: str, args: Mapping[str, str], *, num_ranks: int | None = None
+) -> Generator[tuple[str, str]]:
+    """Yield (host, line) for the JSON lines that a module prints on every host, as they arrive; `args` is by host.
+
+    Runs `num_ranks` processes on every host, or as many as its table in the fleet file says. When the generator is
+    closed, the program has been stopped and its folders removed.
+    """
+    if num_ranks is not None:
+        places = [
+            msgspec.structs.replace(place, host=msgspec.structs.replace(place.host, ranks=num_ranks))
+            for place in prepared.hosts
+        ]
+        prepared = msgspec.structs.replace(prepared, hosts=places)
+    with _temporary_run_dir() as folder:
+        yield from _program_lines(prepared, sessions, RunDir(folder), module, args)
+
+
+@contextlib.contextmanager
+def _temporary_run_dir() -> Iterator[Path]:
+    """Yield the path of a temporary run directory."""
+    with tempfile.TemporaryDirectory(prefix="evener-probe-") as folder:
+        yield Path(folder) / "run"
+
+
+def _program_lines(
+    prepared: PreparedFleet, sessions: Sessions, rundir: RunDir, module: str, args: Mapping[str, str]
+) -> Generator[tuple[str, str]]:
+    plan = _program_plan(prepared, module, args)
+    attach_lock = launcher.start(rundir, plan, sessions, attached=plan.is_local_run)
+    try:
+        logs = {
+            (host.name, rank): follow_lines(rundir.log_path(host.name, rank))
+            for host in plan.hosts
+            for rank in range(host.first_rank, host.first_rank + host.num_ranks)
+        }
+
+        def new_lines() -> Generator[tuple[str, str]]:
+            for (name, _), follower in logs.items():
+                for line in next(follower):  # TIME STREAM TEXT
+                    for text in parse_program_line(line.decode(errors="replace").partition(" ")[2][2:]):
+                        yield name, text
+
+        with attach_lock, RunMirror(rundir, plan) as mirror:
+            done = False
+            while not done:
+                done = mirror.is_done
+                yield from new_lines()
+                host_errors = [host.error for host in mirror.hosts.values() if host.error is not None]
+                if host_errors:
+                    raise host_errors[0]  # a measurement that cannot be read is useless
+                if not done:
+                    mirror.wait(POLL_S)
+            states = {name: host.state or {} for name, host in mirror.hosts.items()}
+        failure = first_failure(rundir, plan, states)
+        if failure is not None:
+            raise failure.to_error(rundir, plan)
+    finally:
+        launcher.stop(rundir, plan, now=True)
+        for host in plan.hosts:
+            if host.run is not None:
+                with contextlib.suppress(RemoteError, HostError):
+                    sessions[host.name].call("content_store", "remove_path", place=host.run)
+
+
+def _program_plan(prepared: PreparedFleet, module: str, args: Mapping[str, str]) -> Plan:
+    """Plan a program of evener's own, without a project."""
+    program = ["-m", module]
+    plan = script_plan(prepared.id, prepared.hosts, prepared.port, program, {}, project=None)
+    hosts = []
+    for place, planned in zip(prepared.hosts, plan.hosts, strict=True):
+        host = msgspec.structs.replace(planned, code=None, cwd=place.cwd or place.run_dir)
+        if host.is_local_run and plan.world_size == 1:
+            host = without_torchrun(host, program)
+        hosts.append(msgspec.structs.replace(host, argv=[*host.argv, args[host.name]]))
+    return msgspec.structs.replace(plan, kind="probe", hosts=hosts, fleet_file=prepared.fleet_file)

@@ -1,0 +1,472 @@
+"""Launch, query and stop a run: each host runs a supervisor that needs no controller afterwards.
+
+preflight ─▶ plan ─▶ send code and data ─▶ start on all hosts ─▶ mirror ─▶ the first failure, or the result
+
+A run on this machine alone is launched the same way (`local_run.py`), but nothing is sent or copied, and it may be
+attached to the program that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.decoding import from_json
+from evener.core.errors import HostError, RunError, UsageError
+from evener.core.file_io import read_file
+from evener.core.finding import Finding
+from evener.core.fleet_file import RENDEZVOUS_PORT, Fleet
+from evener.core.host_info import local_host_info
+from evener.core.membership_epoch import (
+    AGENT_SPEC_FILE,
+    CHECKPOINT_REQUEST_FILE,
+    CONSENSUS_STATE_FILE,
+    EXCLUDED_FILE,
+    KILLED_RANKS_FILE,
+    NEEDED_BYTES_FILE,
+    memory_limit_file,
+)
+from evener.core.resolve import ResolvedRun, find_weights_file
+from evener.core.roster import RankSlot, Roster, initial_roster
+from evener.core.run_plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, read_plan_if_present, write_plan
+from evener.core.run_spec import MachineSpec
+from evener.core.rundir import RunDir
+from evener.core.runwriter import RunWriter
+from evener.core.units import format_bytes
+from evener.hosts.context import DEFAULT_MACHINE_SPEC
+from evener.hosts.preflight import PreflightReport, run_preflight
+from evener.hosts.session import REMOTE_DIR, RemoteError, Session, Sessions, open_session, parallel_map
+from evener.launch.commands import PreparedHost, ScriptProject, script_plan, train_plan
+from evener.launch.file_transfer import REMOTE_WORK_TIMEOUT_S, send_to_hosts
+from evener.launch.file_tree import FileTree, describe_data, describe_files, describe_project
+from evener.launch.mirror import (
+    GONE_STATE,
+    HostMirror,
+    SupervisorState,
+    choose_manifest,
+    merge_events,
+    parse_state,
+    record_controller_event,
+    to_host_error,
+)
+from evener.launch.root_cause import RunFailure, first_failure
+
+STOP_TIMEOUT_S = 600.0
+
+Notify = Callable[[str], None]
+
+
+class PreparedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts that passed the preflight."""
+
+    id: str
+    hosts: list[PreparedHost]
+    port: int
+    findings: list[Finding]  # warnings, which do not prevent the launch
+    fleet_file: str | None = None  # that lists the hosts; None: this machine alone
+
+    @property
+    def is_local_run(self) -> bool:
+        """Return whether the run is on this machine alone, with the run directory as its folder."""
+        return all(place.is_local_run for place in self.hosts)
+
+    def rank_slots(self, machine: MachineSpec) -> list[RankSlot]:
+        """Return the rank slots (device, numeric support), by rank."""
+        return [seat for place in self.hosts for seat in place.rank_slots(machine)]
+
+    def initial_roster(self, resolved: ResolvedRun) -> Roster:
+        """Return the initial roster, for hosts of unknown speed. UsageError if they cannot train together."""
+        return initial_roster(resolved.spec, self.rank_slots(resolved.spec.machine), resolved.shape.block_size)
+
+
+def prepare_fleet(
+    fleet: Fleet,
+    sessions: Sessions,
+    errors: Mapping[str, HostError],
+    name: str,
+    run_id: str | None = None,
+    port: int | None = None,
+    machine: MachineSpec = DEFAULT_MACHINE_SPEC,
+) -> PreparedFleet:
+    """Run doctor's quick checks on the hosts. RunError with the findings if they cannot train together.
+
+    `machine` holds the run's own settings beside the fleet file.
+    """
+    wanted_port = port or RENDEZVOUS_PORT
+    preflight = _require_preflight(fleet, sessions, errors, wanted_port, machine)
+    first = next(iter(fleet.hosts))
+    low, high = preflight.facts[first].port_range
+    free_port = sessions[first].call(
+        "run_control",
+        "find_free_port",
+        address=preflight.interfaces[first].address,
+        wanted=wanted_port,
+        low=low,
+        high=high,
+    )
+    if free_port != wanted_port:
+        if port is not None or free_port is None:
+            hint = f"evener doctor{fleet.cli_flag} names who holds it"
+            raise RunError(f"{first}: port {wanted_port} is taken", hint=hint)
+        # check that the others reach this port, too
+        preflight = _require_preflight(fleet, sessions, errors, free_port, machine)
+    run_id = run_id or secrets.token_hex(6)
+    places = [
+        PreparedHost(
+            name=host,
+            host=fleet.hosts[host],
+            address=preflight.interfaces[host].address,
+            interface=preflight.interfaces[host].interface,
+            python=preflight.facts[host].python,
+            workdir=preflight.facts[host].workdir,
+            run_dir=f"{preflight.facts[host].workdir}/runs/{name}-{run_id[:6]}",
+            cores=preflight.facts[host].cores,
+            gpus=preflight.facts[host].gpus,
+            gpus_have_bf16=preflight.facts[host].gpus_have_bf16,
+            has_bf16=preflight.facts[host].has_bf16,
+            is_linux=preflight.facts[host].system.startswith("Linux"),
+        )
+        for host in fleet.hosts
+    ]
+    warnings = [finding for finding in preflight.findings if finding.severity == "warning"]
+    file = str(Path(fleet.file).absolute()) if fleet.file else None
+    return PreparedFleet(id=run_id, hosts=places, port=free_port, findings=warnings, fleet_file=file)
+
+
+def _require_preflight(
+    fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], port: int, machine: MachineSpec
+) -> PreflightReport:
+    preflight = run_preflight(fleet, sessions, errors, quick=True, port=port, machine=machine)
+    if preflight.blocking_findings:
+        raise RunError(
+            f"{len(preflight.blocking_findings)} "
+            f"{'obstacle' if len(preflight.blocking_findings) == 1 else 'obstacles'} on the fleet",
+            hint=f"evener doctor{fleet.cli_flag}{' --private' * machine.private} looks closer",
+            output="\n".join(_format_finding(finding) for finding in preflight.blocking_findings),
+        )
+    return preflight
+
+
+def plan_training(
+    prepared: PreparedFleet, resolved: ResolvedRun, roster: Roster, *, resume: bool
+) -> tuple[Plan, list[FileTree]]:
+    """Plan a training with evener's own worker on all hosts; also return the trees to send: corpus and weights."""
+    spec = resolved.spec
+    weights = None if spec.model.init_from is None or resume else find_weights_file(spec.model.init_from)
+    trees: list[FileTree] = []
+    init_from: dict[str, str] = {}
+    if prepared.is_local_run:
+        data = {place.name: spec.data.data for place in prepared.hosts}
+        if weights is not None:
+            init_from = {place.name: str(weights) for place in prepared.hosts}
+    else:
+        trees.append(describe_data(spec.data.data))
+        data = {place.name: _tree_path(trees[0], place) for place in prepared.hosts}
+        if weights is not None:
+            trees.append(describe_files({weights.name: weights}))
+            init_from = {place.name: f"{_tree_path(trees[1], place)}/{weights.name}" for place in prepared.hosts}
+    port, key = prepared.port, secrets.token_hex(16)
+    plan = train_plan(prepared.id, prepared.hosts, port, spec, roster, data, init_from, resume=resume, key=key)
+    return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
+
+
+def plan_script(
+    prepared: PreparedFleet,
+    folder: Path,
+    program: list[str],
+    environment: Mapping[str, str],
+    include: Sequence[str] = (),
+) -> tuple[Plan, list[FileTree]]:
+    """Plan a user's program on all hosts; also return its project's tree, unless the run is on this machine alone.
+
+    Files of the folder that `include` names are sent even if git ignores them.
+    """
+    trees = [] if prepared.is_local_run else [describe_project(folder, include)]
+    project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
+    plan = script_plan(prepared.id, prepared.hosts, prepared.port, program, environment, project)
+    return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
+
+
+def project_name(folder: Path) -> str:
+    """Return the name of a project's folder on the hosts: the folder's name and a hash of this machine and its path."""
+    where = f"{local_host_info().host}:{folder}".encode("utf-8", "surrogateescape")
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.") or "project"
+    return f"{readable}-{hashlib.blake2b(where, digest_size=4).hexdigest()}"
+
+
+def stage_files(trees: list[FileTree], plan: Plan, sessions: Sessions, notify: Notify) -> None:
+    """Send the blobs that the hosts lack, and update the project's folder on each."""
+    for tree in trees:
+        for name, arrived in send_to_hosts(sessions, plan.fleet, tree).items():
+            if arrived.sent_bytes:
+                notify(f"{format_bytes(arrived.sent_bytes)} sent to {name}")
+
+    def sync(name: str) -> list[int]:
+        host = plan.host(name)
+        try:
+            if host.code is not None:
+                return list(
+                    sessions[name].call(
+                        "project_sync", "sync", tree=host.code, folder=host.cwd, timeout_s=REMOTE_WORK_TIMEOUT_S
+                    )
+                )
+        except RemoteError as error:
+            raise to_host_error(error, plan.fleet) from None
+        return []
+
+    for name, pids in parallel_map([host.name for host in plan.hosts], sync).items():
+        if pids:
+            notify(f"warning: {name}: another run of this project is active there (pid {pids[0]}): its changed files "
+                "were replaced under that run too")  # fmt: skip
+
+
+def start(
+    rundir: RunDir, plan: Plan, sessions: Sessions, *, attached: bool = False
+) -> contextlib.AbstractContextManager[object]:
+    """Start the run on all hosts. If one cannot start, stop the others and raise a RunError that names it.
+
+    An attached run (on this machine alone) lasts as long as the returned lock: when it is closed, at the latest when
+    this program ends for any reason, the ranks save and exit.
+    """
+    is_new, previous_plan = not rundir.path.exists(), read_plan_if_present(rundir)
+    attach_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    try:
+        rundir.path.mkdir(parents=True, exist_ok=True)
+        if attached:
+            attach_lock = _take_attach_lock(rundir)
+        write_plan(rundir, plan)
+    except BlockingIOError:
+        raise RunError(f"{rundir}: this run is running here already", hint=f"evener logs -f {rundir}") from None
+    except OSError as os_error:
+        raise UsageError(f"{rundir}: {os_error.strerror}", hint="another --out") from None
+
+    def start_one(name: str) -> str | None:
+        return start_on_host(rundir, plan, name, sessions[name], attached=attached)
+
+    def undo(names: list[str]) -> None:
+        """Stop the hosts that were started, and restore the run directory."""
+        stopped = stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in names]), now=True)
+        if is_new and not any(isinstance(result, HostError) for result in stopped.values()):
+            shutil.rmtree(rundir.path)
+        elif previous_plan is not None:
+            write_plan(rundir, previous_plan)
+
+    names = [host.name for host in plan.hosts]
+    try:
+        results = parallel_map(names, start_one)
+    except KeyboardInterrupt:
+        undo(names)
+        raise
+    failed = {name: error for name, error in results.items() if error is not None}
+    if failed:
+        undo([name for name in names if name not in failed])
+        name, error = next(iter(failed.items()))
+        raise RunError(
+            f"the run did not start on {name}: {error}", hint=f"evener doctor{plan.fleet.cli_flag} looks closer"
+        )
+    record_controller_event(rundir, plan, "launched", hosts=names, world_size=plan.world_size)
+    return attach_lock
+
+
+def start_on_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attached: bool = False) -> str | None:
+    """Start a host's part of the run. Return None, or the reason if it does not start."""
+    host = plan.host(name)
+    spec = {
+        "id": plan.id,
+        "host": host.name,
+        "first_rank": host.first_rank,
+        "argv": host.argv,
+        "is_rank": host.is_rank,
+        "has_agent": host.agent is not None,
+        # between it and ranks
+        "has_launcher": not host.is_rank and not (host.agent is not None and host.agent.is_elastic),
+        "cwd": host.cwd,
+        "env": host.env,
+        "grace_s": plan.grace_s,
+        "attached": str(_attach_lock_path(rundir)) if attached else None,
+    }
+    rank_files = [memory_limit_file(local_rank) for local_rank in range(host.num_ranks)]
+    stale_files = (
+        CLUSTER_FILE,
+        CONSENSUS_STATE_FILE,
+        NEEDED_BYTES_FILE,
+        EXCLUDED_FILE,
+        KILLED_RANKS_FILE,
+        CHECKPOINT_REQUEST_FILE,
+        *rank_files,
+    )
+    files = dict.fromkeys(stale_files, None) | membership_files(plan, host)
+    if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
+        files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
+    supervisor = (REMOTE_DIR / "supervisor.py").read_text()
+    try:
+        session.call("run_control", "start", run=host.run_folder(rundir), spec=spec, supervisor=supervisor, files=files,
+                     timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
+    except RemoteError as error:
+        return error.message
+    except HostError as error:
+        session.close()  # and with it the call that may still be running there
+        return str(error)
+    return None
+
+
+def membership_files(plan: Plan, host: HostPlan) -> dict[str, str | None]:
+    """Return the membership files of a host's part of the run (path: content); None: the file must not exist."""
+    return {
+        ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None,
+        AGENT_SPEC_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None,
+    }
+
+
+def _take_attach_lock(rundir: RunDir) -> contextlib.AbstractContextManager[object]:
+    """Take the lock that ties the run to this program; the kernel releases it however the program ends."""
+    path = _attach_lock_path(rundir)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    file = path.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _attach_lock_path(rundir: RunDir) -> Path:
+    return rundir.path.absolute() / "host" / "attached"
+
+
+def record_preflight_warnings(rundir: RunDir, plan: Plan, prepared: PreparedFleet) -> None:
+    """Record the preflight's warnings as events, so that a later report knows that a host was swapping."""
+    for finding in prepared.findings:
+        facts = {"host": finding.host, "peer": finding.peer, "evidence": finding.evidence, "fix": finding.fix}
+        record_controller_event(rundir, plan, finding.check, **facts)
+
+
+def record_outcome(rundir: RunDir, plan: Plan, ended: Mapping[str, SupervisorState]) -> RunFailure | None:
+    """Record how the run ended, from the hosts' last states, and return its first failure."""
+    failure = first_failure(rundir, plan, ended)
+    if failure is None:
+        close_manifest(rundir, "stopped")
+    else:
+        _record_failure(rundir, plan, failure)
+    return failure
+
+
+def close_manifest(rundir: RunDir, verdict: str) -> None:
+    """Write the verdict into the manifest if rank 0 could no longer do so."""
+    if rundir.is_run() and rundir.manifest().verdict == "running":
+        ended = msgspec.structs.replace(rundir.manifest(), verdict=verdict, ended=time.time())
+        RunWriter(rundir.path).write_manifest(ended)
+
+
+def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, SupervisorState | HostError]:
+    """Stop the run on every host; return when no process of it is left on the reachable ones."""
+
+    def end(session: Session, host: HostPlan) -> SupervisorState:
+        state: SupervisorState = {}
+        for item in session.stream(
+            "run_control", "stop", run=host.run_folder(rundir), now=now, timeout_s=STOP_TIMEOUT_S
+        ):
+            state = item or GONE_STATE
+        return parse_state(state)
+
+    return _query_hosts(plan, end)
+
+
+def request_checkpoint(rundir: RunDir, plan: Plan) -> None:
+    """Request a checkpoint after the next steps, through the first reachable host that takes part.
+
+    Raises the last host's error if none can be reached.
+    """
+    training_hosts = set(rundir.manifest().roster.hosts)
+    for host in [host for host in plan.hosts if host.name in training_hosts] or plan.hosts:
+        try:
+            with contextlib.closing(open_session(host.name, host.host)) as session:
+                session.call("run_control", "put", run=host.run_folder(rundir), files={CHECKPOINT_REQUEST_FILE: ""})
+            return
+        except RemoteError as error:
+            last_error = to_host_error(error, plan.fleet)
+        except HostError as error:
+            last_error = error
+    raise last_error
+
+
+def query_states(rundir: RunDir, plan: Plan) -> dict[str, SupervisorState | HostError]:
+    """Query every host for the state of the run."""
+    return _query_hosts(
+        plan,
+        lambda session, host: parse_state(
+            session.call("run_control", "status", run=host.run_folder(rundir)) or GONE_STATE
+        ),
+    )
+
+
+def cached_states(rundir: RunDir, plan: Plan) -> dict[str, SupervisorState]:
+    """Return the last mirrored state of every host, without a query."""
+    cached = {}
+    for host in plan.hosts:
+        try:
+            cached[host.name] = parse_state(from_json(read_file(host.supervisor_state_path(rundir)), dict[str, Any]))
+        except (OSError, msgspec.MsgspecError):  # missing or damaged: its host is queried again
+            cached[host.name] = {}
+    return cached
+
+
+def mirror_once(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
+    """Mirror all hosts once; return the errors of those that could not be reached."""
+
+    def copy(name: str) -> HostError | None:
+        try:
+            HostMirror(rundir, plan, name).copy_once()
+        except HostError as error:
+            return error
+        return None
+
+    copied = parallel_map([host.name for host in plan.hosts], copy)
+    merge_events(rundir, plan)
+    choose_manifest(rundir, plan)
+    return {name: error for name, error in copied.items() if error is not None}
+
+
+def _query_hosts(
+    plan: Plan, query: Callable[[Session, HostPlan], SupervisorState]
+) -> dict[str, SupervisorState | HostError]:
+    def ask(name: str) -> SupervisorState | HostError:
+        host = plan.host(name)
+        try:
+            with contextlib.closing(open_session(name, host.host)) as session:
+                return query(session, host)
+        except RemoteError as error:
+            return to_host_error(error, plan.fleet)
+        except HostError as error:
+            return error
+
+    return parallel_map([host.name for host in plan.hosts], ask)
+
+
+def _record_failure(rundir: RunDir, plan: Plan, failure: RunFailure) -> None:
+    """Record the failure in the events, once for each start, and in the manifest if rank 0 could no longer do so."""
+    since_start: list[str] = []
+    for event in rundir.events():
+        since_start = [] if event["event"] in ("launched", "world") else [*since_start, event["event"]]
+    if "failure" not in since_start:
+        record_controller_event(
+            rundir, plan, "failure", host=failure.host, rank=failure.rank, kind="exit", error=failure.message,
+            hint=failure.hint, output=failure.output,
+        )  # fmt: skip
+    close_manifest(rundir, "failed")
+
+
+def _tree_path(tree: FileTree, place: PreparedHost) -> str:
+    return f"{place.workdir}/trees/{tree.digest}"
+
+
+def _format_finding(finding: Finding) -> str:
+    where = f"{finding.host} → {finding.peer}" if finding.host and finding.peer else finding.host or ""
+    return f"{finding.check}  {where}: {finding.evidence}\n    {finding.fix}"

@@ -1,0 +1,46 @@
+"""Delete runs from the disk, but none that is in use, and none only in part."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Iterator
+
+from evener.core.errors import UsageError
+from evener.core.rundir import RunDir
+
+LOCKS = ("host/attached", "hosts/carry.lock", "hosts/add.lock")  # of the programs that start, fetch or change a run
+BENCH_FILES = ("bench.json", "compare.json")  # their pages need the runs that they name
+RUN_MARKER_FILES = ("plan.json", "manifest.json")  # without them a folder is not a run
+
+
+def is_protected(rundir: RunDir) -> bool:
+    """Return whether the run is in use, part of a bench, or a symbolic link."""
+    try:
+        with _locked(rundir):
+            return rundir.path.is_symlink() or any((rundir.path.parent / name).exists() for name in BENCH_FILES)
+    except BlockingIOError:
+        return True
+
+
+def delete_run(rundir: RunDir) -> None:
+    """Delete a run. After a crash, what is left no longer counts as a run. UsageError if it cannot be removed."""
+    try:
+        with _locked(rundir):
+            for name in RUN_MARKER_FILES:
+                (rundir.path / name).unlink(missing_ok=True)
+            shutil.rmtree(rundir.path)
+    except OSError as error:
+        raise UsageError(f"{rundir}: cannot be removed: {error.strerror}: {error.filename}") from None
+
+
+@contextlib.contextmanager
+def _locked(rundir: RunDir) -> Iterator[None]:
+    """Lock the run against being started, fetched or changed from here; BlockingIOError if it already is."""
+    with contextlib.ExitStack() as stack:
+        paths = [rundir.path / name for name in LOCKS]
+        for path in [*paths, *(rundir.path / "loggers").glob("*.lock")]:  # and of those that report it to a logger
+            if path.exists():
+                fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield

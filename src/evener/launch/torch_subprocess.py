@@ -1,0 +1,40 @@
+"""Run a worker program that needs torch in a subprocess, and yield the lines that it prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from evener.core import errors
+from evener.core.decoding import from_json
+from evener.core.errors import EvenerError, RunError
+
+ERROR_PREFIX = '{"error"'  # start of the line by which a worker reports an EvenerError
+
+
+def program_lines(module: str, *args: str) -> Iterator[str]:
+    """Yield the lines that `python -m module args` prints, as they are printed.
+
+    Raises the EvenerError that the program reports, or RunError if it fails otherwise.
+    """
+    argv = [sys.executable, "-m", module, *args]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        error_line = ""
+        try:
+            for line in process.stdout:
+                if line.startswith(ERROR_PREFIX):
+                    error_line = line
+                else:
+                    yield line.rstrip("\n")
+        except BaseException:
+            process.terminate()  # the consumer stopped early
+            raise
+    if error_line:
+        error = from_json(error_line, dict[str, str])
+        kind = getattr(errors, error["kind"])
+        assert issubclass(kind, EvenerError)
+        raise kind(error["error"], hint=error["hint"])
+    if process.returncode != 0:
+        raise RunError(f"{module} exited with status {process.returncode}", hint="its output is above")

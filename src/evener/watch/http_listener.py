@@ -1,0 +1,102 @@
+"""Serve the dashboard over HTTP: open the listening socket, run uvicorn, and shut down at once despite open streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from evener.core.errors import UsageError
+from evener.watch.auth import LOOPBACK, AuthMiddleware
+from evener.watch.dashboard import Dashboard
+from evener.watch.http_app import DashboardApp, RunActions
+
+PORT = 7447
+SHUTDOWN_TIMEOUT_S = 1  # for responses in progress
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Return a socket that listens on the given port, else on PORT or, if that is taken, on a free sock."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in (port,) if port is not None else (PORT, 0):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, candidate))
+            sock.listen(128)
+            return sock
+        except OSError as error:
+            sock.close()
+            why = error.strerror
+    where = f"--host {host}" + (f" --port {port}" if port is not None else "")
+    hint = "without --port a free port is chosen; --host must be an address of this machine"
+    raise UsageError(f"{where}: {why}", hint=hint)
+
+
+def serve_dashboard(
+    sock: socket.socket,
+    hub: Dashboard,
+    actions: RunActions,
+    token: str,
+    host_names: list[str],
+    on_started: Callable[[], None],
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    `host_names`: names of this server other than the loopback's; `on_started` is called once it accepts requests.
+    """
+    port = sock.getsockname()[1]
+    app = AuthMiddleware(DashboardApp(hub, actions).build(), token, port, host_names)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        http="h11",
+        ws="none",
+        lifespan="on",
+    )
+    server = _StreamClosingServer(config, hub, on_started)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(server.serve(sockets=[sock]))
+
+
+def dashboard_url(sock: socket.socket, host: str, token: str) -> str:
+    """Return the URL to open; for a server on all addresses, the one that other machines reach."""
+    reachable = _outbound_address() if host in ("0.0.0.0", "::") else host  # noqa: S104
+    shown = f"[{reachable}]" if ":" in reachable else reachable
+    return f"http://{shown}:{sock.getsockname()[1]}/?token={token}"
+
+
+def _outbound_address() -> str:
+    """Return the address from which this machine sends to other networks; the loopback's if it has no route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing: a datagram socket only looks up the route [RFC 5737]
+        except OSError:
+            return LOOPBACK[0]
+        return str(sock.getsockname()[0])
+
+
+class _StreamClosingServer(uvicorn.Server):
+    """A uvicorn server that ends its event streams when it shuts down."""
+
+    def __init__(self, config: uvicorn.Config, hub: Dashboard, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._hub, self._on_started = hub, on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does, then call `on_started`."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the streams first, because uvicorn waits for them, then shut down."""
+        self._hub.close_streams()
+        await super().shutdown(sockets)

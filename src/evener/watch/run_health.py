@@ -1,0 +1,179 @@
+"""Assess the health of a run from its files and the clock: state, message, hint and command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from evener.core.prediction import PlanOption
+from evener.core.rundir import Manifest
+from evener.core.step_cost import StepCost, StepRecord
+from evener.core.units import format_seconds, median, pluralize
+from evener.report.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
+from evener.report.html_report import STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS
+from evener.report.run_charts import PHASE_NAMES
+from evener.watch.run_reader import RunReader
+
+SLOW_RATIO = 1.3  # assumption: step time over the expected one; less may be noise or prediction error
+SLOW_STEPS = 10  # newest steps over which the ratio is taken
+ROOT_CAUSE_GRACE_S = 8.0  # until a host reports why its rank ended; the rank's peers report the lost connection sooner
+MIN_BASELINE_STEPS = 50  # fewer steps do not give a reliable average
+HANG_EVENTS = ("run.hang", "run.cut-off")
+
+HealthState = Literal["starting", "healthy", "slow", "stuck", "no word", "failed", "stopped", "finished"]
+STATE_MARKS: dict[HealthState, str] = {
+    "starting": "idle", "healthy": "good", "slow": "warn", "stuck": "bad", "no word": "warn", "failed": "bad",
+    "stopped": "idle", "finished": "done",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunHealth:
+    """The health of a run at one moment."""
+
+    state: HealthState
+    message: str  # sentences
+    hint: str = ""  # what to do about it
+    command: str = ""  # that resumes the run
+
+    @property
+    def mark(self) -> str:
+        """Return the mark that selects colour and symbol."""
+        return STATE_MARKS[self.state]
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run has ended and will not continue by itself."""
+        return self.state in ("failed", "stopped", "finished")
+
+
+def assess_health(reader: RunReader, now: float) -> RunHealth:
+    """Return the health of a run at `now`, a Unix time."""
+    manifest = reader.manifest
+    if manifest is None:
+        return _assess_without_manifest(reader)
+    done = pluralize(reader.curves.steps_done, "step")
+    is_saved = any(event.get("event") == "checkpoint" for event in reader.events)
+    resume = f"evener train --resume {reader.rundir}" if is_saved else ""
+    if manifest.verdict == "finished":
+        took = f" in {format_seconds(manifest.ended - manifest.started)}" if manifest.ended else ""
+        return RunHealth("finished", f"{pluralize(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
+    if manifest.verdict == "stopped":
+        return RunHealth("stopped", f"after {done}.", command=resume)
+    failure = first_failure(reader.events)
+    if failure is not None and _is_awaiting_root_cause(failure, reader, now):
+        return RunHealth(
+            "no word", f"{describe_event(failure, manifest).description}; waiting for its host to report why."
+        )
+    if manifest.verdict == "failed" or (failure is not None and _has_ended(reader)):
+        event_text = describe_event(failure, manifest) if failure else None
+        why = f": {event_text.description}" if event_text else ": no rank reported a cause; see its logs"
+        return RunHealth("failed", f"after {done}{why}", hint=event_text.hint if event_text else "", command=resume)
+    if _has_ended(reader):
+        return RunHealth("stopped", f"after {done}: its processes have ended.", command=resume)
+    return _assess_running(reader, manifest, now, resume)
+
+
+def _assess_running(reader: RunReader, manifest: Manifest, now: float, resume: str) -> RunHealth:
+    curves, last = reader.curves, reader.curves.last_record
+    if (hang := _current_hang(reader.events, last)) is not None:
+        return RunHealth("stuck", f"{hang.get('error')}.", hint=str(hang.get("hint") or ""))
+    step_s = median([record.wall_s for record in curves.leader_records]) or 0.0
+    event_times = [event["time"] for event in reader.events if isinstance(event.get("time"), int | float)]
+    silence_s = now - max([manifest.started, last.ended if last else 0.0, *event_times])
+    if not reader.unread_bytes and silence_s > max(STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS * step_s):
+        message = f"for {format_seconds(silence_s)}, after {pluralize(curves.steps_done, 'step')}:"
+        return RunHealth(
+            "no word",
+            f"{message} its processes hang, have exited or cannot be reached.",
+            hint=f"evener logs {reader.rundir}",
+            command=resume,
+        )
+    if last is None:
+        return RunHealth("starting", "no step has been taken yet.")
+    message = f"step {curves.steps_done:,} of {manifest.spec.train.steps:,}."
+    slow = _slow_reason(reader, manifest)
+    return RunHealth("slow", f"{message} {slow}") if slow else RunHealth("healthy", message)
+
+
+def _assess_without_manifest(reader: RunReader) -> RunHealth:
+    """Assess a run without a manifest: one that is starting, or a user's program that never joined."""
+    failures = [event for event in reader.events if event.get("event") == "failure"]
+    if failures and _has_ended(reader):
+        return RunHealth("failed", str(failures[-1].get("error")), hint=str(failures[-1].get("hint") or ""))
+    if _has_ended(reader):
+        statuses = {state.get("status") for state in reader.supervisor_states.values()}
+        stopped = any(state.get("stopped") for state in reader.supervisor_states.values())
+        if stopped:
+            return RunHealth("stopped", "on all its hosts.")
+        return RunHealth("finished", "on all its hosts.") if statuses == {0} else RunHealth("failed", "see its logs.")
+    return RunHealth("starting", "it has not reported anything yet.")
+
+
+def _has_ended(reader: RunReader) -> bool:
+    """Return whether the supervisors of all hosts last reported that the run has ended."""
+    hosts = reader.plan.hosts if reader.plan else []
+    return bool(hosts) and all(reader.supervisor_states.get(host.name, {}).get("state") == "ended" for host in hosts)
+
+
+def _is_awaiting_root_cause(failure: dict[str, Any], reader: RunReader, now: float) -> bool:
+    """Return whether a rank lost its peer just now and the run has not continued since."""
+    at, last = float(failure["time"]), reader.curves.last_record
+    has_continued = any(event.get("event") == "world" and float(event["time"]) > at for event in reader.events)
+    has_continued |= last is not None and last.ended > at
+    return failure.get("event") in SECONDARY_FAILURE_EVENTS and abs(now - at) < ROOT_CAUSE_GRACE_S and not has_continued
+
+
+def _current_hang(events: Sequence[dict[str, Any]], last: StepRecord | None) -> dict[str, Any] | None:
+    """Return the newest hang event, unless the run has continued since."""
+    for event in reversed(events):
+        if event.get("event") in ("run.goes-on", "start", "launched", "world"):
+            return None
+        if event.get("event") in HANG_EVENTS:
+            began = last.ended - last.wall_s if last else 0.0
+            return event if began < float(event["time"]) else None
+    return None
+
+
+def current_prediction(reader: RunReader) -> PlanOption | None:
+    """Return the planner's prediction for the current ranks and sync strategy; None if there is none."""
+    manifest, plan = reader.manifest, reader.plan
+    option = plan.prediction.option_for(manifest.roster) if manifest and plan and plan.prediction else None
+    return option if option and manifest and option.roster.sync == manifest.roster.sync else None
+
+
+def _slow_reason(reader: RunReader, manifest: Manifest) -> str:
+    """Return how slow the run is, against its own average or the prediction, and in which phase; "" if it is not."""
+    curves, num = reader.curves, max(SLOW_STEPS, manifest.roster.sync.every)
+    walls_s = [record.wall_s for record in curves.leader_records][-num:]
+    if len(walls_s) < SLOW_STEPS:
+        return ""
+    now_s = sum(walls_s) / len(walls_s) if manifest.roster.sync.every > 1 else median(walls_s) or 0.0
+    before_s, option = curves.shared_series["wall_s"].mean, current_prediction(reader)
+    if before_s is not None and curves.steps_done >= MIN_BASELINE_STEPS and now_s > SLOW_RATIO * before_s:
+        costs = {rank: curves.mean_cost(rank) for rank in curves.phase_series}
+        than = f"as the run's average ({format_seconds(before_s)})"
+        return _slowest_phase_text(reader, manifest, costs, now_s / before_s, num, than)
+    if option is not None and now_s > SLOW_RATIO * option.step_s:
+        costs = {member.rank: cost.cost for member, cost in zip(option.roster.members, option.ranks, strict=True)}
+        return _slowest_phase_text(
+            reader, manifest, costs, now_s / option.step_s, num, f"as predicted ({format_seconds(option.step_s)})"
+        )
+    return ""
+
+
+def _slowest_phase_text(
+    reader: RunReader, manifest: Manifest, expected: dict[int, StepCost], ratio: float, num: int, than: str
+) -> str:
+    """Name the phase and rank whose time grew most; waiting does not count, because another rank causes it."""
+    message = f"Its newest steps take {ratio:.1f} times as long {than}"
+    grown = [(is_s - was_s, rank, phase, is_s, was_s)
+             for rank, was in expected.items() if rank in reader.curves.newest
+             for phase, is_s in ((phase, getattr(reader.curves.recent_cost(rank, num), phase)) for phase in PHASE_NAMES)
+             if phase != "wait_s" and is_s is not None and (was_s := getattr(was, phase)) is not None]  # fmt: skip
+    if not grown:
+        return f"{message}."
+    _, rank, phase, is_s, was_s = max(grown)
+    where = f"{PHASE_NAMES[phase]} on {manifest.roster.rank_label(rank)}"
+    return f"{message}: {where} {format_seconds(is_s)} instead of {format_seconds(was_s)}."

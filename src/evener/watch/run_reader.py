@@ -1,0 +1,278 @@
+"""Read a run directory incrementally while it grows, each record once.
+
+    reader = Reader(RunDir("runs/mine"))
+    while reader.look(0.1):     # at most 0.1 s; True while records remain unread
+        ...
+    reader.curves, reader.manifest, reader.events
+
+The curves of long runs are cached in RUN/watch.summary. The cache is optional: it is rebuilt if it is missing, damaged
+or of another format, or if a record file that it covers was replaced since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from evener.core.decoding import from_json, from_msgpack, json_decoder
+from evener.core.errors import EvenerError
+from evener.core.file_io import open_file, read_file, write_atomic
+from evener.core.host_vitals import Vitals
+from evener.core.json_files import read_json_lines
+from evener.core.run_plan import Plan, read_plan_if_present
+from evener.core.rundir import Manifest, RunDir, parse_event
+from evener.core.step_cost import StepRecord
+from evener.core.step_statistics import StepWallTime, median_step_s
+from evener.watch.run_curves import MAX_RANKS, RunCurves, StoredCurves
+
+T = TypeVar("T")
+
+FORMAT = 1
+CACHE_FILE = "watch.summary"
+CHUNK_BYTES = 1 << 20
+MIN_CACHED_BYTES = 16 << 20  # bytes of records; reading them takes about 0.1 s
+CACHE_INTERVAL_S = 60.0
+WALL_TIMES_BYTES = 64 << 20  # of one rank's records, for the median of a run that is over: about 100,000 steps
+MAX_LINE_BYTES = 1 << 16  # longer than any line of vitals
+
+FileIdentity = tuple[int, int, int]  # inode, size in bytes, mtime in ns
+
+
+class FilePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a file has been read."""
+
+    inode: int
+    offset: int  # after the last complete line
+
+
+class ReaderCache(msgspec.Struct, frozen=True, kw_only=True):
+    """The contents of RUN/watch.summary."""
+
+    format: int = FORMAT
+    places: dict[int, FilePosition]  # by rank
+    curves: StoredCurves
+
+
+class RunReader:
+    """The state of one run, from its files alone. It contacts no host and writes nothing that the run reads."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.rundir = rundir
+        self.manifest: Manifest | None = None  # None: missing or unreadable
+        self.plan: Plan | None = None
+        self.events: list[dict[str, Any]] = []  # by time
+        self.vitals: dict[str, Vitals] = {}  # by host, the newest
+        self.samples: dict[int, str] = {}  # text generated from checkpoints on request, by step
+        self.supervisor_states: dict[str, dict[str, Any]] = {}  # by host, the last state its supervisor wrote
+        self.curves = RunCurves()
+        self.version = 0  # grows with every change
+        self.unread_bytes = 0  # of step records
+        self._positions: dict[int, FilePosition] = {}
+        self._partial_sizes: dict[int, int] = {}  # by rank: the file size at which its last line was incomplete
+        self._identities: dict[Path, FileIdentity | None] = {}
+        self._decoder = json_decoder(StepRecord)
+        self._cached_at, self._uncached_bytes = time.monotonic(), 0
+        self._median_step: tuple[Any, float | None] = (None, None)  # (cache key, value) of `median_step_s`
+        self._load_cache()
+
+    def read_new(self, budget_s: float = 0.1) -> bool:
+        """Read the small files that changed, then step records for `budget_s`. Return whether records remain unread."""
+        until = time.monotonic() + budget_s
+        self._read_small_files()
+        files = self._step_files()
+        for rank, path in files.items():  # rank 0 first: its records alone complete the shared curves
+            while time.monotonic() < until and self._read_chunk(rank, path):
+                pass
+        self.unread_bytes = sum(self._remaining_bytes(rank, path) for rank, path in files.items())
+        if not self.unread_bytes and time.monotonic() - self._cached_at > CACHE_INTERVAL_S:
+            self.save_cache()
+        return self.unread_bytes > 0
+
+    def save_cache(self) -> None:
+        """Save the cache for the next reader if enough was read since the last time; ignore a full disk."""
+        if self._uncached_bytes >= MIN_CACHED_BYTES:
+            cache = ReaderCache(places=self._positions, curves=self.curves.to_stored())
+            with contextlib.suppress(OSError):
+                write_atomic(self.rundir.path / CACHE_FILE, msgspec.msgpack.encode(cache), mode=0o600)
+            self._uncached_bytes = 0
+        self._cached_at = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the manifest says that the run has ended."""
+        return self.manifest is not None and self.manifest.verdict != "running"
+
+    def needs_sample(self) -> bool:
+        """Return whether a checkpoint is newer than all samples."""
+        with contextlib.suppress(OSError):
+            return max(self.rundir.checkpoint_steps(), default=0) > max(self.samples, default=0)
+        return False
+
+    def spans_version(self) -> int:
+        """Return a number that changes when the ranks have recorded more spans."""
+        stats = []
+        for path in sorted((self.rundir.path / "spans").glob("rank-*.jsonl")):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                stats.append((path.stat().st_size, path.stat().st_mtime_ns))
+        return hash(tuple(stats))
+
+    def median_step_s(self) -> float | None:
+        """Return the median step time of a run that is over, as in its report; None while records are unread."""
+        manifest = self.manifest
+        if manifest is None or self.unread_bytes:
+            return None
+        key = self.curves.num_records, manifest.since, manifest.ended
+        if self._median_step[0] != key:
+            self._median_step = key, None
+            with contextlib.suppress(EvenerError):
+                walls = read_json_lines(
+                    self.rundir.steps_path(manifest.roster.members[0].rank), StepWallTime, WALL_TIMES_BYTES
+                )
+                self._median_step = key, median_step_s(walls, manifest)
+        return self._median_step[1]
+
+    def _load_cache(self) -> None:
+        try:
+            cache = from_msgpack(read_file(self.rundir.path / CACHE_FILE), ReaderCache)
+            if cache.format != FORMAT or not all(
+                self._is_unchanged(rank, place) for rank, place in cache.places.items()
+            ):
+                return
+            self.curves, self._positions = RunCurves.from_stored(cache.curves), dict(cache.places)
+        except (OSError, msgspec.MsgspecError, ValueError):
+            return
+
+    def _is_unchanged(self, rank: int, place: FilePosition) -> bool:
+        """Return whether the file is the same one and still has the end of a line at the saved offset."""
+        with open_file(self.rundir.steps_path(rank)) as file:
+            if os.fstat(file.fileno()).st_ino != place.inode or place.offset < 1:
+                return False
+            file.seek(place.offset - 1)
+            return file.read(1) == b"\n"
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _step_files(self) -> dict[int, Path]:
+        """Return the record files by rank, rank 0 first."""
+        return {rank: self.rundir.steps_path(rank) for rank in self.rundir.recorded_ranks()[:MAX_RANKS]}
+
+    def _read_chunk(self, rank: int, path: Path) -> int:
+        """Read the next chunk of a rank's file and return the number of bytes consumed."""
+        try:
+            with open_file(path) as file:
+                stat, place = os.fstat(file.fileno()), self._positions.get(rank)
+                if place is not None and (place.inode != stat.st_ino or stat.st_size < place.offset):
+                    self._reset()  # a resumed run has removed the steps that it repeats
+                    place = None
+                offset = place.offset if place else 0
+                if stat.st_size == offset:
+                    return 0
+                file.seek(offset)
+                chunk = file.read(CHUNK_BYTES)
+        except OSError:
+            return 0
+        is_one_line = len(chunk) == CHUNK_BYTES and b"\n" not in chunk  # damaged: no record is this long
+        complete = chunk if is_one_line else chunk[: chunk.rfind(b"\n") + 1]
+        if not complete:
+            self._partial_sizes[rank] = stat.st_size
+            return 0
+        self._positions[rank] = FilePosition(inode=stat.st_ino, offset=offset + len(complete))
+        self.curves.add(rank, self._records(complete))
+        self._uncached_bytes += len(complete)
+        self.version += 1
+        return len(complete)
+
+    def _records(self, lines: bytes) -> list[StepRecord]:
+        """Decode complete lines, without damaged ones, as a full disk leaves them."""
+        try:
+            return self._decoder.decode_lines(lines)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            records = []
+            for line in lines.split(b"\n"):
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    records.append(self._decoder.decode(line))
+            return records
+
+    def _reset(self) -> None:
+        self.curves, self._positions = RunCurves(), {}
+        self._uncached_bytes = 0
+        self.version += 1
+
+    def _remaining_bytes(self, rank: int, path: Path) -> int:
+        """Return the unread bytes of a file, not counting an incomplete last line."""
+        try:
+            num_bytes = path.stat().st_size
+        except OSError:
+            return 0
+        offset = self._positions[rank].offset if rank in self._positions else 0
+        return 0 if num_bytes == self._partial_sizes.get(rank) else num_bytes - offset
+
+    # --- other files --------------------------------------------------------------------------------------------------
+
+    def _read_small_files(self) -> None:
+        """Read each small file that changed."""
+        if self._has_changed(self.rundir.manifest_path):
+            self.manifest = _read_or_previous(self.rundir.manifest, self.manifest)
+        if self._has_changed(self.rundir.path / "plan.json"):
+            self.plan = _read_or_previous(lambda: read_plan_if_present(self.rundir), self.plan)
+        hosts = self.plan.hosts if self.plan else []
+        for host in hosts:
+            path = host.supervisor_state_path(self.rundir)
+            if self._has_changed(path):
+                with contextlib.suppress(OSError, msgspec.MsgspecError):
+                    self.supervisor_states[host.name] = from_json(read_file(path), dict[str, Any])
+        for path in (self.rundir.path / "vitals").glob("*.jsonl"):
+            if self._has_changed(path) and (newest := _last_line(path)):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self.vitals[path.stem] = from_json(newest, Vitals)
+        paths = [self.rundir.events_path, *sorted((self.rundir.path / "hosts").glob("*/events.jsonl"))]
+        are_new = [self._has_changed(path) for path in paths]
+        if any(are_new):
+            self.events = _merge_events(paths)
+
+    def _has_changed(self, path: Path) -> bool:
+        try:
+            stat = path.stat()
+            now: FileIdentity | None = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        except OSError:
+            now = None
+        if self._identities.get(path) == now:
+            return False
+        self._identities[path] = now
+        self.version += 1
+        return now is not None
+
+
+def _read_or_previous(read: Callable[[], T], previous: T) -> T:
+    """Return the current value, or the previous one if that cannot be read."""
+    try:
+        return read()
+    except EvenerError:
+        return previous
+
+
+def _last_line(path: Path) -> bytes:
+    """Return the last complete line of a file; empty if it has none."""
+    try:
+        with open_file(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LINE_BYTES))
+            return file.read().rpartition(b"\n")[0].rpartition(b"\n")[2]
+    except OSError:
+        return b""
+
+
+def _merge_events(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return the events of all files by time, each once: a run's own file may repeat those of its hosts' files."""
+    events_by_line: dict[bytes, dict[str, Any]] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            for line in read_file(path).split(b"\n")[:-1]:
+                if line not in events_by_line and (event := parse_event(line)) is not None:
+                    events_by_line[line] = event
+    return sorted(events_by_line.values(), key=lambda event: float(event["time"]))

@@ -1,0 +1,119 @@
+"""Compare saved weights of replicas or of two runs. `python -m evener.worker.compare_weights RUN [OTHER]` prints JSON.
+
+RUN alone    every checkpoint: the file of weights against the hashes that each rank took of its own replica; and
+             whole states that ranks wrote (RUN/replicas, or state-rank-R.pt of the lab)
+RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from evener.core.errors import CheckpointError, EvenerError
+from evener.core.rundir import RunDir, read_checkpoint
+from evener.core.units import pluralize
+from evener.worker.replica_hashes import hash_tensors, replica_mismatches
+
+
+def compare_replicas(path: Path) -> dict[str, Any]:
+    """Check every saved replica state and hash in a run directory."""
+    rundir = RunDir(path)
+    checks = [_check_checkpoint(rundir, step) for step in rundir.checkpoint_steps()]
+    files = sorted([*path.glob("state-rank-*.pt"), *(path / "replicas").glob("rank-*.safetensors")], key=_rank_in_name)
+    states = {_rank_in_name(file): _read_state(file) for file in files}
+    if len(states) > 1:
+        first = min(states)
+        checks += [
+            {"what": f"states of rank {first} and rank {rank}"} | max_abs_difference(states[first], states[rank])
+            for rank in sorted(states.keys() - {first})
+        ]
+    if not checks:
+        raise CheckpointError(f"{path}: no checkpoint and no states of ranks to compare")
+    measured = [check["largest_difference"] for check in checks if check["largest_difference"] is not None]
+    return {
+        "run_dir": str(path),
+        "agree": all(check["equal"] for check in checks),
+        "largest_difference": max(measured, default=None),
+        "checks": checks,
+    }
+
+
+def compare_newest_weights(path: Path, other: Path) -> dict[str, Any]:
+    """Compare the newest weights of two runs."""
+    states = []
+    for rundir in (RunDir(path), RunDir(other)):
+        folder = rundir.checkpoint_path(rundir.newest_checkpoint_step())
+        read_checkpoint(folder)
+        states.append((folder, load_file(folder / "weights.safetensors")))
+    check = {"what": f"{states[0][0]} and {states[1][0]}"} | max_abs_difference(states[0][1], states[1][1])
+    return {
+        "run_dir": str(path),
+        "other": str(other),
+        "agree": check["equal"],
+        "largest_difference": check["largest_difference"],
+        "checks": [check],
+    }
+
+
+def max_abs_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the largest absolute difference, and its tensor; raise CheckpointError if names or shapes differ."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
+            raise CheckpointError(f"the states are of different models: {name} is not in both with the same shape")
+    diffs = {
+        name: float((ours[name].double() - theirs[name].double()).abs().max()) if ours[name].numel() else 0.0
+        for name in ours
+    }
+    equal = all(torch.equal(ours[name], theirs[name]) for name in ours)
+    worst = max(diffs, key=lambda name: diffs[name])
+    tensor = None if equal else worst
+    return {"equal": equal, "tensors": len(diffs), "largest_difference": diffs[worst], "tensor": tensor}
+
+
+def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
+    folder = rundir.checkpoint_path(step)
+    checkpoint = read_checkpoint(folder)
+    weights = load_file(folder / "weights.safetensors")
+    stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
+    mismatches = replica_mismatches(checkpoint.tensor_names, [list(stored.values()), *checkpoint.replica_hashes])
+    return {
+        "what": f"checkpoint of step {step}: hashes of {pluralize(checkpoint.world_size, 'rank')} and the "
+        f"stored weights",
+        "equal": not mismatches,
+        "tensors": len(stored),
+        "largest_difference": None if mismatches else 0.0,  # equal bits
+        "tensor": mismatches[0].tensor if mismatches else None,
+    }
+
+
+def _read_state(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}".splitlines()[0]) from None
+
+
+def _rank_in_name(file: Path) -> int:
+    return int(re.findall(r"\d+", file.stem)[-1])
+
+
+def main() -> int:
+    paths = [Path(arg) for arg in sys.argv[1:]]
+    try:
+        print(json.dumps(compare_replicas(*paths) if len(paths) == 1 else compare_newest_weights(*paths)))
+    except EvenerError as error:
+        print(error.to_json_line(), flush=True)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Generate text from a checkpoint. `python -m evener.worker.generate REQUEST` prints a token id a line.
+
+REQUEST is JSON: {"checkpoint", "shape", "prompt": [ids], "num_tokens", "temperature", "top_k", "seed"}.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from evener.core.decoding import from_json
+from evener.core.shape import GPTShape
+from evener.worker.checkpoint import load_weights
+from evener.worker.model import GPT
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What to generate, and from which checkpoint."""
+
+    checkpoint: str
+    shape: GPTShape
+    prompt: list[int]
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+
+@torch.no_grad()
+def main() -> None:
+    request = from_json(sys.argv[1], GenerateRequest)
+    model = GPT(request.shape).eval()
+    load_weights(Path(request.checkpoint), model)
+    generator = torch.Generator().manual_seed(request.seed)
+    tokens = torch.tensor([request.prompt])
+    for _ in range(request.num_tokens):
+        tokens = model.generate(tokens, 1, request.temperature, request.top_k, generator)
+        print(int(tokens[0, -1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

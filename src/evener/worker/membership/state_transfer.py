@@ -1,0 +1,50 @@
+"""Transfer the state of a rank that trains to joining ranks: weights, the states of optimizers, schedulers and other
+objects that the program registered, and the results of the warmup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.decoding import from_json
+from evener.core.errors import UsageError
+from evener.core.rundir import code_hash
+from evener.worker import rng
+from evener.worker.checkpoint import copy_weights
+from evener.worker.checkpointer import Checkpointer
+from evener.worker.membership import TrainerView
+from evener.worker.send_states import send_states
+
+WEIGHTS = "weights"
+
+
+class TransferHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The header that precedes the states."""
+
+    code_hash: str
+    changed_buffers: list[str]  # names of buffers that forward mutates
+
+
+def transfer_state(
+    trainer: TrainerView, checkpointer: Checkpointer, step: int, *, source: int, joining_ranks: Sequence[int]
+) -> None:
+    """Give the joining ranks the state of the source before `step`. All ranks call it together."""
+    group, trained = trainer.group, trainer.training_state
+    header = TransferHeader(code_hash=code_hash(), changed_buffers=sorted(trainer.changed_buffers))
+    source_header = from_json(group.all_gather_bytes(msgspec.json.encode(header))[source], TransferHeader)
+    if group.rank in joining_ranks and source_header.code_hash != header.code_hash:
+        hint = "run evener setup, which installs the same on all hosts, then evener add RUN --host HOST"
+        raise UsageError("code.mismatch: this host's evener code differs from that of the hosts that train", hint=hint)
+    own_states = (
+        {WEIGHTS: trainer.sync.synced_weights(trained.named_weights())} | trained.state_dicts()
+        if group.rank == source
+        else {}
+    )
+    states = send_states(own_states, group, source=source, receivers=joining_ranks)
+    if group.rank in joining_ranks:
+        copy_weights(states.pop(WEIGHTS), trained.named_weights(), checkpointer.run_folder)
+        trained.load_state_dicts(states)
+        trainer.changed_buffers |= set(source_header.changed_buffers)
+        rng.seed_generators(trainer.spec.train.seed, step, group.member_rank)

@@ -1,0 +1,69 @@
+"""Synchronize gradients over a fast link: a summing all-reduce of each DDP bucket, between two clock marks.
+
+A rank sends 2(n-1)/n · P bytes a step, P = bytes of the gradients (ring all-reduce).   [Patarasuk & Yuan 2009]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.plan.collective_cost import ring_all_reduce_bytes
+from evener.worker.clock import Clock
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.sync import BucketCommEvent, CompressionTraits
+
+
+class AllReduceHook:
+    """DDP's own all-reduce, summing instead of averaging. Stateless."""
+
+    def __init__(self, group: ProcessGroups, clock: Clock) -> None:
+        self._group, self._clock = group, clock
+        self._sent_bytes = 0
+        self._comm_events: list[BucketCommEvent] = []
+
+    traits = CompressionTraits()
+
+    def start(
+        self, bucket: dist.GradBucket, *, is_warmup: bool, sample_gradients: bool
+    ) -> torch.futures.Future[Tensor]:
+        index, buffer, events, begin = bucket.index(), bucket.buffer(), self._comm_events, self._clock.mark()
+        sent_bytes = ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
+        self._sent_bytes += sent_bytes
+
+        def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            events.append(BucketCommEvent(index, begin, self._clock.mark(), buffer.nbytes, sent_bytes))
+            return future.value()[0]
+
+        work = dist.all_reduce(buffer, group=self._group.gradient_group, async_op=True)
+        return work.get_future().then(done)
+
+    def wait_all(self) -> None:
+        pass  # the reducer has waited for the futures that `start` returned
+
+    def abort(self) -> None:
+        pass  # Gloo's own threads end the work
+
+    def take_sent_bytes(self) -> int:
+        taken, self._sent_bytes = self._sent_bytes, 0
+        return taken
+
+    def take_fidelity(self) -> Tensor | None:
+        return None
+
+    def take_comm_events(self) -> list[BucketCommEvent]:
+        taken, self._comm_events = self._comm_events, []
+        return taken
+
+    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return []
+
+    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        pass

@@ -1,0 +1,44 @@
+"""All-reduce the dense rest of a bucket whose embedding tables are reduced sparsely."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from evener.plan.collective_cost import ring_all_reduce_bytes
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.sync import CompressionTraits
+from evener.worker.sync.bucket_queue import GradBucketSlice
+from evener.worker.sync.codecs import ScratchBuffer
+
+
+class DenseAllReduce:
+    """A lossless, stateless all-reduce algorithm."""
+
+    traits = CompressionTraits()
+
+    def __init__(self, group: ProcessGroups) -> None:
+        self._group, self._flat_buffer = group, ScratchBuffer()
+
+    def run(self, grads: GradBucketSlice) -> int:
+        flat = grads.views[0]
+        if len(grads.views) > 1:
+            flat = torch.cat(grads.views, out=self._flat_buffer.take(grads.numel, flat.device))
+        dist.all_reduce(flat, group=self._group.gradient_group)
+        if len(grads.views) > 1:
+            for (_, begin, end), view in zip(grads.offsets(), grads.views, strict=True):
+                view.copy_(flat[begin:end])
+        return ring_all_reduce_bytes(flat.nbytes, self._group.world_size)
+
+    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return []
+
+    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        pass

@@ -1,0 +1,88 @@
+"""Train a single replica without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from evener.worker.sync import GRADIENT_RESIDUAL_KINDS, CommStats, GradientStats, ReplicaMode, SupportsBackward
+
+
+class NoSync:
+    """The Sync of a single rank."""
+
+    replica_mode: ReplicaMode = "equal"
+    rounding_depends_on_cpu_model = False
+
+    def __init__(self) -> None:
+        self._residuals: list[tuple[nn.Parameter, Tensor]] = []
+        self._is_warmup = True  # until `finish_warmup`
+
+    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
+        self._parameters = dict(module.named_parameters())
+
+    def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
+        if loss is not None:
+            loss.backward()
+        if self._residuals and not self._is_warmup:
+            for parameter, flat in self._residuals:
+                residual = flat.view(parameter.shape)
+                parameter.grad = residual if parameter.grad is None else parameter.grad + residual
+            self._residuals = []
+
+    def finish_warmup(self) -> None:
+        self._is_warmup = False
+
+    def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
+        pass
+
+    def after_step(self, index: int) -> None:
+        pass
+
+    def merge_replicas(self) -> None:
+        pass
+
+    def needs_merge(self) -> bool:
+        return False
+
+    def wait_all(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def take_comm_stats(self) -> CommStats:
+        return CommStats()
+
+    def take_gradient_stats(self) -> GradientStats:
+        return GradientStats()
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        return values
+
+    def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
+    def is_synced(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        pass
+
+    def rank_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
+        """Add the residuals of all ranks to the next gradients. States of drifting replicas hold no gradient residuals
+        and are skipped.
+        """
+        for saved in (state, *departed_states):
+            for kind in GRADIENT_RESIDUAL_KINDS if "agreed" not in saved else ():
+                for name, residual in saved.get(kind, {}).items():
+                    parameter = self._parameters[name]
+                    self._residuals.append((parameter, residual.to(parameter.device)))

@@ -1,0 +1,96 @@
+"""Create the Sync that a Roster names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from evener.core.errors import UsageError
+from evener.core.resolve import check_sync_is_useful
+from evener.core.roster import Roster, SyncSpec, is_unsafe_in_fp16
+from evener.plan.sync_traffic import bucket_bytes
+from evener.worker.clock import Clock
+from evener.worker.process_groups import ProcessGroups
+from evener.worker.sync import Sync
+from evener.worker.sync.allreduce_hook import AllReduceHook
+from evener.worker.sync.bucket_queue import AllReduceAlgorithm, BucketQueue
+from evener.worker.sync.codecs import Bf16Codec, BlockwiseIntCodec
+from evener.worker.sync.dense_rest import DenseAllReduce
+from evener.worker.sync.diloco import DiLoCo
+from evener.worker.sync.gradient_sync import CommHook, GradientSync
+from evener.worker.sync.no_sync import NoSync
+from evener.worker.sync.packed import PackedAllReduce
+from evener.worker.sync.powersgd import PowerSGD, is_low_rank_smaller
+from evener.worker.sync.quantized import QuantizedAllReduce
+from evener.worker.sync.streaming_diloco import StreamingDiLoCo
+
+
+def make_sync(
+    roster: Roster, group: ProcessGroups, clock: Clock, lap: Callable[[str], None], module: nn.Module
+) -> Sync:
+    """Create the sync strategy of a run; `lap` charges the time since the last lap to a phase of the step."""
+    if roster.sync.kind == "none":
+        return NoSync()
+    if roster.sync.kind == "diloco":
+        return (StreamingDiLoCo if roster.sync.streamed else DiLoCo)(group, clock, lap, roster.sync)
+    _check_strategy(roster, module)
+    return GradientSync(group, clock, lap, _make_hook(roster.sync, group, clock, module), bucket_bytes(roster))
+
+
+def change_sync(sync: Sync, roster: Roster, group: ProcessGroups, clock: Clock, module: nn.Module) -> None:
+    """Switch a GradientSync to the Roster's strategy from the next step on; both strategies keep replicas equal."""
+    assert isinstance(sync, GradientSync), roster.sync
+    sync.change_hook(_make_hook(roster.sync, group, clock, module), bucket_bytes(roster))
+
+
+def _check_strategy(roster: Roster, module: nn.Module) -> None:
+    """Raise UsageError where a strategy would have no effect, or do harm."""
+    sync = roster.sync
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32 and (sync.kind != "ddp" or sync.sparse):
+            raise UsageError(
+                f"--sync {sync}: {name} is {parameter.dtype}: it exchanges gradients of fp32 weights",
+                hint="weights in fp32, and run.autocast() around forward; or --sync ddp",
+            )
+    is_thinner = any(is_low_rank_smaller(parameter, sync.rank) for parameter in module.parameters())
+    check_sync_is_useful(sync, has_sparse_embeddings=bool(embedding_tables(module)), is_low_rank_smaller=is_thinner)
+    if is_unsafe_in_fp16(roster):
+        raise UsageError(
+            f"--sync {sync} with fp16: its residuals would be of another loss scale than the next step",
+            hint="--dtype fp32 or bf16, or --sync ddp",
+        )
+
+
+def _make_hook(sync: SyncSpec, group: ProcessGroups, clock: Clock, module: nn.Module) -> CommHook:
+    if group.world_size == 1 or (sync.kind == "ddp" and not sync.sparse):
+        return AllReduceHook(group, clock)
+    return BucketQueue(
+        group, clock, _make_algorithm(sync, group), embedding_tables(module) if sync.sparse else frozenset()
+    )
+
+
+def _make_algorithm(sync: SyncSpec, group: ProcessGroups) -> AllReduceAlgorithm:
+    match sync.kind:
+        case "ddp":
+            return DenseAllReduce(group)
+        case "packed":
+            return PackedAllReduce(group)
+        case "bf16":
+            return QuantizedAllReduce(group, Bf16Codec())
+        case "int8":
+            return QuantizedAllReduce(group, BlockwiseIntCodec(8))
+        case "int4":
+            return QuantizedAllReduce(group, BlockwiseIntCodec(4))
+        case "powersgd":
+            return PowerSGD(group, sync.rank)
+    raise AssertionError(sync)
+
+
+def embedding_tables(module: nn.Module) -> frozenset[nn.Parameter]:
+    """Return the weights that only nn.Embedding modules hold, so that they are not tied to another layer."""
+    uses = [(parameter, isinstance(submodule, nn.Embedding)) for submodule in module.modules()
+            for parameter in submodule.parameters(recurse=False)]  # fmt: skip
+    tied = {parameter for parameter, is_table in uses if not is_table}
+    return frozenset(parameter for parameter, is_table in uses if is_table and parameter not in tied)
