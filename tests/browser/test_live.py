@@ -43,7 +43,7 @@ def end(run: RunWriter, verdict: str) -> None:
     run.write_manifest(msgspec.structs.replace(run.manifest(), verdict=verdict))
 
 
-def test_it_opens_draws_goes_on_in_two_tabs_and_tells_the_end(context, page, run, watch):
+def test_page_draws_updates_in_two_tabs_and_shows_end(context, page, run, watch):
     watched = watch(str(run.path))
     page.goto(watched.url)
     assert "token" not in page.url
@@ -73,7 +73,7 @@ def test_it_opens_draws_goes_on_in_two_tabs_and_tells_the_end(context, page, run
     expect(page.locator("#aloud")).to_contain_text("mine finished")
 
 
-def test_it_outlives_its_server_which_no_stream_keeps(page, run, watch):
+def test_page_survives_server_stop(page, run, watch):
     watched = watch(str(run.path))
     page.goto(watched.url)
     expect(page.locator("main[data-seen]")).to_be_attached()  # a stream is open
@@ -107,7 +107,7 @@ def test_a_hidden_tab_has_no_stream(page, run, watch):
 
 
 @exhaustive
-def test_a_page_that_is_open_for_long_does_not_grow(page, run, watch):
+def test_long_open_page_does_not_grow(page, run, watch):
     """Messages as the server sends them, many times as many as of an evening: as many nodes, as much memory."""
     page.add_init_script("""
         const Real = EventSource;
@@ -142,7 +142,7 @@ def test_a_page_that_is_open_for_long_does_not_grow(page, run, watch):
 
 
 @exhaustive
-def test_nobody_is_left_out(context, page, run, watch, tmp_path, write_run):
+def test_live_pages_pass_accessibility_rules(context, page, run, watch, tmp_path, write_run):
     """axe-core's rules, on every page, wide and narrow, light and dark; and the keyboard reaches the button."""
     other = write_run(tmp_path / "other", [{}], verdict="failed")
     other.add_event("failure", rank=0, error="killed by SIGKILL", kind="exit", hint="was there enough memory?")
@@ -159,7 +159,7 @@ def test_nobody_is_left_out(context, page, run, watch, tmp_path, write_run):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), *exhaustively((1400, "light"))])
-def test_nor_is_anybody_by_the_reports(page, run, tmp_path, write_run, width, scheme):
+def test_report_pages_pass_accessibility_rules(page, run, tmp_path, write_run, width, scheme):
     """Pages that open offline: of a run, and of two beside each other. Each picture has its figures as text."""
     other = write_run(tmp_path / "other", [{}], evaluations={10: 2.0, 20: 1.0})
     for one in (run, other):
@@ -190,7 +190,7 @@ def keeps_to_the_rules(page: Page) -> None:
 
 
 @exhaustive
-def test_the_buttons_save_a_run_and_stop_it(page, corpus, tmp_path, watch):
+def test_page_buttons_save_and_stop_run(page, corpus, tmp_path, watch):
     """A real one, of a worker that trains; nobody but the page follows it."""
     from evener.cli.main import app
 

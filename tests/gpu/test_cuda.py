@@ -37,7 +37,7 @@ def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train, sync):
     assert sum(exchanges) >= 3 if sync.startswith("diloco:5") else all(exchanges)
 
 
-def test_gloo_moves_gpu_tensors_when_it_is_told_to(tmp_path, train):
+def test_gloo_backend_option_moves_gpu_tensors(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "5", "--device", "cuda", "--backend", "gloo", ranks=2)
     assert run.manifest().roster.backend == "gloo"
     assert run.manifest().result.replicas_agree is True
@@ -52,7 +52,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 
 
 @pytest.mark.parametrize("sync", ["ddp", "packed", "int8", "powersgd:4", "diloco:5"])
-def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, run_script, sync):
+def test_gpu_and_cpu_train_one_model(tmp_path, corpus, run_script, sync):
     """Over Gloo; what test_unlike.py plays with two processors."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
              "--shares", "3:1", "--steps", "30", "--verify-every", "10", "--out", str(tmp_path / "run")]  # fmt: skip
@@ -64,7 +64,7 @@ def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, run_script, syn
     assert manifest.result.replicas_agree is True
 
 
-def test_a_timeline_of_a_gpu_is_whole_and_sums_to_the_records(tmp_path, train):
+def test_gpu_timeline_is_complete_and_sums_to_records(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "30", "--micro-batch", "4", "--compile", "off", "--device", "cuda",
                 "--profile", "2")  # fmt: skip
     timeline = read_timeline(run)

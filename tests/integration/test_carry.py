@@ -83,7 +83,7 @@ def there(tmp_path) -> RunDir:
     return RunDir(tmp_path / "there")
 
 
-def test_a_host_that_was_away_forgets_what_it_reached_alone(home, there):
+def test_returning_host_drops_checkpoints_it_reached_alone(home, there):
     """It has another 300 than the run went on to, and a 400, from which its ranks would have begun."""
     for step in (200, 300, 400):
         save(there, step, b"first")
@@ -97,7 +97,7 @@ def test_a_host_that_was_away_forgets_what_it_reached_alone(home, there):
     assert sorted(path.name for path in there.checkpoints_path.iterdir()) == ["step-000200", "step-000300"]
 
 
-def test_a_host_that_has_the_checkpoint_is_sent_nothing_and_keeps_its_own(home, there):
+def test_host_with_checkpoint_receives_nothing_and_keeps_its_state(home, there):
     theirs = save(there, 300, b"second") / "state.safetensors"
     before = theirs.stat()
     keep(there, 0, 300, 301)
@@ -106,14 +106,14 @@ def test_a_host_that_has_the_checkpoint_is_sent_nothing_and_keeps_its_own(home, 
     assert kept(there) == [("rank-0", "000300")]
 
 
-def test_a_host_that_writes_no_checkpoints_keeps_what_its_ranks_remember(home, there):
+def test_host_without_checkpoints_keeps_earlier_per_rank_state(home, there):
     keep(there, 1, 200, 300, 400)
     restored(home, there, 300)
     assert there.checkpoint_steps() == [300]
     assert kept(there) == [("rank-1", "000200"), ("rank-1", "000300")]
 
 
-def test_nothing_is_taken_from_a_run_that_is_running(home, there):
+def test_checkpoints_of_a_running_run_are_not_replaced(home, there):
     save(there, 400, b"first")
     write_atomic(there.path / "host" / "state.json", b'{"state": "running"}')
     with (there.path / "host" / "lock").open("w") as lock:
@@ -123,7 +123,7 @@ def test_nothing_is_taken_from_a_run_that_is_running(home, there):
     assert there.checkpoint_steps() == [400]
 
 
-def test_a_damaged_checkpoint_on_the_host_is_replaced_by_the_one_at_home(home, there, capsys):
+def test_damaged_checkpoint_on_host_is_replaced(home, there, capsys):
     """Its state.json is the same, and so is what the rank kept beside it."""
     save(there, 300, b"second")
     keep(there, 0, 200, 300, 301)
@@ -144,7 +144,7 @@ def empty(tmp_path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
-def test_the_newest_and_the_best_come_home_and_take_the_place_of_older_ones(empty, there):
+def test_newest_and_best_checkpoints_are_fetched_and_replace_older(empty, there):
     save(empty, 100, b"older", 3.0)
     for step, val_loss in ((200, 2.0), (300, 1.0), (400, 2.5), (500, None)):
         save(there, step, b"%d" % step, val_loss)
@@ -155,7 +155,7 @@ def test_the_newest_and_the_best_come_home_and_take_the_place_of_older_ones(empt
     assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == []
 
 
-def test_of_a_damaged_one_the_one_before_comes(empty, there):
+def test_previous_checkpoint_is_fetched_when_newest_is_damaged(empty, there):
     save(there, 200, b"second")
     (save(there, 300, b"third") / "weights.safetensors").write_bytes(b"weighed")
     (save(there, 400, b"fourth") / "state.json").write_bytes(b"{")
@@ -165,14 +165,14 @@ def test_of_a_damaged_one_the_one_before_comes(empty, there):
     assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000200"}
 
 
-def test_one_that_was_damaged_at_home_comes_again(empty, there):
+def test_checkpoint_damaged_locally_is_fetched_again(empty, there):
     save(there, 300, b"third")
     (save(empty, 300, b"third") / "weights.safetensors").write_bytes(b"weighed")
     assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == [300]
     assert read_checkpoint(empty.checkpoint_path(300)).step == 300
 
 
-def test_while_a_run_is_followed_the_link_is_left_to_it_and_at_its_end_the_rest_comes(empty, there, monkeypatch):
+def test_fetch_is_throttled_while_run_is_followed_and_finishes_at_end(empty, there, monkeypatch):
     """Of some pieces each is followed by a pause nine times as long as it took; the end cuts the next one short."""
     save(there, 300, bytes(3 * CHUNK_BYTES))
     pauses, second = [], threading.Event()
@@ -196,7 +196,7 @@ def test_while_a_run_is_followed_the_link_is_left_to_it_and_at_its_end_the_rest_
     assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300"}
 
 
-def test_a_checkpoint_that_is_saved_while_the_run_is_followed_comes_home_by_itself(empty, there):
+def test_checkpoint_saved_while_following_is_fetched(empty, there):
     with checkpoint_transfer.CheckpointFetcher(empty, plan_of(empty, there)) as carrier:
         save(there, 300, b"third")
         carrier.notify_checkpoint_saved()
@@ -206,14 +206,14 @@ def test_a_checkpoint_that_is_saved_while_the_run_is_followed_comes_home_by_itse
             time.sleep(0.01)
 
 
-def test_where_the_host_is_gone_it_says_so(empty, there):
+def test_unreachable_host_is_reported(empty, there):
     plan = plan_of(empty, there)
     gone = msgspec.structs.replace(plan.hosts[0], host=HostConfig(address="127.0.0.1", port=1))
     with pytest.raises(HostError, match="a"):
         checkpoint_transfer.fetch_checkpoints(empty, msgspec.structs.replace(plan, hosts=[gone]))
 
 
-def test_where_it_cannot_be_kept_nothing_is_passed_over_in_silence(empty, there, monkeypatch):
+def test_failed_local_save_is_an_error(empty, there, monkeypatch):
     """A quota, say: whoever resumes must not go on from an older one, and have the newer removed there."""
     save(there, 300, b"third")
 
@@ -225,7 +225,7 @@ def test_where_it_cannot_be_kept_nothing_is_passed_over_in_silence(empty, there,
         checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there))
 
 
-def test_one_of_a_format_that_is_not_read_any_more_stays(empty, there):
+def test_checkpoint_of_old_format_is_not_fetched(empty, there):
     for run in (empty, there):
         state = save(run, 300, b"third") / "state.json"
         old = {**msgspec.json.decode(state.read_bytes()), "format": 3, "files": {"state.safetensors": "0" * 128}}
@@ -234,7 +234,7 @@ def test_one_of_a_format_that_is_not_read_any_more_stays(empty, there):
     assert empty.checkpoint_steps() == [300]
 
 
-def test_a_host_that_went_on_from_it_is_not_set_back(home, there):
+def test_host_with_newer_checkpoint_is_not_set_back(home, there):
     """It saved step 400 since, and nobody has brought that home."""
     save(there, 300, b"second")
     save(there, 400, b"third")

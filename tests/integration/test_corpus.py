@@ -33,7 +33,7 @@ prepare(Path(sys.argv[1]), splits, tokenizer="byte", force=True, progress=block)
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_a_killed_run_leaves_nothing_that_loads(tmp_path: Path, existing: bool) -> None:
+def test_killed_prepare_leaves_nothing_loadable(tmp_path: Path, existing: bool) -> None:
     out = tmp_path / "c"
     before = prepare(out, splits(), tokenizer="char").corpus if existing else None
     child = subprocess.Popen(
@@ -60,7 +60,7 @@ def test_a_killed_run_leaves_nothing_that_loads(tmp_path: Path, existing: bool) 
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_preparing_needs_no_torch() -> None:
+def test_prepare_does_not_import_torch() -> None:
     program = (
         "import sys, evener.corpus.prepare_corpus, evener.corpus.verbs, evener.corpus.stdlib_source, "
         "evener.corpus.token_check;"

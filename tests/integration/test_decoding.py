@@ -42,6 +42,6 @@ print("alive")
 """
 
 
-def test_threads_learn_a_type_one_after_the_other():
+def test_concurrent_decoding_of_new_type_is_safe():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "alive\n", "")

@@ -50,7 +50,7 @@ def ssh_config(folder, text=HOSTS):
     (folder.parent / "home" / ".ssh" / "config").write_text(text)
 
 
-def test_machines_that_are_typed(folder):
+def test_typed_hosts_are_written(folder):
     status, out, err = init("local", "attic=192.168.1.36", "ben@laptop:2222")
     assert status == 0
     assert load_fleet("fleet.toml").hosts == {
@@ -62,7 +62,7 @@ def test_machines_that_are_typed(folder):
     assert err == "fleet.toml: 3 hosts\n\n\nnext: evener doctor\n"
 
 
-def test_it_says_where_the_file_is_and_who_is_not_in_it(folder):
+def test_init_names_file_and_missing_local_host(folder):
     _, _, err = init("attic", "--out", "my fleets/two.toml")
     assert 'this machine is not in the file; if it trains too, add [hosts.Desk] with address = "local"\n' in err
     assert err.endswith("next: evener doctor --fleet 'my fleets/two.toml'\n")
@@ -71,7 +71,7 @@ def test_it_says_where_the_file_is_and_who_is_not_in_it(folder):
     assert 'desk.lan has the name of this machine: if it is this machine, give it address = "local"\n' in err
 
 
-def test_lists_add_up(folder):
+def test_several_host_lists_are_merged(folder):
     ssh_config(folder)
     Path("hostfile").write_text("gpu-2 slots=8\ngpu-3 slots=8\n")
     Path("hosts.yml").write_text("gpu:\n  hosts:\n    gpu-[3:4]: {ansible_user: ben}\ncpu: {hosts: {old: }}\n")
@@ -87,7 +87,7 @@ def test_lists_add_up(folder):
     assert (told["file"], told["next"]) == ("fleet.toml", "evener doctor")
 
 
-def test_many_machines_are_named_and_not_printed(folder):
+def test_many_hosts_are_summarized_in_file_message(folder):
     status, out, err = init(*(f"gpu-{number}" for number in range(20)))
     assert status == 0
     assert out.splitlines() == list(load_fleet("fleet.toml").hosts)
@@ -113,7 +113,7 @@ def test_many_machines_are_named_and_not_printed(folder):
         (("--hostfile", "idle"), "no machine is left to train on: idle: it has no slots", "laptop="),
     ],
 )
-def test_mistakes(folder, args, error, hint):
+def test_invalid_arguments_are_one_line_errors(folder, args, error, hint):
     Path("list").write_text("a\n")
     Path("idle").write_text("idle slots=0\n")
     before = sorted(folder.rglob("*"))
@@ -127,7 +127,7 @@ def test_mistakes(folder, args, error, hint):
     assert sorted(folder.rglob("*")) == before
 
 
-def test_a_file_that_is_there_stays_as_it_is(folder):
+def test_existing_file_is_not_overwritten(folder):
     Path("fleet.toml").symlink_to("nowhere")
     assert init("a")[0] == 2
     Path("fleet.toml").unlink()
@@ -137,7 +137,7 @@ def test_a_file_that_is_there_stays_as_it_is(folder):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_junk_leaves_no_file(folder, seed):
+def test_invalid_list_leaves_no_file(folder, seed):
     rng = random.Random(seed)
     for flag in ("--hostfile", "--inventory", "--ssh-config"):
         Path("junk").write_bytes(b"\xff" + rng.randbytes(rng.randrange(200)))
@@ -147,7 +147,7 @@ def test_junk_leaves_no_file(folder, seed):
         assert [path.name for path in folder.iterdir()] == ["junk"]
 
 
-def test_this_machine_has_a_name(monkeypatch):
+def test_local_host_gets_valid_name(monkeypatch):
     for name, called in [("Desk.lan", "Desk"), ("localhost", "here"), ("", "here"), ("büro", "buro")]:
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
         assert fleet.local_host_name() == called
@@ -158,13 +158,13 @@ def ask(folder, *lines, status=0, end="\n"):
     return in_terminal("fleet", "init", typed=typed, cwd=folder, status=status, HOME=str(folder.parent / "home"))
 
 
-def test_ctrl_c(folder, monkeypatch):
+def test_ctrl_c_writes_nothing(folder, monkeypatch):
     monkeypatch.setattr(fleet_prompts, "prompt_hosts", mock.Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(fleet, "is_interactive", lambda: True)
     assert init() == (130, "", "\nnothing was written\n")
 
 
-def test_questions(folder):
+def test_interactive_answers_give_fleet(folder):
     ssh_config(folder)
     text = ask(folder, "2, 1", "laptop=192.168.1.28", "b[r eva@nas:22", "9", "", "b b", "ben", "maybe", "y")
     own, *others = load_fleet("fleet.toml").hosts.items()
@@ -190,7 +190,7 @@ def test_questions(folder):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_questions_without_a_list(folder):
+def test_interactive_init_without_ssh_config_works(folder):
     text = ask(folder, "attic", "", "", "n")
     assert "~/.ssh" not in text
     assert load_fleet("fleet.toml").hosts == {"attic": HostConfig(address="attic")}
@@ -201,13 +201,13 @@ def test_questions_without_a_list(folder):
     assert "fleet.toml exists already" in ask(folder, "x", status=2)
 
 
-def test_all_of_ssh(folder):
+def test_answer_all_selects_every_ssh_host(folder):
     ssh_config(folder)
     ask(folder, "all", "", "n")
     assert list(load_fleet("fleet.toml").hosts) == ["attic", "gpu-1", "gpu-2"]
 
 
-def test_a_configuration_that_ssh_refuses_is_told_and_not_offered(folder):
+def test_invalid_ssh_config_is_reported_and_not_offered(folder):
     ssh_config(folder, "Host 'a\n")
     text = ask(folder, "a", "", "", "n")
     assert "no hosts offered from ~/.ssh/config: " in text
@@ -215,7 +215,7 @@ def test_a_configuration_that_ssh_refuses_is_told_and_not_offered(folder):
 
 
 @pytest.mark.parametrize("lines", [("\x04",), ("a", "\x04", "\x04")])
-def test_who_leaves_leaves_nothing(folder, lines):
+def test_aborted_questions_write_nothing(folder, lines):
     text = ask(folder, *lines, status=130, end="")
     assert text.endswith("\nnothing was written\n")
     assert list(folder.iterdir()) == []

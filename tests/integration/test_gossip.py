@@ -145,7 +145,7 @@ class Raw:
         return await asyncio.to_thread(self.answer)
 
 
-def test_two_hear_each_other(quietly):
+def test_two_listeners_receive_each_other(quietly):
     async def main() -> None:
         async with Listener() as a, Listener() as b:
             assert a.gossip._server is not None
@@ -156,7 +156,7 @@ def test_two_hear_each_other(quietly):
     quietly(main())
 
 
-def test_who_has_another_key_is_not_heard(quietly):
+def test_message_with_other_key_is_rejected(quietly):
     async def main() -> None:
         async with Listener() as listener:
             stranger = PeerLinks(OTHER_KEY, lambda _: None)
@@ -170,7 +170,7 @@ def test_who_has_another_key_is_not_heard(quietly):
     quietly(main())
 
 
-def test_a_line_is_believed_once_and_on_its_own_connection(quietly):
+def test_replayed_or_out_of_order_message_is_rejected(quietly):
     async def main() -> None:
         async with Listener() as listener:
             async with listener.connect() as raw:
@@ -202,7 +202,7 @@ SIGNED = {  # by somebody who has the key: an agent of another version, or a bro
 
 
 @pytest.mark.parametrize("what", SIGNED)
-def test_what_is_signed_and_no_statement_ends_the_connection_alone(quietly, what):
+def test_signed_non_statement_closes_only_its_connection(quietly, what):
     async def main() -> None:
         async with Listener() as listener:
             async with listener.connect() as raw:
@@ -226,7 +226,7 @@ UNSIGNED = {
 
 
 @pytest.mark.parametrize("what", UNSIGNED)
-def test_what_is_not_signed_ends_the_connection_alone(quietly, what):
+def test_unsigned_message_closes_only_its_connection(quietly, what):
     async def main() -> None:
         async with Listener() as listener:
             async with listener.connect() as raw:
@@ -239,7 +239,7 @@ def test_what_is_not_signed_ends_the_connection_alone(quietly, what):
     quietly(main())
 
 
-def test_half_a_line_then_silence(quietly, monkeypatch):
+def test_partial_line_times_out(quietly, monkeypatch):
     monkeypatch.setattr(peer_links, "IDLE_TIMEOUT_S", 0.5)
 
     async def main() -> None:
@@ -251,7 +251,7 @@ def test_half_a_line_then_silence(quietly, monkeypatch):
     quietly(main())
 
 
-def test_connections_that_come_and_go(quietly):
+def test_listener_survives_300_short_connections(quietly):
     async def main() -> None:
         async with Listener() as listener:
             for i in range(300):
@@ -265,7 +265,7 @@ def test_connections_that_come_and_go(quietly):
     quietly(main())
 
 
-def test_idle_connections_keep_nobody_out(quietly):
+def test_idle_connections_do_not_block_others(quietly):
     """Somebody holds more of them than may be there; who was heard before stays, who comes then is heard."""
 
     async def main() -> None:
@@ -319,7 +319,7 @@ def fuzz(port: int, rng: random.Random) -> None:
                 assert answers in (b"." * num_right, b"." * (num_right + 1))
 
 
-def test_10_000_damaged_messages(quietly):
+def test_10_000_damaged_messages_are_rejected(quietly):
     async def main() -> None:
         async with Listener() as listener:
             await asyncio.to_thread(fuzz, listener.port, random.Random(0))
@@ -338,7 +338,7 @@ ODD_LISTENERS = {
 
 
 @pytest.mark.parametrize("what", ODD_LISTENERS)
-def test_a_speaker_outlives_whoever_listens(quietly, monkeypatch, what):
+def test_sender_reconnects_until_right_listener_answers(quietly, monkeypatch, what):
     """Another program on the port, that goes after a while: then the right one hears."""
     monkeypatch.setattr(peer_links, "RECONNECT_S", 0.02)
     monkeypatch.setattr(peer_links, "ACK_TIMEOUT_S", 0.5)

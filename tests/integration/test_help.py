@@ -22,7 +22,7 @@ from ..integration.pseudo import argv, environment
         ("train --stepz 3", "No such option: --stepz; there are --keep, --seed, --steps"),
     ],
 )
-def test_a_slip_is_told_in_the_words_of_the_help(line, told):
+def test_mistyped_argument_is_one_line_with_help_hint(line, told):
     done = subprocess.run(argv(*line.split()), capture_output=True, text=True, check=False, env=environment())
     verb = "" if line == "rums" else f"{line.split()[0]} "
     assert done.stderr == f"error: {told}\nhint:  evener {verb}--help\n"

@@ -33,12 +33,12 @@ def run_without(modules: set[str], code: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def test_help_of_every_verb_loads_nothing_heavy():
+def test_help_of_every_verb_imports_nothing_heavy():
     code = 'for words in leaves(get_command(app), []): run([*words, "--help"])'
     assert run_without({*TORCH, "numpy", "matplotlib"}, code).count("Usage:") > 20
 
 
-def test_verbs_that_start_no_worker_run_where_torch_cannot_be_imported(tmp_path):
+def test_verbs_without_worker_run_without_torch(tmp_path):
     verbs = [
         ["data", "verbs", "--sentences", "50", "--out", "verbs"],
         ["plan", "--model", "gpt2", "--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "500"],

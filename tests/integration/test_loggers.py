@@ -83,7 +83,7 @@ def scalars(folder):
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def test_every_step_with_what_all_ranks_know_of_it(run):
+def test_every_step_is_logged_with_shared_metrics(run):
     logger = heard(run)
     assert logger.steps == list(range(1, 41))
     first = dict(logger.rows)[1]
@@ -100,7 +100,7 @@ def test_every_step_with_what_all_ranks_know_of_it(run):
     assert "out" not in logger.about.hyperparameters
 
 
-def test_noise_and_what_a_way_to_agree_loses(run):
+def test_noise_scale_and_compression_error_are_logged(run):
     def more(line):
         record = json.loads(line)
         record["noise"] = {"norm_sq": 0.5, "trace": 50.0 + record["step"]}
@@ -118,7 +118,7 @@ def test_noise_and_what_a_way_to_agree_loses(run):
     assert "train/noise_scale_tokens" not in rows[4]  # too few say nothing
 
 
-def test_what_was_told_is_not_told_again(run):
+def test_resumed_logger_does_not_repeat_steps(run):
     """The process is ended after 15 steps; the run ends, is resumed from step 30, and goes on to 40."""
     whole = {rank: lines_of(run, rank) for rank in (0, 1)}
     for rank in (0, 1):
@@ -154,7 +154,7 @@ class Growing:
         return False
 
 
-def test_a_step_is_told_when_all_who_took_it_have_recorded_it(run):
+def test_step_is_logged_once_all_its_ranks_recorded_it(run):
     whole, told = {rank: lines_of(run, rank) for rank in (0, 1)}, []
     logger = Heard()
 
@@ -174,7 +174,7 @@ def test_a_step_is_told_when_all_who_took_it_have_recorded_it(run):
     assert heard(run).steps[-1] == 40
 
 
-def test_nobody_waits_for_a_rank_that_is_gone(tmp_path):
+def test_logger_does_not_wait_for_removed_rank(tmp_path):
     """Rank 0 recorded its last step alone; then rank 1 went on, as the only one, in the next epoch."""
     run = write_run(tmp_path / "run", [{}, {}], steps=6)
     records = {rank: run.records(rank) for rank in (0, 1)}
@@ -191,7 +191,7 @@ def test_nobody_waits_for_a_rank_that_is_gone(tmp_path):
     assert tokens == [1024.0 * (i + 1) for i in range(len(tokens))]
 
 
-def test_a_hole_holds_the_rest_up_for_a_while_only(run):
+def test_missing_record_delays_logging_only_briefly(run):
     """Rank 1's record of step 3 was lost with its host's disk."""
     lines = lines_of(run, 1)
     write_atomic(run.steps_path(1), b"".join(lines[:2] + lines[3:]))
@@ -202,7 +202,7 @@ def test_a_hole_holds_the_rest_up_for_a_while_only(run):
     assert logger.steps == [1, 2, *range(4, 41)]
 
 
-def test_damaged_lines_are_passed_over(run):
+def test_damaged_lines_are_skipped(run):
     lines = lines_of(run, 0)
     write_atomic(run.steps_path(0), b"".join([*lines[:5], b"\x00\x00\n", *lines[5:]]))
     with run.events_path.open("ab") as file:
@@ -210,21 +210,21 @@ def test_damaged_lines_are_passed_over(run):
     assert heard(run).steps == list(range(1, 41))
 
 
-def test_one_process_at_a_time(run):
+def test_only_one_logger_process_runs_at_a_time(run):
     def second():
         assert feed_logger(run, "tensorboard", Heard()) is None
 
     assert heard(run, is_running=Growing(second)).steps[-1] == 40
 
 
-def test_a_run_that_never_began_is_no_trouble(tmp_path):
+def test_logging_a_run_that_never_started_gives_zero_steps(tmp_path):
     assert feed_logger(RunDir(tmp_path / "run"), "tensorboard", Heard()) == 0
 
 
 # --- by their own readers ---------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_reads_what_was_recorded(run):
+def test_tensorboard_holds_recorded_values(run):
     feed_logger(run, "tensorboard")
     read = scalars(run.path / "tensorboard")
     losses = [(record.step + 1, record.loss) for record in run.records(0)]
@@ -236,7 +236,7 @@ def test_tensorboard_reads_what_was_recorded(run):
     assert times.Scalars("train/lr")[1].wall_time == pytest.approx(STARTED + 0.125)
 
 
-def test_tensorboard_has_the_settings_as_hyper_parameters(run):
+def test_tensorboard_has_hyperparameters(run):
     from tensorboard.plugins.hparams import metadata
 
     feed_logger(run, "tensorboard")
@@ -265,7 +265,7 @@ class Child:
             time.sleep(0.05)
 
 
-def test_a_process_that_is_killed_and_one_that_follows_tell_each_step_once(run):
+def test_killed_logger_and_successor_log_each_step_once(run):
     whole = {rank: lines_of(run, rank) for rank in (0, 1)}
 
     def has(steps):
@@ -294,7 +294,7 @@ def test_a_process_that_is_killed_and_one_that_follows_tell_each_step_once(run):
     assert len(list((run.path / "tensorboard").iterdir())) == 2
 
 
-def test_tensorboard_forgets_what_was_written_and_not_noted(run):
+def test_tensorboard_rewrites_steps_not_yet_acknowledged(run):
     """As after a crash between the two."""
     feed_logger(run, "tensorboard")
     path = run.path / "loggers" / "tensorboard.json"
@@ -348,7 +348,7 @@ def rows_of_wandb(folder):
     return config, rows, ids
 
 
-def test_weights_and_biases_offline(run, monkeypatch):
+def test_wandb_offline_logs_each_step_once(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     whole = {rank: lines_of(run, rank) for rank in (0, 1)}
     for rank in (0, 1):
@@ -370,7 +370,7 @@ def test_weights_and_biases_offline(run, monkeypatch):
 
 
 @exhaustive
-def test_mlflow(run, tmp_path, monkeypatch):
+def test_mlflow_logs_each_step_once(run, tmp_path, monkeypatch):
     tracking = pytest.importorskip("mlflow.tracking", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy", reason="mlflow is not whole: it keeps runs in a database")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -394,7 +394,7 @@ def test_mlflow(run, tmp_path, monkeypatch):
 
 
 @exhaustive
-def test_trackio(run, tmp_path, monkeypatch):
+def test_trackio_logs_each_step_once(run, tmp_path, monkeypatch):
     pytest.importorskip("trackio", reason="trackio is not installed")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -423,7 +423,7 @@ def test_trackio(run, tmp_path, monkeypatch):
 # --- the verbs --------------------------------------------------------------------------------------------------------
 
 
-def test_after_the_fact(run):
+def test_report_logs_a_finished_run(run):
     told = [CliRunner().invoke(app, ["report", str(run), "--log", "tensorboard"], catch_exceptions=False)
             for _ in range(2)]  # fmt: skip
     assert f"tensorboard: sent 40 steps of {run}, 40 in all" in told[0].stderr
@@ -432,7 +432,7 @@ def test_after_the_fact(run):
     assert not (run.path / "report.html").exists()
 
 
-def test_what_is_lacking_is_told_before_anything_starts(monkeypatch):
+def test_missing_logger_package_is_reported_before_start(monkeypatch):
     assert parse_loggers(["tensorboard", "wandb,tensorboard"]) == ["tensorboard", "wandb"]
     monkeypatch.setattr(experiment_loggers, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="--log mlflow: the package mlflow is not installed here") as told:
@@ -442,7 +442,7 @@ def test_what_is_lacking_is_told_before_anything_starts(monkeypatch):
         parse_loggers(["wandbb"])
 
 
-def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
+def test_folder_with_package_name_is_not_a_package(tmp_path, monkeypatch):
     (tmp_path / "mlflow").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     if experiment_loggers.find_spec("mlflow").origin is None:  # else the real one is here, too, and is meant
@@ -450,7 +450,7 @@ def test_a_folder_of_its_name_is_no_package(tmp_path, monkeypatch):
             parse_loggers(["mlflow"])
 
 
-def test_a_run_that_goes_on_goes_on_there(run):
+def test_resumed_run_keeps_its_loggers(run):
     assert cli_loggers.select_loggers(None, run) == []
     register_loggers(run, ["tensorboard"])
     assert registered_loggers(run) == cli_loggers.select_loggers(None, run) == ["tensorboard"]
@@ -458,7 +458,7 @@ def test_a_run_that_goes_on_goes_on_there(run):
     assert read_cursor(run, "tensorboard").id is None
 
 
-def test_one_that_breaks_costs_the_run_a_word(run, monkeypatch, capsys):
+def test_failing_logger_does_not_stop_the_run(run, monkeypatch, capsys):
     """Where its settings name a server that is not there; the other is told all the same."""
     monkeypatch.setenv("WANDB_MODE", "nonsense")
     seen = []
@@ -475,7 +475,7 @@ def test_one_that_breaks_costs_the_run_a_word(run, monkeypatch, capsys):
         cli_loggers.backfill_loggers(run, ["wandb"])
 
 
-def test_no_value_that_is_no_number_is_lost_or_made_one(run):
+def test_non_finite_values_are_not_logged(run):
     """JSON has none of them: the recorder writes null, which is told as nothing."""
     rows = dict(heard(run).rows)
     assert all(math.isfinite(value) for values in rows.values() for value in values.values())

@@ -39,13 +39,13 @@ JOIN = "import evener; evener.join(evener.parse_args(['--device', 'cpu', '--out'
      ("GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.mmap_max=65536", True),
      ("GLIBC_TUNABLES=glibc.malloc.check=1", False)],
 )  # fmt: skip
-def test_who_has_chosen_otherwise_is_left_alone(variable: str, is_chosen: bool) -> None:
+def test_malloc_settings_chosen_by_user_are_recognized(variable: str, is_chosen: bool) -> None:
     assert bool(re.match(MALLOC_SETTINGS_PATTERN, variable)) == is_chosen
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc gives large blocks back")
 @pytest.mark.parametrize("keep", [KEEP, JOIN])
-def test_freed_memory_is_used_again(keep: str, tmp_path: Path) -> None:
+def test_freed_memory_is_reused(keep: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", FREED.replace("KEEP", keep), str(tmp_path / "run")]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     before, first, _, after = map(int, done.stdout.split())

@@ -50,7 +50,7 @@ def part(there: Path, node_rank: int = 0) -> HostPlan:
     )  # fmt: skip
 
 
-def test_files_come_home_and_grow(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
+def test_growing_files_are_copied(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
     here = tmp_path / "here"
     log = there / "logs" / "b.1.log"
     log.write_bytes(b"x" * 700_000 + b"\n")
@@ -64,7 +64,7 @@ def test_files_come_home_and_grow(make: Callable[..., HostMirror], there: Path, 
     assert (here / "logs/b.1.log").stat().st_mode & 0o077 == 0
 
 
-def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
+def test_replaced_file_is_copied_anew(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
     """A resumed run makes some records again; who follows the copy sees whole lines."""
     records = there / "steps" / "rank-0.jsonl"
     write_atomic(records, b"".join(b'{"step":%d}\n' % i for i in range(9)))
@@ -101,7 +101,7 @@ def test_a_file_that_was_replaced_comes_anew(make: Callable[..., HostMirror], th
         ("/etc/passwd", 0, False),
     ],
 )
-def test_a_host_writes_only_what_is_its_own(
+def test_host_writes_only_its_own_files(
     make: Callable[..., HostMirror], tmp_path: Path, path: str, node_rank: int, is_taken: bool
 ) -> None:
     mirror = make(node_rank)
@@ -112,7 +112,7 @@ def test_a_host_writes_only_what_is_its_own(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "steps/rank-0.jsonl", "spans/rank-1.jsonl", "logs/b.1.log"])
-def test_a_file_that_was_rewritten_here_is_not_appended_to(
+def test_locally_rewritten_file_is_not_appended_to(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path, name: str
 ) -> None:
     """As by a run that went on here: shorter or longer than the host's, its content is not the beginning of it."""
@@ -125,7 +125,7 @@ def test_a_file_that_was_rewritten_here_is_not_appended_to(
     assert (tmp_path / "here" / name).read_bytes() == b"there 1\nthere 2\n"
 
 
-def test_what_the_controller_wrote_into_the_manifest_stays_until_the_host_writes_anew(
+def test_controller_manifest_stays_until_host_rewrites_it(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path
 ) -> None:
     """A rank 0 that was killed could not say that the run failed."""
@@ -139,7 +139,7 @@ def test_what_the_controller_wrote_into_the_manifest_stays_until_the_host_writes
     assert (tmp_path / "here/manifest.json").read_bytes() == b"running again"
 
 
-def test_a_host_that_the_run_has_left_changes_nothing_any_more(
+def test_host_removed_from_run_no_longer_changes_copies(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path
 ) -> None:
     """Somebody still follows it there, as where the host was out of sight, while the run goes on elsewhere."""
@@ -156,7 +156,7 @@ def test_a_host_that_the_run_has_left_changes_nothing_any_more(
     assert {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()} == before
 
 
-def test_what_fails_on_a_host_is_told_with_the_fleet_file_that_was_typed(
+def test_host_error_names_the_typed_fleet_file(
     make: Callable[..., HostMirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **more: object) -> None:
@@ -168,7 +168,7 @@ def test_what_fails_on_a_host_is_told_with_the_fleet_file_that_was_typed(
     assert told.value.hint == "evener doctor --fleet lab.toml looks closer"
 
 
-def test_a_host_that_is_back_before_the_others_were_heard_is_started_again(
+def test_returning_host_is_restarted_when_run_continues_elsewhere(
     make: Callable[..., HostMirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever begins to look hears of it first, and knows only then that the run goes on elsewhere."""
@@ -195,7 +195,7 @@ def test_a_host_that_is_back_before_the_others_were_heard_is_started_again(
     assert (mirror.state or {})["status"] == 0
 
 
-def test_the_only_host_of_a_run_here_has_nothing_to_copy(there: Path) -> None:
+def test_single_local_host_needs_no_copy(there: Path) -> None:
     """Its folder is the run directory."""
     host = msgspec.structs.replace(part(there), run=None)
     rundir, plan = RunDir(there), Plan(kind="train", spec=None, hosts=[host])
@@ -212,7 +212,7 @@ def test_the_only_host_of_a_run_here_has_nothing_to_copy(there: Path) -> None:
     assert [event["event"] for event in rundir.events()] == ["launched"]
 
 
-def test_events_of_every_place_where_a_run_was_are_kept(
+def test_events_from_every_location_of_run_are_kept(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path
 ) -> None:
     """It began on this machine alone and goes on elsewhere."""
@@ -227,7 +227,7 @@ def test_events_of_every_place_where_a_run_was_are_kept(
     assert [event["event"] for event in rundir.events()] == ["first", "start", "launched", "launched"]
 
 
-def test_two_terminals_leave_no_hole(make: Callable[..., HostMirror], tmp_path: Path) -> None:
+def test_interleaved_chunks_of_two_terminals_leave_no_gap(make: Callable[..., HostMirror], tmp_path: Path) -> None:
     """Their chunks overlap and interleave: the copy has every byte once."""
     content = bytes(range(100))
     header: Callable[[int], dict[str, Any]] = lambda offset: {"path": "logs/b.log", "offset": offset, "identity": "1 0"}  # noqa: E731
@@ -242,7 +242,7 @@ def test_two_terminals_leave_no_hole(make: Callable[..., HostMirror], tmp_path: 
     assert (tmp_path / "here/logs/b.log").read_bytes() == content
 
 
-def test_two_terminals_at_once(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
+def test_two_terminals_can_copy_at_once(make: Callable[..., HostMirror], there: Path, tmp_path: Path) -> None:
     log = there / "logs" / "b.0.log"
     stop = threading.Event()
 
@@ -263,7 +263,7 @@ def test_two_terminals_at_once(make: Callable[..., HostMirror], there: Path, tmp
     assert (tmp_path / "here/logs/b.0.log").read_bytes() == log.read_bytes()
 
 
-def test_a_copy_that_cannot_be_written_is_told(make: Callable[..., HostMirror], tmp_path: Path) -> None:
+def test_unwritable_copy_is_reported(make: Callable[..., HostMirror], tmp_path: Path) -> None:
     mirror = make()
     (tmp_path / "here/hosts").write_text("a file is in the way")
     mirror.follow(lambda: None)

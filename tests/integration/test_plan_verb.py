@@ -50,7 +50,7 @@ def evener(*args: object, cwd: Path | None = None) -> subprocess.CompletedProces
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=environment())
 
 
-def test_two_machines_that_nobody_has():
+def test_two_described_hosts_are_planned():
     done = evener(*WORDS)
     assert done.stdout.startswith("Train on both hosts with int8: 943 tokens/s, 1.89 times the fastest host alone; its")
     done = evener(*WORDS, "--loss-budget", "0")
@@ -61,7 +61,7 @@ def test_two_machines_that_nobody_has():
     assert max(len(line) for line in done.stdout.splitlines() if "─" in line) <= 80
 
 
-def test_the_json_has_what_it_promises():
+def test_plan_json_has_documented_fields():
     done = evener(*WORDS, "--json")
     told = json.loads(done.stdout)
     assert told["recommended"] == "int8"
@@ -76,7 +76,7 @@ def test_the_json_has_what_it_promises():
     assert bf16[2] == pytest.approx(0.0358, rel=0.05)  # with latencies, which are 4 % there
 
 
-def test_it_answers_at_once():
+def test_plan_answers_within_half_a_second():
     """Half a second where Python starts with asyncio in 0.08: processor time, the least of some, side by side."""
     ours, plain = [], []
     for _ in range(5):
@@ -93,7 +93,7 @@ def processor_s(run):
     return ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime
 
 
-def test_a_fleet_file_is_enough(tmp_path):
+def test_fleet_file_alone_is_enough(tmp_path):
     (tmp_path / "fleet.toml").write_text(FLEET)
     flags = ("--model", "d8", "--block-size", "512", "--batch", "8")
     done = evener(*flags, cwd=tmp_path)
@@ -147,7 +147,7 @@ def test_a_fleet_file_is_enough(tmp_path):
         (["--model", "char"], "no fleet.toml here"),
     ],
 )
-def test_a_mistake_is_one_line_and_a_hint(tmp_path, args, told):
+def test_invalid_argument_is_one_line_with_hint(tmp_path, args, told):
     done = evener(*args, cwd=tmp_path)
     assert done.returncode == 2
     error, *rest = done.stderr.splitlines()
@@ -158,7 +158,7 @@ def test_a_mistake_is_one_line_and_a_hint(tmp_path, args, told):
 
 
 @pytest.mark.parametrize("bad", ["goodput_Bps = -1", "goodput_Bps = 0", 'goodput_Bps = "fast"'])
-def test_a_bandwidth_that_cannot_be_is_found_in_the_file(tmp_path, bad):
+def test_impossible_bandwidth_in_fleet_file_is_located(tmp_path, bad):
     (tmp_path / "fleet.toml").write_text(FLEET.replace("goodput_Bps = 117e6", bad, 1))
     done = evener("--model", "d8", cwd=tmp_path)
     assert done.returncode == 2
@@ -166,14 +166,14 @@ def test_a_bandwidth_that_cannot_be_is_found_in_the_file(tmp_path, bad):
     assert len(done.stderr.splitlines()) <= 2
 
 
-def test_what_nobody_measured_is_asked_for(tmp_path):
+def test_missing_measurement_is_requested(tmp_path):
     (tmp_path / "fleet.toml").write_text(FLEET.split("[rates.laptop")[0])
     done = evener("--model", "d8", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: laptop: nobody measured its processor\nhint:  evener probe host --model d8")
 
 
-def test_a_finished_run_gives_its_rates(tmp_path):
+def test_finished_run_supplies_its_rates(tmp_path):
     """One rank, 1024 tokens in 100 ms: 10,240 tokens/s, whatever anybody predicted."""
     write_run(tmp_path / "runs" / "one", [{}])
     done = evener("--from", "runs/one", "--json", cwd=tmp_path)
@@ -184,7 +184,7 @@ def test_a_finished_run_gives_its_rates(tmp_path):
     assert told["source"] == "the records of runs/one"
 
 
-def test_a_refitted_rate_is_written_into_the_fleet_file(tmp_path):
+def test_refitted_rate_is_written_to_fleet_file(tmp_path):
     run = write_run(tmp_path / "runs" / "one", [{}])
     write_plan(run, Plan(kind="train", spec=RunSpec()))
     (tmp_path / "fleet.toml").write_text('# mine\n[hosts.h]\naddress = "local"\n')
@@ -201,7 +201,7 @@ def test_a_refitted_rate_is_written_into_the_fleet_file(tmp_path):
     assert "other.toml does not name all hosts of the run: h missing" in done.stderr
 
 
-def test_four_thousand_ranks_and_two_pictures(tmp_path):
+def test_scale_plan_to_4096_ranks_writes_two_plots(tmp_path):
     argv = ["--model", "gpt2", "--batch", "60", "--micro-batch", "12", "--scale", "1,2,4,…,4096", "--per-node", "8"]
     argv += ["--node-link", "nvlink", "--link", "1600G", "--compute-tokens-per-s", "150000", "--json"]
     done = evener(*argv, cwd=tmp_path)
@@ -217,7 +217,7 @@ def test_four_thousand_ranks_and_two_pictures(tmp_path):
     assert any("80% to 90% at 8 ranks need a" in line for line in told["rule_of_thumb"])
 
 
-def test_pictures_are_drawn_and_named(tmp_path):
+def test_plots_are_written_and_named(tmp_path):
     argv = [
         sys.executable,
         "-c",
@@ -236,6 +236,6 @@ def test_pictures_are_drawn_and_named(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "1,1", "a", "…,4", "1,2,…", "-1,2", "1e3", "2,1", "99999999"])
-def test_counts_that_cannot_be(text):
+def test_invalid_counts_are_refused(text):
     with pytest.raises(UsageError):
         parse_rank_counts(text)

@@ -45,7 +45,7 @@ def told(*, members: tuple[str, ...] = ("192.168.1.28", "192.168.1.36"), mark: s
     ]
 
 
-def test_the_rules_name_the_hosts_and_the_ports_of_the_run_alone():
+def test_firewall_rules_cover_only_run_hosts_and_ports():
     assert "elements = { 192.168.1.28, 192.168.1.36 }" in RULES
     assert "ip daddr 192.168.1.36 tcp dport { 29500, 32768-60999 } drop" in RULES
     assert build_nft_rules("attic", FACTS["attic"], NETWORK, 40123, 22) == RULES  # one that was free instead of 29500
@@ -65,7 +65,7 @@ def test_the_rules_name_the_hosts_and_the_ports_of_the_run_alone():
         (told(verdict="accept"), False),
     ],
 )
-def test_a_table_that_somebody_changed_does_not_stand(found, is_so):
+def test_modified_firewall_table_is_not_accepted(found, is_so):
     assert matches_rules(json.loads(json.dumps(found)), RULES, NETWORK) is is_so
 
 
@@ -88,7 +88,7 @@ def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> PortProtect
     return inspect_port_protection(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
 
 
-def test_what_nft_tells_decides():
+def test_guard_state_is_derived_from_nft_output():
     seen = {"has_nft": True, "told": True, "rules": [], "ssh_port": None}
     assert guard_of(seen).state == "absent"
     assert guard_of(seen | {"rules": told(mark="other")}).state == "differs"
@@ -103,7 +103,7 @@ def sshd() -> Iterator[Callable[[str], int]]:
         yield lambda address: stack.enter_context(socket.create_server((address, 0))).getsockname()[1]
 
 
-def test_where_nobody_may_read_it_a_stranger_tries(sshd, monkeypatch):
+def test_guard_is_probed_by_connection_when_nft_is_unreadable(sshd, monkeypatch):
     seen = {"has_nft": True, "told": False, "rules": []}
     assert guard_of(seen | {"ssh_port": sshd("127.0.0.2")}, "127.0.0.2").state == "open"
     assert guard_of(seen | {"ssh_port": sshd("127.0.0.1")}, "127.0.0.1").state == "untold"  # we are of the run
@@ -131,7 +131,7 @@ def test_where_nobody_may_read_it_a_stranger_tries(sshd, monkeypatch):
         ("none", "error", f"leave out --private; {firewall.ALTERNATIVE_HINT}"),
     ],
 )
-def test_findings(state, severity, fix):
+def test_guard_state_gives_its_finding(state, severity, fix):
     (found,) = check_port_protection(
         {"attic": PortProtection(state=state, rules=RULES)}, NETWORK.interfaces, {"attic": "sudo "}
     )
@@ -139,7 +139,7 @@ def test_findings(state, severity, fix):
 
 
 @pytest.mark.parametrize(("state", "severity"), [("untold", "error"), ("closed", "warning")])
-def test_where_nobody_can_tell_it_says_so_and_how_it_could(state, severity):
+def test_unknown_guard_state_is_reported_with_fix(state, severity):
     (found,) = check_port_protection(
         {"attic": PortProtection(state=state, rules=RULES)}, NETWORK.interfaces, {"attic": "sudo "}
     )

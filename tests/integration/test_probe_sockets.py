@@ -74,7 +74,7 @@ def damaged(rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_10_000_damaged_requests(ports):
+def test_10_000_damaged_requests_leave_the_server_answering(ports):
     rng = random.Random(0)
     for _ in range(NUM_MESSAGES // BATCH):
         with contextlib.ExitStack() as together:
@@ -91,7 +91,7 @@ def test_10_000_damaged_requests(ports):
     assert answers(ports)
 
 
-def test_10_000_damaged_datagrams(ports):
+def test_10_000_damaged_datagrams_get_no_answer(ports):
     """Only one that begins with the secret has an answer."""
     rng = random.Random(0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
@@ -104,7 +104,7 @@ def test_10_000_damaged_datagrams(ports):
             sender.recv(100)
 
 
-def test_more_connections_than_are_served(ports):
+def test_excess_connections_cost_no_threads(ports):
     """They cost no thread each, and when they are gone all is as before."""
     with contextlib.ExitStack() as idle:
         for _ in range(connectivity.MAX_CONNECTIONS + 50):
@@ -123,7 +123,7 @@ ONE_CONNECTION = {
 
 
 @pytest.mark.parametrize("what", ONE_CONNECTION)
-def test_a_wire_that_somebody_else_takes(threads_fail, what):
+def test_foreign_connection_ends_wire_probe_cleanly(threads_fail, what):
     """It hears one connection and ends: with a figure or an OSError, which the controller tells as such."""
     rng = random.Random(0)
     for _ in range(NUM_MESSAGES // len(ONE_CONNECTION)):

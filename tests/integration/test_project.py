@@ -34,7 +34,7 @@ def send(home: Path, tree: Path, folder: Path) -> None:
 
 @settings(max_examples=num_examples(40, 150), deadline=None)
 @given(changes=st.lists(CHANGES, max_size=14))
-def test_what_is_at_home_is_there_and_what_programs_wrote_too(tmp_path_factory, changes) -> None:
+def test_resend_updates_project_files_and_preserves_program_outputs(tmp_path_factory, changes) -> None:
     top = tmp_path_factory.mktemp("project")
     home, folder = top / "home", top / "there"
     home.mkdir()
@@ -67,7 +67,7 @@ def test_what_is_at_home_is_there_and_what_programs_wrote_too(tmp_path_factory, 
             sent = dict(mine)
 
 
-def test_links_modes_and_names_that_are_no_text(tmp_path) -> None:
+def test_links_modes_and_non_utf8_names_are_transferred(tmp_path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "run.sh").write_text("true")
@@ -82,7 +82,7 @@ def test_links_modes_and_names_that_are_no_text(tmp_path) -> None:
         assert Path(os.fsdecode(os.fsencode(there) + b"/\xff")).read_text() == "odd"
 
 
-def test_what_was_written_between_two_times_and_was_not_sent(tmp_path) -> None:
+def test_files_written_by_program_in_time_window_are_listed(tmp_path) -> None:
     home, there = tmp_path / "home", tmp_path / "there"
     home.mkdir()
     (home / "train.py").write_text("")

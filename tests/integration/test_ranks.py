@@ -30,7 +30,7 @@ def rank() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("kernel_tells", [True, False])
-def test_all_that_came_of_a_rank_counts(rank: int, kernel_tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_descendants_of_rank_are_counted(rank: int, kernel_tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {child.pid for child in psutil.Process(rank).children(recursive=True)}
     assert len(theirs) == 2
     if not kernel_tells:
@@ -43,7 +43,7 @@ def test_all_that_came_of_a_rank_counts(rank: int, kernel_tells: bool, monkeypat
     assert len(rank_processes._children(rank)) == 1
 
 
-def test_of_a_rank_that_has_ended_there_is_nothing() -> None:
+def test_finished_rank_has_no_children() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     assert rank_processes._children(process.pid) == []

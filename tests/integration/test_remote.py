@@ -28,7 +28,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux: network names
 
 
 @pytest.mark.parametrize("path", sorted(REMOTE_DIR.glob("*.py")), ids=lambda path: path.name)
-def test_what_is_sent_runs_on_python_3_8_with_the_standard_library_alone(path):
+def test_remote_code_runs_on_python_3_8_standard_library(path):
     tree = ast.parse(path.read_text(), feature_version=(3, 8))
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -49,7 +49,7 @@ def facts(session: Session) -> HostFacts:
     return decode_facts(session.call("facts", "collect", workdir="/nowhere/yet"), session.clock_offset_s())
 
 
-def test_facts_of_this_machine_are_those_that_we_know_ourselves(facts):
+def test_facts_match_this_machine(facts):
     assert facts.hostname == socket.gethostname()
     assert facts.python == sys.executable
     assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
@@ -72,9 +72,7 @@ def test_facts_of_this_machine_are_those_that_we_know_ourselves(facts):
         (["NVIDIA H200, 570.1, 9.0", "Quadro, 570.1, [N/A]"], [9.0], False),
     ],
 )
-def test_gpus_tell_by_their_compute_capability_whether_they_have_bf16(
-    facts, cards, capabilities, have_bf16, tmp_path, monkeypatch
-):
+def test_bf16_support_follows_compute_capability(facts, cards, capabilities, have_bf16, tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     lines = "".join(f"echo '{card}'\n" for card in cards)
     tool.write_text(f"#!/bin/sh\n[ $1 = --query-gpu=name,driver_version,compute_cap ] || exit 2\n{lines}")
@@ -86,7 +84,7 @@ def test_gpus_tell_by_their_compute_capability_whether_they_have_bf16(
     assert msgspec.structs.replace(facts, **found).gpus_have_bf16 == have_bf16
 
 
-def test_facts_list_the_loopback_and_every_interface_the_kernel_has(facts):
+def test_facts_list_every_interface(facts):
     loopback = next(one for one in facts.interfaces if one.kind == "loopback")
     assert loopback.first_address is not None
     assert loopback.first_address.address == "127.0.0.1"
@@ -94,12 +92,12 @@ def test_facts_list_the_loopback_and_every_interface_the_kernel_has(facts):
     assert {one.name for one in facts.interfaces} == {name for _, name in socket.if_nameindex()}
 
 
-def test_gloos_choice_is_one_of_its_candidates_or_the_loopback(facts):
+def test_gloo_address_is_a_candidate_or_loopback(facts):
     binding = [one.address for one in facts.gloo.candidates if one.binds]
     assert facts.gloo.address == (binding or ["127.0.0.1"])[0]
 
 
-def test_the_holder_of_a_port_is_named(session):
+def test_process_holding_port_is_named(session):
     with socket.create_server(("127.0.0.1", 0)) as server:
         told = decode_facts(session.call("facts", "collect", port=server.getsockname()[1]))
     assert told.port_holder is not None
@@ -107,7 +105,7 @@ def test_the_holder_of_a_port_is_named(session):
     assert told.port_holder.command is not None
 
 
-def test_secrets_of_the_environment_are_not_told():
+def test_secret_variables_are_not_reported():
     code = "import runpy, sys, json; print(json.dumps(runpy.run_path(sys.argv[1])['_collect_environment']()))"
     env = os.environ | {"MASTER_ADDR": "attic", "TORCH_API_KEY": "sesame", "HOME_SWEET": "x"}
     done = subprocess.run(
@@ -121,7 +119,7 @@ def test_secrets_of_the_environment_are_not_told():
 
 
 @linux
-def test_a_rank_that_lost_its_parent_is_stale_and_one_of_ours_is_not(session, tmp_path):
+def test_orphaned_rank_is_stale_and_own_rank_is_not(session, tmp_path):
     """An orphan's parent is the first process: seen by a session that shares its process table."""
     script = tmp_path / "train.py"
     script.write_text("import sys, time; print(1, flush=True); sys.stdin.read()")
@@ -152,7 +150,7 @@ def target(
     return {"peer": peer, "address": address, "port": port, "identity": identity, "rank": rank}
 
 
-def test_ports_that_listen_answer_with_their_identity(ports):
+def test_listening_ports_answer_with_identity(ports):
     numbers = [ports["ephemeral"], *ports["more"]]
     assert len(set(numbers)) == 3
     found = connectivity.connect([target(number) for number in numbers], SECRET, 30.0)
@@ -160,7 +158,7 @@ def test_ports_that_listen_answer_with_their_identity(ports):
     assert found[0]["source"] == "127.0.0.1"
 
 
-def test_refused_timed_out_and_somebody_else_are_told_apart(ports):
+def test_refused_timed_out_and_foreign_ports_are_distinguished(ports):
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
         closed.bind(("127.0.0.1", 0))
         found = connectivity.connect(
@@ -176,7 +174,7 @@ def test_refused_timed_out_and_somebody_else_are_told_apart(ports):
     assert [one["result"] for one in found] == ["refused", "timeout", "stranger", "ok"]
 
 
-def test_a_full_queue_times_out():
+def test_full_accept_queue_times_out():
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -191,11 +189,11 @@ def test_a_full_queue_times_out():
             one.close()
 
 
-def test_a_wrong_secret_is_not_answered(ports):
+def test_wrong_secret_gets_no_answer(ports):
     assert connectivity.connect([target(ports["ephemeral"])], "x" * 32, 30.0)[0]["result"] == "stranger"
 
 
-def test_once_a_peer_answered_on_its_best_way_the_others_are_not_waited_for(ports):
+def test_lower_ranked_paths_are_not_awaited_after_best_one_answers(ports):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = connectivity.connect(
             [target(ports["ephemeral"], rank=0), target(silent.getsockname()[1], rank=1)], SECRET, 10.0
@@ -203,7 +201,7 @@ def test_once_a_peer_answered_on_its_best_way_the_others_are_not_waited_for(port
     assert [one["result"] for one in found] == ["ok", "untried"]
 
 
-def test_a_better_way_is_waited_for(ports):
+def test_higher_ranked_path_is_awaited(ports):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = connectivity.connect(
             [target(ports["ephemeral"], rank=1), target(silent.getsockname()[1], rank=0)], SECRET, 2.0
@@ -211,7 +209,7 @@ def test_a_better_way_is_waited_for(ports):
     assert [one["result"] for one in found] == ["ok", "timeout"]
 
 
-def test_round_trips_large_messages_and_goodput_over_the_loopback(ports):
+def test_round_trip_and_goodput_are_measured_on_loopback(ports):
     way = target(ports["ephemeral"]) | {"udp": ports["udp"], "mtu": 1500}
     (trips,) = connectivity.round_trips([way], SECRET, repeats=12)
     assert len(trips) == 10
@@ -248,25 +246,25 @@ def test_the_path_mtu_is_the_largest_datagram_that_arrives(monkeypatch):
         assert connectivity._find_path_mtu(way, SECRET) == narrow
 
 
-def test_a_message_that_stands_still_is_told(monkeypatch):
+def test_stalled_large_message_is_reported(monkeypatch):
     monkeypatch.setattr(connectivity, "STALL_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         assert connectivity._send_large_message(target(silent.getsockname()[1]), SECRET, 1 << 24) == "stalled"
 
 
-def test_names_are_resolved_and_unknown_ones_are_none():
+def test_unknown_names_resolve_to_none():
     found = connectivity.resolve(["localhost", "no-such-host.invalid"])
     assert "127.0.0.1" in found["localhost"] or "::1" in found["localhost"]
     assert found["no-such-host.invalid"] is None
 
 
-def test_the_remote_folder_is_what_the_session_sends():
+def test_remote_folder_is_sent_by_session():
     assert (REMOTE_DIR / "facts.py").exists()
     assert Path(connectivity.__file__).parent == REMOTE_DIR
 
 
-def test_a_request_may_end_while_it_is_cancelled(monkeypatch):
+def test_cancel_tolerates_request_ending_meanwhile(monkeypatch):
     """Whoever asks twice, whether it runs and then for it, finds nothing the second time."""
 
     class Ending(dict):

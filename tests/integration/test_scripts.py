@@ -15,7 +15,7 @@ def last_words(code: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr.splitlines()
 
 
-def test_a_file_that_is_here_alone(tmp_path):
+def test_file_only_on_local_machine_gets_hint(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.bin").touch()
     lines = last_words("open('data/train.bin')")
@@ -33,7 +33,7 @@ def test_a_file_that_is_here_alone(tmp_path):
     assert "is on this machine, and not on b" in said
 
 
-def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
+def test_missing_module_gets_install_hint(tmp_path):
     lines = last_words("import no_such.part")
     assert script_failure_hint(lines, "b", str(tmp_path), fleet=True) == (
         "evener setup --with installs the package that has no_such on the hosts"
@@ -67,13 +67,13 @@ def test_a_module_that_is_not_installed_or_did_not_travel(tmp_path):
         "module parameters {device(type='cpu')}.",
     ],
 )
-def test_a_script_that_insists_on_a_gpu(line):
+def test_script_requiring_gpu_gets_hint(line):
     said = script_failure_hint(["Traceback", line, "ValueError: later"], "b", None, fleet=True)
     assert said is not None
     assert "asks for a GPU, and b has none" in said
 
 
-def test_a_script_that_ended_well_for_want_of_gpus():
+def test_clean_exit_for_lack_of_gpus_is_detected():
     """pytorch/examples' own line, and lines of healthy scripts."""
     line = "Unable to locate sufficient 2 gpus to run this example. Exiting."
     assert gpu_required_line(["begin", line, ""]) == line

@@ -55,19 +55,19 @@ def wheel(tmp_path_factory) -> Path:
 # -- evener's own wheel --
 
 
-def test_the_wheel_is_the_code_that_runs(wheel):
+def test_wheel_contains_running_code(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.endswith(".py")}
         assert archive.read("evener/core/fleet_file.py") == (ROOT / "src/evener/core/fleet_file.py").read_bytes()
     assert packed == {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/evener").rglob("*.py")}
 
 
-def test_its_hash_is_the_hash_of_what_is_installed(wheel):
+def test_wheel_hash_equals_installed_hash(wheel):
     assert content_hash(wheel) == remote.inspect_interpreter(sys.executable)["evener_hash"]
 
 
 @exhaustive
-def test_an_installed_evener_is_packed_again(wheel, tmp_path):
+def test_installed_evener_can_be_repackaged(wheel, tmp_path):
     """From a folder that looks as pip leaves it, without a source tree."""
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
@@ -92,7 +92,7 @@ def test_an_installed_evener_is_packed_again(wheel, tmp_path):
 # -- What a host needs --
 
 
-def test_versions_are_those_of_constraints(wheel):
+def test_versions_equal_constraints(wheel):
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     here = WheelTarget.from_interpreter(remote.inspect_interpreter(sys.executable), wants_cuda=False)
@@ -102,7 +102,7 @@ def test_versions_are_those_of_constraints(wheel):
     assert {name: canonical.get(name) for name in found} == found
 
 
-def test_platforms():
+def test_wheel_platforms_match_target():
     assert target().platforms()[0] == "manylinux_2_36_x86_64"
     assert "manylinux2014_x86_64" in target().platforms()
     assert target(("", "")).platforms()[:2] == ["musllinux_1_2_x86_64", "musllinux_1_1_x86_64"]
@@ -130,7 +130,7 @@ def tiny_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
 
 
 @exhaustive
-def test_what_only_that_host_needs_is_read_from_the_wheels(tmp_path, monkeypatch):
+def test_target_only_dependencies_are_read_from_wheels(tmp_path, monkeypatch):
     """As torch's build for CUDA needs packages that its build for processors does not."""
     shop = tmp_path / "shop"
     shop.mkdir()
@@ -173,7 +173,7 @@ def base_of(monkeypatch, folder: Path, preferred: list[str]) -> dict[str, Any]:
     return remote.inspect_setup(str(folder / "work"), preferred=preferred)["base"]
 
 
-def test_which_python_makes_the_venv(tmp_path, monkeypatch):
+def test_suitable_python_is_chosen_for_venv(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     script(folder, "python3", '[[3, 9, 2], true, "/usr/bin/python3"]')
     script(folder, "python3.14", "a shim of a version that is not there")
@@ -197,7 +197,7 @@ def test_which_python_makes_the_venv(tmp_path, monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_why_no_venv_can_be_made(session, wheel, base, check, text, hint):
+def test_failed_venv_creation_gives_reason(session, wheel, base, check, text, hint):
     ours = EvenerWheel(wheel=wheel, version="0", hash="0")
     one = _HostInstaller(session, HostConfig(address="local"), ours, lambda *_: None, [], sends_wheels=False)
     with pytest.raises(HostError, match=text) as caught:
@@ -206,7 +206,7 @@ def test_why_no_venv_can_be_made(session, wheel, base, check, text, hint):
     assert hint in caught.value.hint
 
 
-def test_what_pip_left_half_installed_does_not_count(tmp_path):
+def test_half_installed_package_does_not_count(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
     [site] = (tmp_path / "v/lib").glob("python*/site-packages")
     for name, whole in (("rich", True), ("torch", False)):
@@ -231,7 +231,7 @@ def session():
     opened.close()
 
 
-def test_one_setup_at_a_time(session, tmp_path):
+def test_only_one_setup_runs_at_a_time(session, tmp_path):
     other = open_session("other", HostConfig(address="local"))
     assert other.call("venv_setup", "lock_setup", workdir=str(tmp_path)) is None
     assert re.match(r"process \d+, which began at ", session.call("venv_setup", "lock_setup", workdir=str(tmp_path)))
@@ -239,7 +239,7 @@ def test_one_setup_at_a_time(session, tmp_path):
     assert session.call("venv_setup", "lock_setup", workdir=str(tmp_path)) is None
 
 
-def test_this_environment_needs_nothing(tmp_path):
+def test_current_environment_needs_no_setup(tmp_path):
     fleet = Fleet(hosts={"here": HostConfig(address="local", workdir=str(tmp_path))})
     found = run_setup(fleet)["here"]
     assert found.summary.startswith("here: nothing to do: torch 2")
@@ -247,7 +247,7 @@ def test_this_environment_needs_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_python_that_is_no_venv_is_left_alone_and_one_is_made_of_it(tmp_path):
+def test_non_venv_python_is_unchanged_and_used_to_create_venv(tmp_path):
     base = f"{sys.base_prefix}/bin/python3"
     found = remote.inspect_setup(str(tmp_path), python=base)
     assert (found["python"], found["is_own"], found["now"]["is_venv"]) == (base, False, False)
@@ -271,7 +271,7 @@ def run_setup(fleet: Fleet) -> dict[str, Any]:
             one.close()
 
 
-def test_the_verb_names_each_host(tmp_path):
+def test_setup_reports_each_host(tmp_path):
     (tmp_path / "fleet.toml").write_text(
         '[hosts.here]\naddress = "local"\n[hosts.gone]\naddress = "127.0.0.1"\nport = 1\n'
     )
@@ -290,11 +290,11 @@ def test_the_verb_names_each_host(tmp_path):
     assert 'did you mean "here"?' in done.stderr
 
 
-def test_a_target_is_plain_data():
+def test_target_round_trips_as_json():
     assert msgspec.json.decode(msgspec.json.encode(target()), type=WheelTarget) == target()
 
 
-def test_what_a_script_needs_is_read_as_pip_reads_it(tmp_path):
+def test_requirements_are_parsed_like_pip(tmp_path):
     file = tmp_path / "requirements.txt"
     file.write_text("# all of it\nhumanize >= 4  # sizes\n\ntiktoken[extra]==0.8 ; python_version > '3'\n")
     asked = parse_requirements(["datasets", str(file)])

@@ -92,7 +92,7 @@ FILES = st.dictionaries(PATH, st.tuples(st.binary(max_size=3000), st.booleans())
 @given(files=FILES)
 @example(files={})
 @example(files={("same",): (b"x", False), ("too",): (b"x", True), ("dir", "empty"): (b"", False)})
-def test_every_tree_arrives_and_comes_back_byte_for_byte(session, files):
+def test_every_tree_round_trips_byte_for_byte(session, files):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "project")
         root.mkdir()
@@ -118,7 +118,7 @@ def test_every_tree_arrives_and_comes_back_byte_for_byte(session, files):
 # -- Sending --
 
 
-def test_what_is_there_is_not_sent_again(session, tmp_path, work):
+def test_existing_files_are_not_sent_again(session, tmp_path, work):
     root = write(tmp_path / "p", {"a.py": b"1", "big": noise(3 * MB), "b.py": b"2"})
     first = send_to_host(session, work, describe_project(root))
     assert first.sent_bytes == 3 * MB + 2
@@ -130,7 +130,7 @@ def test_what_is_there_is_not_sent_again(session, tmp_path, work):
     assert Path(first.path, "a.py").read_bytes() == b"1"
 
 
-def test_all_hosts_at_once(tmp_path):
+def test_files_are_sent_to_all_hosts_at_once(tmp_path):
     fleet = Fleet(hosts={name: HostConfig(address="local", workdir=str(tmp_path / name)) for name in ("a", "b")})
     sessions = {name: open_session(name, host) for name, host in fleet.hosts.items()}
     told: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
@@ -149,7 +149,7 @@ def test_all_hosts_at_once(tmp_path):
         assert all(done <= total == 5 * MB + 1 for done, total in told[name])
 
 
-def test_a_killed_copy_goes_on_at_the_byte_where_it_stopped(session, tmp_path, work):
+def test_interrupted_copy_resumes_at_last_byte(session, tmp_path, work):
     size = 24 * MB + 12345
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(size)}))
     killed = open_session("here", HostConfig(address="local"))
@@ -172,7 +172,7 @@ def test_a_killed_copy_goes_on_at_the_byte_where_it_stopped(session, tmp_path, w
     assert not parts(work)
 
 
-def test_a_bad_part_is_thrown_away(session, tmp_path, work):
+def test_corrupt_partial_file_is_discarded(session, tmp_path, work):
     size = 5 * MB
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(size)}))
     digest = tree.files["train.bin"].digest
@@ -183,14 +183,14 @@ def test_a_bad_part_is_thrown_away(session, tmp_path, work):
     assert arrived.sent_bytes == size
 
 
-def test_a_part_that_is_too_long_is_of_use(session, tmp_path, work):
+def test_oversized_partial_file_is_reused(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(2 * MB)}))
     digest = tree.files["train.bin"].digest
     write(Path(work), {f"blobs/{digest}.x.part": noise(2 * MB) + b"and more"})
     assert send_to_host(session, work, tree).sent_bytes == 0
 
 
-def test_two_senders_at_once(tmp_path, work):
+def test_two_senders_can_send_same_file(tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(24 * MB), "small": b"x" * 1000}))
     sessions = [open_session(f"s{number}", HostConfig(address="local")) for number in range(4)]
     gate, found, errors = threading.Barrier(4), [], []
@@ -217,7 +217,7 @@ def test_two_senders_at_once(tmp_path, work):
     assert len(list(Path(work, "trees").iterdir())) == 2  # the tree and its list
 
 
-def test_a_sender_that_stands_still_stops_nobody(session, tmp_path, work):
+def test_stalled_sender_does_not_block_others(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(3 * MB)}))
     digest = tree.files["train.bin"].digest
     stuck = open_session("stuck", HostConfig(address="local"))
@@ -233,7 +233,7 @@ def test_a_sender_that_stands_still_stops_nobody(session, tmp_path, work):
     assert not parts(work)
 
 
-def test_chunks_that_overtake_each_other_are_put_in_order(session, tmp_path, work):
+def test_out_of_order_chunks_are_ordered(session, tmp_path, work):
     content = noise(2 * MB)
     digest = describe_data(write(tmp_path / "d", {"x": content})).files["x"].digest
     session.call("content_store", "find_missing_blobs", workdir=work, digests={digest: 2 * MB}, tree="x")
@@ -250,7 +250,7 @@ def test_chunks_that_overtake_each_other_are_put_in_order(session, tmp_path, wor
 
 
 @pytest.mark.parametrize("size", [100, 3 * MB])
-def test_a_file_that_changes_meanwhile_is_an_error(session, tmp_path, work, size):
+def test_file_changed_during_send_is_an_error(session, tmp_path, work, size):
     root = write(tmp_path / "p", {"a": noise(size), "b": b"2"})
     tree = describe_project(root)
     (root / "a").write_bytes(noise(size, seed=1))
@@ -261,7 +261,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(session, tmp_path, work, size
     assert Path(send_to_host(session, work, describe_project(root)).path, "a").read_bytes() == noise(size, seed=1)
 
 
-def test_a_tree_that_a_program_changed_is_made_anew(session, tmp_path, work):
+def test_tree_changed_by_program_is_recreated(session, tmp_path, work):
     """Modes stop an ordinary user; root, who trains on rented machines, only the check."""
     root = write(tmp_path / "p", {"a.py": b"1", "sub/b.py": b"2"})
     path = Path(send_to_host(session, work, describe_project(root)).path)
@@ -276,7 +276,7 @@ def test_a_tree_that_a_program_changed_is_made_anew(session, tmp_path, work):
     assert (path / "a.py").read_bytes() == b"1"
 
 
-def test_data_changed_through_its_hard_link_is_sent_again(session, tmp_path, work):
+def test_data_changed_through_hard_link_is_sent_again(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(2 * MB), "val.bin": b"1"}))
     path = Path(send_to_host(session, work, tree).path)
     assert (path / "train.bin").stat().st_nlink == 2
@@ -287,7 +287,7 @@ def test_data_changed_through_its_hard_link_is_sent_again(session, tmp_path, wor
     assert (path / "train.bin").read_bytes() == noise(2 * MB)
 
 
-def test_an_interrupted_tree_is_completed(session, tmp_path, work):
+def test_incomplete_tree_is_completed(session, tmp_path, work):
     root = write(tmp_path / "p", {f"{number}.py": b"%d" % number for number in range(20)})
     path = Path(send_to_host(session, work, describe_project(root)).path)
     shutil.rmtree(path)
@@ -295,14 +295,14 @@ def test_an_interrupted_tree_is_completed(session, tmp_path, work):
     assert contents(path) == contents(root)
 
 
-def test_a_full_disk_is_told_before_anything_is_sent(session, work):
+def test_full_disk_is_reported_before_sending(session, work):
     tree = FileTree({"train.bin": TreeFile(Path("nowhere"), "0" * 64, 10**15)})
     with pytest.raises(HostError, match=r"here: its disk is full: 2000\.0 TB to store") as caught:
         send_to_host(session, work, tree)
     assert (caught.value.check, caught.value.host) == ("disk.full", "here")
 
 
-def test_no_path_leads_out_of_a_tree(session, tmp_path, work):
+def test_path_outside_tree_is_refused(session, tmp_path, work):
     file = write(tmp_path, {"a": b"1"}) / "a"
     for name in ("../a", "/etc/a", "x/../../a", ""):
         with pytest.raises(HostError, match="not a path inside a folder"):
@@ -310,7 +310,7 @@ def test_no_path_leads_out_of_a_tree(session, tmp_path, work):
     assert not list(Path(work, "trees").iterdir())
 
 
-def test_a_workdir_that_cannot_be_made(session, tmp_path):
+def test_invalid_workdir_is_reported(session, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(HostError, match="Not a directory") as caught:
         send_to_host(session, str(tmp_path / "file/work"), describe_files({}))
@@ -320,7 +320,7 @@ def test_a_workdir_that_cannot_be_made(session, tmp_path):
 # -- Fetching --
 
 
-def test_a_file_comes_back(session, tmp_path):
+def test_file_is_fetched(session, tmp_path):
     write(tmp_path, {"there/model.safetensors": noise(3 * MB)})
     arrived = fetch(session, str(tmp_path / "there/model.safetensors"), tmp_path / "model")
     assert (tmp_path / "model").read_bytes() == noise(3 * MB)
@@ -331,7 +331,7 @@ def test_a_file_comes_back(session, tmp_path):
         fetch(session, str(tmp_path / "nowhere"), tmp_path / "back")
 
 
-def test_an_interrupted_fetch_goes_on(session, tmp_path):
+def test_interrupted_fetch_resumes(session, tmp_path):
     root = write(tmp_path / "there", {"state.json": b"{}", "sub/model": noise(24 * MB), "other": noise(2 * MB)})
     (root / "link").symlink_to("sub/model")
     killed = open_session("here", HostConfig(address="local"))
@@ -360,7 +360,7 @@ def git(root: Path, *args: str) -> None:
     subprocess.run(["git", "-C", str(root), *who, *args], check=True, capture_output=True)
 
 
-def test_git_says_what_is_code(tmp_path):
+def test_git_decides_which_files_are_code(tmp_path):
     root = write(
         tmp_path / "p",
         {
@@ -382,14 +382,14 @@ def test_git_says_what_is_code(tmp_path):
     assert {"library/mine.py", "library/.gitignore"} & set(describe_project(root).files) == {"library/mine.py"}
 
 
-def test_without_git_everything_is_code_but_what_can_be_made_again(tmp_path):
+def test_without_git_generated_folders_are_excluded(tmp_path):
     names = ["train.py", "a b/c.py", ".git2/x", "a b/.hidden", "runs/x", "a b/runs/x", "v/pyvenv.cfg", "v/bin/python"]
     root = write(tmp_path / "p", dict.fromkeys(names, b""))
     os.mkfifo(root / "pipe")
     assert set(describe_project(root).files) == {"train.py", "a b/c.py", "a b/runs/x"}
 
 
-def test_links(tmp_path, session, work):
+def test_links_inside_project_are_kept(tmp_path, session, work):
     root = write(tmp_path / "p", {"a/x.py": b"1", "b/y.py": b"2"})
     (root / "b/up").symlink_to("../a/x.py")
     (root / "folder").symlink_to("a")
@@ -406,7 +406,7 @@ def test_links(tmp_path, session, work):
 
 
 @pytest.mark.parametrize("to", ["/etc/passwd", "../outside", "..", "/nowhere"])
-def test_a_link_that_leads_out_is_refused(tmp_path, to):
+def test_link_out_of_project_is_refused(tmp_path, to):
     root = write(tmp_path / "p", {"a": b"1"})
     (root / "out").symlink_to(to)
     with pytest.raises(UsageError, match=r"/p/out is a link that leads out of the project") as caught:
@@ -414,7 +414,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path, to):
     assert "--data" in caught.value.hint
 
 
-def test_data_behind_a_link_travels(tmp_path):
+def test_data_behind_link_is_sent(tmp_path):
     write(tmp_path, {"disk/train.bin": b"12", "data/val.bin": b"3"})
     (tmp_path / "data/train.bin").symlink_to("../disk/train.bin")
     tree = describe_data(tmp_path / "data")
@@ -424,7 +424,7 @@ def test_data_behind_a_link_travels(tmp_path):
         describe_data(tmp_path / "data")
 
 
-def test_too_much_code_is_refused_by_name(tmp_path):
+def test_oversized_code_is_refused_by_name(tmp_path):
     root = write(
         tmp_path / "p", {"x.py": b"1" * 10, "ckpt/1.pt": b"1" * 3000, "ckpt/2.pt": b"1" * 1000, "m": b"1" * 50}
     )
@@ -448,13 +448,13 @@ def test_a_large_file_is_hashed_once(tmp_path, monkeypatch):
         describe_data(root)
 
 
-def test_a_file_just_written_is_not_remembered(tmp_path):
+def test_just_written_file_hash_is_not_cached(tmp_path):
     root = write(tmp_path / "d", {"train.bin": noise(2 * MB)})
     describe_data(root)
     assert not (tmp_path / "cache/evener/digests.json").exists()
 
 
-def test_the_chunks_are_what_the_tests_assume():
+def test_chunk_size_is_as_tests_assume():
     assert CHUNK_BYTES == MB
 
 
@@ -467,7 +467,7 @@ def test_the_chunks_are_what_the_tests_assume():
         {"path": "a"},
     ],
 )
-def test_what_a_host_tells_of_its_files_leads_nowhere_else(session, tmp_path, entry):
+def test_host_file_listing_cannot_escape_folder(session, tmp_path, entry):
     with pytest.raises(HostError, match="it sent an invalid file entry"):
         fetch(session, str(tmp_path), tmp_path / "back", listing=[entry])
     assert not (tmp_path / "back").exists()

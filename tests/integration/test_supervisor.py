@@ -115,7 +115,7 @@ def python(code: str, *args: str) -> list[str]:
     return [sys.executable, "-c", code, *args]
 
 
-def test_status_and_output_come_back(session: Session, tmp_path: Path) -> None:
+def test_status_and_output_are_returned(session: Session, tmp_path: Path) -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); print('unended', end=''); sys.exit(7)"
     started = Started(session, tmp_path / "run", python(code))
     state = started.wait()
@@ -124,7 +124,7 @@ def test_status_and_output_come_back(session: Session, tmp_path: Path) -> None:
     assert started.processes() == []
 
 
-def test_a_program_that_is_not_there_is_named(session: Session, tmp_path: Path) -> None:
+def test_missing_program_is_named(session: Session, tmp_path: Path) -> None:
     started = Started(session, tmp_path / "run", ["/no/such/program"])
     assert started.wait()["status"] == 127
     assert b"/no/such/program: No such file" in started.printed()["E"]
@@ -144,7 +144,7 @@ def test_arguments_and_environment_arrive_unchanged(
 
 @settings(max_examples=num_examples(5, 15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chunks=st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=300)), max_size=20))
-def test_logs_are_complete_to_the_byte(
+def test_logs_are_complete_byte_for_byte(
     session: Session, tmp_path_factory: pytest.TempPathFactory, chunks: list[tuple[int, bytes]]
 ) -> None:
     code = "import os, sys\nfor fd, text in eval(sys.argv[1]): os.write(fd, text)"
@@ -154,7 +154,7 @@ def test_logs_are_complete_to_the_byte(
     assert started.printed() == expected
 
 
-def test_rank_logs_are_taken_over_whole(session: Session, tmp_path: Path) -> None:
+def test_rank_logs_are_copied_completely(session: Session, tmp_path: Path) -> None:
     """Ranks write files of their own, as torchrun's --redirects has it; 20 MB of it, and a death without farewell."""
     code = """if True:
         import os, sys
@@ -212,7 +212,7 @@ def test_a_killed_supervisor_leaves_no_process(tree: Started) -> None:
     assert tree.wait()["lost"] == "the supervisor was killed"
 
 
-def test_supervisor_and_guard_killed_at_once(tree: Started) -> None:
+def test_run_without_supervisor_and_guard_can_be_stopped(tree: Started) -> None:
     """The run goes on, and nobody is left who could end it: its processes are found by their mark."""
     assert "unwatched" not in tree.session.call("run_control", "status", run=str(tree.run))
     tree.kill()
@@ -224,7 +224,7 @@ def test_supervisor_and_guard_killed_at_once(tree: Started) -> None:
     assert "unwatched" not in last
 
 
-def test_ranks_are_asked_first_and_may_save(session: Session, tmp_path: Path) -> None:
+def test_ranks_get_sigterm_first_and_save_before_exit(session: Session, tmp_path: Path) -> None:
     """SIGTERM reaches the program's children, which end in order; the program ends by itself."""
     rank = "import signal, sys, time; signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0))); " \
            "print('ready', flush=True); time.sleep(600)"  # fmt: skip
@@ -246,7 +246,7 @@ RANK_ITSELF = """if True:
 """
 
 
-def test_a_program_that_is_a_rank_itself(session: Session, tmp_path: Path) -> None:
+def test_program_that_is_a_rank_is_treated_as_rank(session: Session, tmp_path: Path) -> None:
     """It has a rank's log, is asked like a rank, and its end is a rank's failure."""
     asked = Started(session, tmp_path / "asked", python(RANK_ITSELF), grace_s=600.0, is_rank=True)
     wait_until(lambda: (tmp_path / "asked/logs/here.4.log").exists() and b"ready" in asked.printed("here.4")["O"])
@@ -273,7 +273,7 @@ def test_an_attached_run_ends_with_its_launcher(session: Session, tmp_path: Path
     assert started.processes() == []
 
 
-def test_who_asks_twice_waits_for_nobody(session: Session, tmp_path: Path) -> None:
+def test_second_stop_does_not_wait(session: Session, tmp_path: Path) -> None:
     """A rank that hears nothing, as one that is stuck in the kernel."""
     started = Started(session, tmp_path / "run", python(RANK_ITSELF), grace_s=600.0, is_rank=True)
     wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
@@ -284,7 +284,7 @@ def test_who_asks_twice_waits_for_nobody(session: Session, tmp_path: Path) -> No
     assert (last["signal"], last["stopped"], last["left"]) == ("SIGKILL", True, [])
 
 
-def test_the_connection_may_go(tmp_path: Path) -> None:
+def test_run_survives_loss_of_its_connection(tmp_path: Path) -> None:
     """The session that started the run is killed; the run is not."""
     first = open_session("here", HostConfig(address="local"))
     started = Started(first, tmp_path / "run", python("import time; print('a', flush=True); time.sleep(1); print('b')"))
@@ -299,7 +299,7 @@ def test_the_connection_may_go(tmp_path: Path) -> None:
 SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
 
 
-def test_a_run_that_is_alive_is_not_started_again(session: Session, tmp_path: Path) -> None:
+def test_running_run_is_not_started_again(session: Session, tmp_path: Path) -> None:
     first = Started(session, tmp_path / "run", python(SLEEP))
     before = {path: path.read_bytes() for path in (tmp_path / "run/host").iterdir() if path.is_file()}
     with pytest.raises(RemoteError, match="this run is running here already"):
@@ -309,7 +309,7 @@ def test_a_run_that_is_alive_is_not_started_again(session: Session, tmp_path: Pa
     first.stop()
 
 
-def test_stop_needs_no_state(session: Session, tmp_path: Path) -> None:
+def test_stop_works_without_state_file(session: Session, tmp_path: Path) -> None:
     """The lock itself says who looks after the run."""
     started = Started(session, tmp_path / "run", python(SLEEP))
     (tmp_path / "run/host/state.json").unlink()
@@ -317,9 +317,7 @@ def test_stop_needs_no_state(session: Session, tmp_path: Path) -> None:
     assert started.processes() == []
 
 
-def test_a_supervisor_that_stands_still_is_killed(
-    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stalled_supervisor_is_killed(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = Started(session, tmp_path / "run", python(SLEEP), grace_s=0.2)
     os.kill(started.state["supervisor"], signal.SIGSTOP)
     monkeypatch.setattr(run_control, "KILL_TIMEOUT_S", 0.05)
@@ -329,7 +327,7 @@ def test_a_supervisor_that_stands_still_is_killed(
     assert started.processes() == []
 
 
-def test_a_supervisor_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_that_does_not_start_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_control, "START_TIMEOUT_S", 0.3)
     with pytest.raises(RuntimeError, match="did not start"):
         run_control.start(str(tmp_path / "run"), {"id": "never"}, "import time; time.sleep(600)")
@@ -337,7 +335,7 @@ def test_a_supervisor_that_does_not_begin_is_killed(tmp_path: Path, monkeypatch:
                 if str(tmp_path / "run") in (process.info["cmdline"] or [])]  # fmt: skip
 
 
-def test_the_roster_is_there_before_the_program_begins(session: Session, tmp_path: Path) -> None:
+def test_roster_exists_before_program_starts(session: Session, tmp_path: Path) -> None:
     reads = "import sys; sys.exit(open('roster.json').read() != '{}')"
     spec = {"id": "roster", "host": "here", "first_rank": 0, "argv": python(reads), "cwd": str(tmp_path / "run"),
             "env": {}, "grace_s": 0}  # fmt: skip
@@ -348,7 +346,7 @@ def test_the_roster_is_there_before_the_program_begins(session: Session, tmp_pat
     assert session.call("run_control", "status", run=str(tmp_path / "run"))["status"] == 0
 
 
-def test_leftovers_of_one_run_are_not_those_of_another(session: Session, tmp_path: Path) -> None:
+def test_leftover_processes_of_other_run_are_not_killed(session: Session, tmp_path: Path) -> None:
     """Both supervisors descend from the process that serves the session."""
     other = Started(session, tmp_path / "other", python(SLEEP))
     started = Started(session, tmp_path / "run", python(SLEEP))
@@ -376,7 +374,7 @@ EARLIER = b"".join(b"earlier %d\n" % i for i in range(5000)) + b"unended"
 LATER = b"".join(b"later %d\n" % i for i in range(3)) + b"unended"
 
 
-def test_a_killed_supervisor_loses_no_line(session: Session, tmp_path: Path) -> None:
+def test_killed_supervisor_loses_no_log_line(session: Session, tmp_path: Path) -> None:
     """Its guard reads on; a start after it does not read the same lines again."""
     run = str(tmp_path / "run")
     started = Started(session, tmp_path / "run", python(RANK, run, "5000", "earlier", "stay"))
@@ -388,7 +386,7 @@ def test_a_killed_supervisor_loses_no_line(session: Session, tmp_path: Path) -> 
     assert started.printed("here.4")["O"] == EARLIER + LATER
 
 
-def test_what_nobody_read_is_read_at_the_next_start(session: Session, tmp_path: Path) -> None:
+def test_unread_log_is_read_at_next_start(session: Session, tmp_path: Path) -> None:
     """The guard is killed, too, some lines are in the log, and the last of them is cut."""
     run = str(tmp_path / "run")
     started = Started(session, tmp_path / "run", python(RANK, run, "5000", "earlier", "stay"))
@@ -409,7 +407,7 @@ def test_what_nobody_read_is_read_at_the_next_start(session: Session, tmp_path: 
     prints=st.lists(st.tuples(st.sampled_from(["stdout.log", "stderr.log"]), st.binary(max_size=40)), max_size=20),
     part=st.floats(0, 1),
 )
-def test_any_log_that_was_cut_is_completed(
+def test_truncated_log_is_completed(
     tmp_path_factory: pytest.TempPathFactory, prints: list[tuple[str, bytes]], part: float
 ) -> None:
     """Wherever the supervisor was when it was killed, even within a line."""
@@ -439,7 +437,7 @@ def test_any_log_that_was_cut_is_completed(
     assert unstamped(log.read_bytes()[len(earlier) :]) == expected
 
 
-def test_a_run_may_begin_as_soon_as_it_has_ended(session: Session, tmp_path: Path) -> None:
+def test_run_can_restart_as_soon_as_it_ended(session: Session, tmp_path: Path) -> None:
     """Its supervisor keeps the lock a little longer than the state says."""
     Started(session, tmp_path / "run", python("")).wait()
     supervisors = os.open(tmp_path / "run/host/lock", os.O_RDONLY)
@@ -448,7 +446,7 @@ def test_a_run_may_begin_as_soon_as_it_has_ended(session: Session, tmp_path: Pat
     assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
 
 
-def test_a_program_without_ranks_is_asked_itself(session: Session, tmp_path: Path) -> None:
+def test_program_without_ranks_is_signalled_itself(session: Session, tmp_path: Path) -> None:
     """As while it imports torch: there is nobody to wait for."""
     started = Started(session, tmp_path / "run", python(SLEEP), grace_s=600.0)
     started.wait_printed(b"ready")
@@ -458,7 +456,7 @@ def test_a_program_without_ranks_is_asked_itself(session: Session, tmp_path: Pat
     assert (last["status"], last["signal"], last["stopped"]) == (-signal.SIGTERM, "SIGTERM", True)
 
 
-def test_ranks_that_begin_late_are_asked_too(session: Session, tmp_path: Path) -> None:
+def test_late_ranks_are_signalled_too(session: Session, tmp_path: Path) -> None:
     code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {SLEEP!r}])"
     started = Started(session, tmp_path / "run", python(code), grace_s=600.0)
     started.wait_printed(b"ready")
@@ -468,7 +466,7 @@ def test_ranks_that_begin_late_are_asked_too(session: Session, tmp_path: Path) -
     assert (last["status"], last["stopped"]) == (0, True)
 
 
-def test_what_sigkill_does_not_end_is_told(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unkillable_process_is_reported(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(supervisor, "processes_of", lambda run_id, ancestor: [os.getpid(), 4_999_999])
     assert supervisor.end_all("hangs") == [4_999_999]
@@ -480,7 +478,7 @@ def test_what_sigkill_does_not_end_is_told(session: Session, tmp_path: Path, mon
     assert started.stop()["left"] == []
 
 
-def test_a_progress_bar_is_in_the_log_while_it_moves(session: Session, tmp_path: Path) -> None:
+def test_progress_bar_is_logged_while_it_moves(session: Session, tmp_path: Path) -> None:
     code = "import sys, time; sys.stderr.write('\\r 1%'); print('ready', flush=True); time.sleep(600)"
     started = Started(session, tmp_path / "run", python(code))
     started.wait_printed(b"ready")
@@ -488,7 +486,7 @@ def test_a_progress_bar_is_in_the_log_while_it_moves(session: Session, tmp_path:
     started.stop()
 
 
-def test_a_line_without_end_is_written_in_parts(tmp_path: Path) -> None:
+def test_endless_line_is_written_in_parts(tmp_path: Path) -> None:
     log = supervisor.TimestampedLog(str(tmp_path / "log"))
     for _ in range(300_000):
         log.add("O", b"\r")
@@ -500,13 +498,13 @@ def test_a_line_without_end_is_written_in_parts(tmp_path: Path) -> None:
     assert [LINE.fullmatch(line)[1] for line in content.split(b"\n")[:-1]] == [b"o"] * 4 + [b"O", b"o"]  # type: ignore[index]
 
 
-def test_a_folder_that_is_not_there_is_named(session: Session, tmp_path: Path) -> None:
+def test_missing_folder_is_named(session: Session, tmp_path: Path) -> None:
     started = Started(session, tmp_path / "run", python(""), cwd=tmp_path / "gone")
     assert started.wait()["status"] == 127
     assert f"{tmp_path / 'gone'}: No such file".encode() in started.printed()["E"]
 
 
-def test_looking_at_a_run_disturbs_nobody(session: Session, tmp_path: Path) -> None:
+def test_reading_run_status_does_not_block_start_or_stop(session: Session, tmp_path: Path) -> None:
     """While somebody looks, a run that has ended stays ended, and one can be started."""
     Started(session, tmp_path / "run", python("")).wait()
     look = os.open(tmp_path / "run/host/lock", os.O_RDONLY)
@@ -517,7 +515,7 @@ def test_looking_at_a_run_disturbs_nobody(session: Session, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("content", ["", '{"state": "run', "\0\0\0"])
-def test_a_damaged_state_is_that_of_a_lost_run(session: Session, tmp_path: Path, content: str) -> None:
+def test_damaged_state_counts_as_lost_run(session: Session, tmp_path: Path, content: str) -> None:
     run = tmp_path / "runs/one"
     Started(session, run, python("")).wait()
     wait_until(lambda: not run_control._is_supervised(str(run / "host")))
@@ -528,13 +526,13 @@ def test_a_damaged_state_is_that_of_a_lost_run(session: Session, tmp_path: Path,
     assert session.call("run_control", "status", run=str(tmp_path / "runs/never")) is None
 
 
-def test_a_state_that_goes_while_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_removed_during_status_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter([{"state": "running"}, None])
     monkeypatch.setattr(run_control, "_read_state", lambda folder: next(states))
     assert run_control.status(str(tmp_path)) is None
 
 
-def test_signals_have_names(session: Session, tmp_path: Path) -> None:
+def test_signals_are_named(session: Session, tmp_path: Path) -> None:
     """Their numbers differ between systems."""
     failures = [{"rank": 4, "exitcode": -signal.SIGUSR1}, {"rank": 5, "exitcode": 1}, {"rank": 6, "exitcode": -63}]
     told = "os.write(int(os.environ['EVENER_FAILURES']), sys.argv[1].encode())"
@@ -544,7 +542,7 @@ def test_signals_have_names(session: Session, tmp_path: Path) -> None:
     assert [one["signal"] for one in state["failures"]] == ["SIGUSR1", None, "signal 63"]
 
 
-def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
     names = ("step-1000000", "step-000100", "step-999999", "step-000200.tmp", "step-x", "step-7", "best", "step-000300")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -557,7 +555,7 @@ def test_checkpoints_stand_in_order(tmp_path: Path) -> None:
     assert [(file["path"], file["size"]) for file in found[0]["files"]][1] == ("state.json~", 5)
 
 
-def test_the_table_of_connections_is_read_where_something_was_sent_again_or_is_stuck(
+def test_connection_table_is_read_only_on_retransmits_or_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or now and then: it takes the kernel milliseconds. Lines as of proc(5): 10.77.0.2 does not acknowledge 256 bytes,
@@ -588,7 +586,7 @@ def test_the_table_of_connections_is_read_where_something_was_sent_again_or_is_s
         assert bool(read) == is_read
 
 
-def test_the_kernel_says_how_many_segments_were_sent_again() -> None:
+def test_retransmit_count_matches_nstat() -> None:
     """As nstat reads it, which belongs to iproute2."""
     if shutil.which("nstat") is None:
         pytest.skip("no nstat")

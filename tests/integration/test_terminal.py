@@ -53,7 +53,7 @@ def fits(text, whole, columns):
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
 @pytest.mark.parametrize("form", PLANS)
-def test_a_plan_decides_in_any_terminal(place, form, columns):
+def test_plan_verdict_is_shown_at_any_width(place, form, columns):
     text = ESCAPE.sub("", in_terminal("plan", *PLANS[form], columns=columns, cwd=place))
     fits(text, piped("plan", *PLANS[form], cwd=place), columns)
     words = " ".join(text.split())
@@ -67,7 +67,7 @@ def test_a_plan_decides_in_any_terminal(place, form, columns):
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
-def test_a_simulation_decides_in_any_terminal(place, columns):
+def test_scale_verdict_is_shown_at_any_width(place, columns):
     text = ESCAPE.sub("", in_terminal("plan", *SCALE, columns=columns, cwd=place))
     fits(text, piped("plan", *SCALE, cwd=place), columns)
     head = next(line.split() for line in text.splitlines() if line.startswith("ranks"))
@@ -77,7 +77,7 @@ def test_a_simulation_decides_in_any_terminal(place, columns):
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
-def test_runs_have_a_line_each(place, columns):
+def test_each_run_has_one_line(place, columns):
     text = ESCAPE.sub("", in_terminal("runs", columns=columns, cwd=place))
     whole = piped("runs", cwd=place)
     fits(text, whole, columns)
@@ -87,12 +87,12 @@ def test_runs_have_a_line_each(place, columns):
         assert re.search(rf"^{run} +{row}$", whole, re.M)
 
 
-def test_columns_says_how_wide_the_reader_of_a_pipe_is(place):
+def test_columns_variable_sets_pipe_width(place):
     assert in_pipe("runs", cwd=place, COLUMNS="60") == in_terminal("runs", columns=60, cwd=place, TERM="dumb")
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
-def test_drills_are_listed_whole(columns):
+def test_drill_list_is_not_truncated(columns):
     text = ESCAPE.sub("", in_terminal("lab", "drill", "--list", columns=columns))
     fits(text, piped("lab", "drill", "--list"), columns)
     assert re.search(r"^net.rendezvous-loopback-name +b ↔ a", text, re.M)
@@ -101,7 +101,7 @@ def test_drills_are_listed_whole(columns):
 PREPARE = ("data", "verbs", "--sentences", "3000", "--force", "--out")  # draws bars while it works
 
 
-def test_a_terminal_gets_colour_unless_it_is_not_wanted(tmp_path):
+def test_terminal_output_has_color_unless_disabled(tmp_path):
     assert COLOUR.search(in_terminal(*PREPARE, tmp_path))
     for refused in ({"NO_COLOR": "1"}, {"NO_COLOR": "0"}, {"NO_COLOR": "1", "FORCE_COLOR": "1"}):
         text = in_terminal(*PREPARE, tmp_path, **refused)
@@ -110,7 +110,7 @@ def test_a_terminal_gets_colour_unless_it_is_not_wanted(tmp_path):
     assert COLOUR.search(in_terminal(*PREPARE, tmp_path, NO_COLOR=""))  # as no-color.org has it
 
 
-def test_a_dumb_terminal_gets_plain_lines(tmp_path, place):
+def test_dumb_terminal_gets_plain_text(tmp_path, place):
     for args in ((*PREPARE, tmp_path), ("plan", *WORDS), ("runs",), ("plan", "--help"), ("doctor", "--fleet", "local")):
         text = in_terminal(*args, columns=60, cwd=place, TERM="dumb")
         assert text.strip()
@@ -125,5 +125,5 @@ def test_a_pipe_gets_no_escape_codes(tmp_path, place):
         assert "\x1b" not in text
 
 
-def test_colour_can_be_forced_on_a_pipe():
+def test_color_can_be_forced_on_pipe():
     assert ESCAPE.search(in_pipe("plan", *WORDS, FORCE_COLOR="1"))

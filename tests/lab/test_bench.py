@@ -28,7 +28,9 @@ def bench(folder: Path, *args: object) -> dict:
     return json.loads(done.stdout)
 
 
-def test_hosts_alone_and_together_and_each_way_to_agree(make_lab: MakeLab, tmp_path: Path, corpus: Path) -> None:
+def test_fleet_bench_runs_single_hosts_combinations_and_strategies(
+    make_lab: MakeLab, tmp_path: Path, corpus: Path
+) -> None:
     file = tmp_path / "fleet.toml"
     lab = make_lab(file, a=HostSpec(), b=HostSpec())
     # What a probe would find, so that none is needed: b is the faster one.

@@ -34,7 +34,7 @@ KEEPER = "import sys, time; time.sleep(1000)"  # a process, called as it is told
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_night_is_one_fault_after_the_other_and_over_in_time(seed: int) -> None:
+def test_schedule_has_non_overlapping_faults_within_time(seed: int) -> None:
     events = schedule_faults(seed, 60, ["a", "b", "c"], FAULT_TABLE)
     assert events == schedule_faults(seed, 60, ["a", "b", "c"], FAULT_TABLE)
     assert len(events) > 20
@@ -44,7 +44,7 @@ def test_a_night_is_one_fault_after_the_other_and_over_in_time(seed: int) -> Non
     assert all(event.duration_s in (event.fault.durations_s or (0.0,)) for event in events)
 
 
-def test_chance_forgets_no_fault_and_no_host() -> None:
+def test_schedules_cover_every_fault_and_host() -> None:
     events = [event for seed in range(20) for event in schedule_faults(seed, 60, ["a", "b", "c"], FAULT_TABLE)]
     assert {event.fault.name for event in events} == set(FAULTS_BY_NAME)
     assert {event.host for event in events} == {"a", "b", "c"}
@@ -53,7 +53,7 @@ def test_chance_forgets_no_fault_and_no_host() -> None:
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts)  # five standard deviations
 
 
-def test_a_fault_that_nobody_knows() -> None:
+def test_unknown_fault_is_refused() -> None:
     with pytest.raises(UsageError, match="no fault is called powre: kill-rank, "):
         find_faults(["power", "powre"])
 
@@ -116,7 +116,7 @@ def is_broken(name: str, lab: EmulatedLab, host: LabHost, keepers: dict[str, int
 
 @exhaustive
 @pytest.mark.parametrize("name", FAULTS_BY_NAME)
-def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: EmulatedLab, name: str) -> None:
+def test_fault_has_stated_effect_and_leaves_no_trace(lab: EmulatedLab, name: str) -> None:
     if name == "half-speed" and not (cgroup.ROOT / "cpu").exists():
         pytest.skip("its quota lies elsewhere where cgroups are of version 2")
     host = lab.host("b")
@@ -141,7 +141,7 @@ def test_a_fault_does_what_its_row_says_and_leaves_nothing(lab: EmulatedLab, nam
             one.wait()
 
 
-def test_without_a_rate_a_limit_and_a_disk_of_its_own_a_host_can_only_be_ended(make_lab: MakeLab) -> None:
+def test_faults_needing_a_limit_or_disk_are_left_out_without_one(make_lab: MakeLab) -> None:
     """Least of all is this machine's disk filled."""
     able, left_out = split_supported(FAULT_TABLE, make_lab(a=HostSpec()))
     assert [row.name for row in left_out] == ["rate", "half-speed", "disk-full"]
@@ -149,7 +149,7 @@ def test_without_a_rate_a_limit_and_a_disk_of_its_own_a_host_can_only_be_ended(m
 
 
 @exhaustive
-def test_a_disk_outlives_the_power_of_its_host_and_not_the_lab(make_lab: MakeLab) -> None:
+def test_lab_disk_survives_power_off_but_not_lab_down(make_lab: MakeLab) -> None:
     lab = make_lab(a=HostSpec(disk="64MB"))
     host = lab.host("a")
     host.exec(["sh", "-c", "echo kept >~/file"])

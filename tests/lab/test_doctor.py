@@ -54,7 +54,7 @@ def changed(fleet: Fleet, name: str, **more: Any) -> Fleet:
     )
 
 
-def test_a_healthy_fleet_gives_no_finding_and_takes_the_wired_card(lab):
+def test_healthy_fleet_has_no_findings_and_uses_wired_interface(lab):
     found = look(fleet_of(lab), quick=False)
     assert told(found) == []
     assert {name: (way.interface, way.address) for name, way in found.interfaces.items()} == {
@@ -69,7 +69,7 @@ def test_a_healthy_fleet_gives_no_finding_and_takes_the_wired_card(lab):
         assert 0.5 * 125e6 < pair.goodput_Bps < 1.02 * 125e6  # a link of 1 Gbit/s
 
 
-def test_before_a_launch_it_is_quick(lab):
+def test_quick_doctor_takes_less_than_1_5_s(lab):
     fleet = fleet_of(lab)
     with connect(fleet) as (sessions, errors):
         took = [run_preflight(fleet, sessions, errors, quick=True).took_s / slowdown() for _ in range(5)]
@@ -77,7 +77,7 @@ def test_before_a_launch_it_is_quick(lab):
 
 
 @pytest.mark.parametrize(("name", "severity"), [("a", "error"), ("b", "warning")])
-def test_closed_ephemeral_ports_are_named_with_pair_and_direction(lab, name, severity):
+def test_closed_ephemeral_port_is_reported_with_pair_and_direction(lab, name, severity):
     """Gloo lets the greater address call: a's ports must be open, b's may be closed; see the test below."""
     host, peer = lab.host(name), "b" if name == "a" else "a"
     host.set_firewall(["tcp dport { 22, 29500 } accept", "meta l4proto { tcp, udp } drop"])
@@ -109,7 +109,7 @@ CALLS = ":[0-9A-F]{4} [0-9A-F]{8}:(?!733C|0016)[0-9A-F]{4} 02"  # of /proc/net/t
 
 
 @pytest.mark.parametrize("closed", ["a", *exhaustively("b")])
-def test_gloo_itself_connects_from_the_greater_address_to_the_smaller(lab, closed):
+def test_gloo_connects_from_greater_address_to_smaller(lab, closed):
     """What the severity of net.firewall rests on: with b's ephemeral ports closed a run starts, with a's it hangs."""
     lab.host(closed).set_firewall(["tcp dport { 22, 29500 } accept", "meta l4proto tcp drop"])
     env = [
@@ -149,7 +149,7 @@ def test_a_closed_rendezvous_port_is_named(lab):
         lab.host("a").set_firewall([])
 
 
-def test_two_hosts_that_cannot_hear_each_other_are_told_apart_from_a_firewall(lab):
+def test_mutually_unreachable_hosts_are_not_reported_as_firewall(lab):
     a, b = lab.host("a"), lab.host("b")
     try:
         a.set_firewall([f"ip saddr {b.address} drop"])
@@ -161,7 +161,7 @@ def test_two_hosts_that_cannot_hear_each_other_are_told_apart_from_a_firewall(la
         b.set_firewall([])
 
 
-def test_a_narrow_path_is_found_and_its_width_told(lab):
+def test_small_path_mtu_is_reported_with_its_size(lab):
     b = lab.host("b")
     b.set_mtu(1500, path_mtu=1400)
     try:
@@ -180,7 +180,7 @@ RATES = [
 
 
 @pytest.mark.parametrize(("rates", "check"), [RATES[1], *exhaustively(RATES[0], RATES[2])])
-def test_a_link_that_is_slow_lopsided_or_lossy_is_found(lab, rates, check):
+def test_slow_asymmetric_or_lossy_link_is_reported(lab, rates, check):
     b = lab.host("b")
     b.set_rate(**rates)
     try:
@@ -189,7 +189,7 @@ def test_a_link_that_is_slow_lopsided_or_lossy_is_found(lab, rates, check):
         b.set_rate("1Gbit")
 
 
-def test_the_cards_own_word_of_its_speed_counts(lab):
+def test_interface_link_speed_is_checked(lab):
     path = "/sys/class/net/eth0/speed"
     lab.host("b").override_file(path, "100\n")
     try:
@@ -198,7 +198,7 @@ def test_the_cards_own_word_of_its_speed_counts(lab):
         lab.host("b").override_file(path, None)
 
 
-def test_who_holds_the_rendezvous_port_is_named(lab):
+def test_process_holding_rendezvous_port_is_named(lab):
     code = "import socket, sys; s = socket.create_server(('', 29500)); print(1, flush=True); sys.stdin.read()"
     holder = lab.host("a").popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -211,7 +211,7 @@ def test_who_holds_the_rendezvous_port_is_named(lab):
         holder.wait()
 
 
-def test_a_rank_whose_launcher_died_is_stale_and_its_fix_ends_it(lab):
+def test_orphaned_rank_is_stale_and_its_fix_kills_it(lab):
     b = lab.host("b")
     b.exec(["sh", "-c", "echo 'import time; time.sleep(600)' > train.py"])
     start = f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=a setsid {sys.executable} train.py"
@@ -223,7 +223,7 @@ def test_a_rank_whose_launcher_died_is_stale_and_its_fix_ends_it(lab):
     wait_until(lambda: told(look(fleet_of(lab))) == [], "the fix did not end it")
 
 
-def test_torchrun_started_by_hand_over_ssh_is_attached(lab):
+def test_torchrun_started_over_ssh_is_reported_as_attached(lab):
     b = lab.host("b")
     b.exec(["sh", "-c", "echo 'import sys; sys.stdin.read()' > torchrun"])
     by_hand = subprocess.Popen(lab.ssh_argv("b", sys.executable, "torchrun", "--nnodes=2"), stdin=subprocess.PIPE)
@@ -248,7 +248,7 @@ HOSTS_FILES = [
 
 
 @pytest.mark.parametrize(("on", "name", "address", "expected"), HOSTS_FILES, ids=[row[3][0][0] for row in HOSTS_FILES])
-def test_names_that_mislead_torchrun_are_found(lab, on, name, address, expected):
+def test_misleading_host_names_are_reported(lab, on, name, address, expected):
     host = lab.host(on)
     before = host.exec(["cat", "/etc/hosts"]).stdout
     lines = [line for line in before.splitlines() if line.split()[-1] != name]
@@ -272,7 +272,7 @@ FLEETS = [
 
 
 @pytest.mark.parametrize(("more", "expected"), FLEETS, ids=[next(iter(row[0].items()))[1] for row in FLEETS])
-def test_what_the_fleet_file_gets_wrong_is_found(lab, more, expected):
+def test_wrong_fleet_file_entries_are_reported(lab, more, expected):
     if more == {"interface": "tailscale0"}:
         found = look(changed(fleet_of(lab), "b", **more))
         assert ("net.overlay", "warning", "b", None) in told(found)
@@ -281,13 +281,13 @@ def test_what_the_fleet_file_gets_wrong_is_found(lab, more, expected):
     assert told(look(changed(fleet_of(lab), "b", **more))) == expected
 
 
-def test_one_machine_under_two_names_is_found(lab):
+def test_one_host_under_two_names_is_reported(lab):
     fleet = fleet_of(lab)
     twice = msgspec.structs.replace(fleet, hosts=fleet.hosts | {"c": fleet.hosts["b"]})
     assert ("rank.duplicate", "error", "c", "b") in told(look(twice))
 
 
-def test_wireless_little_memory_and_debians_hostname(make_lab):
+def test_wireless_low_memory_and_loopback_hostname_are_reported(make_lab):
     lab = make_lab(a=HostSpec(loopback_hostname=True), b=HostSpec(interface="wlan0", memory="700MB"))
     try:
         assert set(told(look(fleet_of(lab)))) == {
@@ -299,7 +299,7 @@ def test_wireless_little_memory_and_debians_hostname(make_lab):
         lab.down()
 
 
-def test_hosts_that_are_off_cost_one_time_out_and_the_others_are_examined(make_lab):
+def test_offline_hosts_cost_one_timeout_in_total(make_lab):
     lab, off = make_lab(**{name: HostSpec() for name in "abcdefgh"}), "cdefgh"
     try:
         for name in off:
@@ -345,7 +345,7 @@ def evener(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
                           check=False)  # fmt: skip
 
 
-def test_the_verb_prints_a_table_and_the_fix_and_its_status_tells(lab, tmp_path):
+def test_doctor_prints_table_and_fix_and_sets_exit_status(lab, tmp_path):
     command = [str(Path(sys.executable).parent / "evener"), "doctor", "--quick", "--fleet", str(lab.state.fleet_file)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

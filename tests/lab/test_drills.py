@@ -91,7 +91,7 @@ def left(drill: Drill, seen: DrillDiagnosis) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*LIVE, *exhaustively(*(name for name in DRILLS if name not in LIVE))])
-def test_it_is_named_and_mended(name: str, request: pytest.FixtureRequest) -> None:
+def test_drill_fault_is_named_and_fixed(name: str, request: pytest.FixtureRequest) -> None:
     [drill] = possible(name)
     is_run = drill in OF_RUNS
     with DrillRun(drill) as play:
@@ -127,13 +127,13 @@ def compare_with_record(play: DrillRun, drill: Drill, *, writes: bool) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="which firewall there is only root may ask")
-def test_every_fix_is_typed_as_it_stands_or_listed() -> None:
+def test_every_drill_fix_is_run_or_listed_as_untyped() -> None:
     assert MANUAL_FIX_REASONS.keys() == {
         drill.name for drill in DRILLS.values() if drill.fix is not None and drill not in OF_RUNS
     }
 
 
-def test_every_id_has_a_drill_or_a_reason() -> None:
+def test_every_check_has_a_drill_or_a_reason() -> None:
     covered = {drill.check for drill in DRILLS.values()}
     assert covered | UNSUPPORTED_CHECKS.keys() == set(LISTED.split())
     assert not covered & UNSUPPORTED_CHECKS.keys()
@@ -153,7 +153,7 @@ def patient(name: str) -> Drill:
 class TestWithoutEvener:
     """That the symptom is real: torchrun by hand, on the broken lab and on the mended one."""
 
-    def test_a_firewall_is_silence(self) -> None:
+    def test_firewall_fault_hangs_without_doctor(self) -> None:
         with DrillRun(patient("net.firewall")) as play:
             play.inject_fault()
             said = [line for told in play.reproduce_manually().values() for line in summarize_output(told)]
@@ -165,13 +165,13 @@ class TestWithoutEvener:
             to_its_end = dataclasses.replace(raw, idle_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
             assert "rank 1: 1 + 2 = 3" in summarize_output(play.context.run_manually(to_its_end)["b"])
 
-    def test_a_narrow_way_lets_small_messages_pass(self) -> None:
+    def test_small_mtu_passes_small_messages_only(self) -> None:
         with DrillRun(patient("net.mtu")) as play:
             play.inject_fault()
             said = play.reproduce_manually()["a"].lines  # after a while an error, too
             assert [line for line in said if line.startswith("rank 0: ")] == ["rank 0: 1 + 2 = 3"]
 
-    def test_a_loopback_name_is_cryptic(self) -> None:
+    def test_loopback_name_error_is_cryptic_without_doctor(self) -> None:
         with DrillRun(patient("net.loopback-hostname")) as play:
             play.inject_fault()
             said = "\n".join(line for told in play.reproduce_manually().values() for line in summarize_output(told))
@@ -196,7 +196,7 @@ class TestWithoutEvener:
     ],
     ids=" + ".join,
 )
-def test_faults_at_once_are_all_named(names: tuple[str, ...]) -> None:
+def test_simultaneous_faults_are_all_named(names: tuple[str, ...]) -> None:
     drills = possible(*names)
     with DrillRun(*drills) as play:
         play.inject_fault()
@@ -218,7 +218,7 @@ def once(call: Callable[..., Any], function: str) -> Callable[..., Any]:
 @exhaustive
 @pytest.mark.parametrize("hosts", [{"a": HostSpec(), "b": HostSpec()}, dict.fromkeys("abc", HostSpec(rate="1Gbit"))],
                          ids=["two", "three at 1 Gbit"])  # fmt: skip
-def test_a_healthy_fleet_is_left_alone(hosts: dict[str, HostSpec]) -> None:
+def test_healthy_fleet_has_no_findings_in_repeated_runs(hosts: dict[str, HostSpec]) -> None:
     """Ten looks at each of two fleets, goodput and all, while another test works on the same cores."""
     healthy = dataclasses.replace(DRILLS["net.slow-link"], fault=[], hosts=hosts)
     with DrillRun(healthy) as play:
@@ -236,7 +236,7 @@ def evener_argv(*args: str) -> list[str]:
 
 
 class TestTheCommandLine:
-    def test_four_steps(self) -> None:
+    def test_drill_prints_four_steps(self) -> None:
         done = subprocess.run(evener_argv("net.unresolvable", "--short"), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         for text in ("1  the fault", "on b: sed -i", "3  with evener", "warning: net.unresolvable  b ↔ a",
@@ -244,7 +244,7 @@ class TestTheCommandLine:
             assert text in done.stdout
 
     @exhaustive
-    def test_json(self) -> None:
+    def test_drill_prints_json(self) -> None:
         done = subprocess.run(
             evener_argv("env.ineffective-nccl", "--short", "--json"), capture_output=True, text=True, check=False
         )
@@ -252,18 +252,18 @@ class TestTheCommandLine:
         assert (told["named"], told["mended"], told["left"]) == (True, True, [])
         assert told["expected"] == {"check": "env.ineffective", "host": "b", "peer": None}
 
-    def test_the_list_says_what_is_not_possible(self) -> None:
+    def test_drill_list_marks_impossible_ones(self) -> None:
         done = subprocess.run(evener_argv("--list", "--json"), capture_output=True, text=True, check=True)
         told = json.loads(done.stdout)
         assert len(told["drills"]) == len(DRILLS) >= 18
         assert {one["check"] for one in told["not_possible"]} == UNSUPPORTED_CHECKS.keys()
 
-    def test_what_is_not_named_is_exit_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_unnamed_fault_exits_with_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
         nothing_broken = dataclasses.replace(DRILLS["net.unresolvable"], fault=[])
         assert _run_one(nothing_broken, short=True, as_json=False) == 1
         assert "not named" in capsys.readouterr().out
 
-    def test_unknown_names(self) -> None:
+    def test_unknown_drill_name_is_refused(self) -> None:
         with pytest.raises(UsageError) as raised:
             find_drill("net.firewal")
         assert raised.value.hint.startswith('did you mean "net.firewall')
@@ -289,12 +289,12 @@ class TestTheCommandLine:
         assert labs() == []
 
 
-def test_a_fix_that_is_no_command_is_not_run() -> None:
+def test_fix_that_is_not_a_command_is_not_run() -> None:
     with pytest.raises(Exception, match="is not a command"):
         parse_fix("plug a cable into b")
 
 
-def test_the_gist_of_a_traceback_is_its_error() -> None:
+def test_traceback_summary_is_its_error_line() -> None:
     lines = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "x.py", line 1',
              "[rank1]: RuntimeError: Connection closed by peer", "torch.ChildFailedError:", "====="]  # fmt: skip
     assert summarize_output(ManualOutput(command="x", lines=lines, status=1, took_s=1.0)) == [

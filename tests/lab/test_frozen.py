@@ -54,7 +54,7 @@ def keepers_on(host: LabHost) -> list[int]:
 
 
 @exhaustive
-def test_a_stopped_rank_is_named_and_when_it_goes_on_nothing_was_lost(fleet: Fleet, corpus: Path) -> None:
+def test_stopped_rank_is_named_and_resumes_without_loss(fleet: Fleet, corpus: Path) -> None:
     with running(fleet, corpus, "runs/frozen") as watcher:
         pid = rank_on(fleet.lab.host("b"))
         os.kill(pid, signal.SIGSTOP)
@@ -78,7 +78,7 @@ def fleet_pid(pid: int) -> int:
 
 
 @exhaustive
-def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet: Fleet, corpus: Path) -> None:
+def test_rank_blocked_in_own_code_is_named_with_line(fleet: Fleet, corpus: Path) -> None:
     """A loop of somebody's own that reads what nobody writes, on one of two hosts."""
     (fleet.folder / "wait.py").write_text(
         "import os, sys, torch, evener; torch.manual_seed(0)\n"
@@ -107,7 +107,7 @@ def test_a_rank_that_waits_for_something_of_its_own_is_named_with_its_line(fleet
 
 
 @exhaustive
-def test_ranks_that_wait_for_each_other_are_named_with_the_lines_in_which_they_do(fleet: Fleet) -> None:
+def test_deadlocked_ranks_are_named_with_lines(fleet: Fleet) -> None:
     """A loop of somebody's own whose ranks exchange different things."""
     (fleet.folder / "cross.py").write_text(
         "import sys, torch, torch.distributed as dist, evener; torch.manual_seed(0)\n"
@@ -138,7 +138,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_the_lines_in_which_they_d
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )
-def test_a_rank_that_the_kernel_took_for_its_memory(fleet: Fleet, corpus: Path) -> None:
+def test_rank_killed_for_memory_is_named(fleet: Fleet, corpus: Path) -> None:
     with memory_of(2_000_000) as group, running(fleet, corpus, "runs/oom") as watcher:
         (group / "cgroup.procs").write_text(str(rank_on(fleet.lab.host("b"))))
         assert watcher.wait() == 1
@@ -165,9 +165,7 @@ def memory_of(num_bytes: int) -> Iterator[Path]:
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )
-def test_where_hosts_come_and_go_it_comes_back_with_half_as_many_sequences_at_a_time(
-    fleet: Fleet, corpus: Path
-) -> None:
+def test_rank_killed_for_memory_rejoins_with_half_micro_batch(fleet: Fleet, corpus: Path) -> None:
     run = fleet.rundir("runs/half")
     with memory_of(2_000_000) as group, running(fleet, corpus, "runs/half", "100000", "--membership", "live"):
         (group / "cgroup.procs").write_text(str(rank_on(fleet.lab.host("b"))))
@@ -183,7 +181,7 @@ def test_where_hosts_come_and_go_it_comes_back_with_half_as_many_sequences_at_a_
 
 
 @exhaustive
-def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) -> None:
+def test_full_disk_is_reported_in_one_sentence(fleet: Fleet, corpus: Path) -> None:
     a = fleet.lab.host("a")
     a.exec(["sh", "-ec", "mkdir -p ~/.evener; mount -t tmpfs -o size=400M tmpfs ~/.evener"])
     try:
@@ -201,7 +199,7 @@ def test_a_disk_that_fills_up_is_told_in_a_sentence(fleet: Fleet, corpus: Path) 
 
 
 @exhaustive
-def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, corpus: Path) -> None:
+def test_run_with_killed_supervisors_finishes(fleet: Fleet, corpus: Path) -> None:
     with running(fleet, corpus, "runs/kept", "60", "--checkpoint-every", "0") as watcher:
         for host in fleet.lab.hosts:
             keepers = keepers_on(host)
@@ -215,7 +213,7 @@ def test_a_run_whose_keepers_were_killed_goes_on_and_ends_well(fleet: Fleet, cor
     assert run.checkpoint_steps() == [60]
 
 
-def test_a_host_whose_supervisor_and_agent_are_killed_at_once_comes_back(fleet: Fleet, corpus: Path) -> None:
+def test_host_with_killed_supervisor_and_agent_rejoins(fleet: Fleet, corpus: Path) -> None:
     """Its rank would wait for a word that never comes: it ends with its agent."""
     run = fleet.rundir("runs/both")
     with running(fleet, corpus, "runs/both", "100000", "--membership", "live") as watcher:

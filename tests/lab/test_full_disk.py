@@ -23,7 +23,7 @@ FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--thre
 
 
 @pytest.mark.parametrize(("full", "words_fit"), [("a", False), ("c", False), ("a", True)])
-def test_whose_disk_is_full_the_others_do_without_until_there_is_room(
+def test_host_with_full_disk_leaves_and_rejoins_when_space_is_free(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, full: str, words_fit: bool
 ) -> None:
     """Also where its agent can still write down what it says, and only checkpoints do not fit."""

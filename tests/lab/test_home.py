@@ -40,7 +40,7 @@ def ended(fleet: Fleet, name: str) -> None:
 
 
 @exhaustive
-def test_of_a_run_that_nobody_followed_all_is_here_when_its_hosts_are_gone(
+def test_detached_run_is_fully_fetched_and_usable_without_hosts(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
     """Fetched in pieces, by programs that are killed; then written with, verified and gone on with, without a host."""
@@ -77,7 +77,7 @@ def test_of_a_run_that_nobody_followed_all_is_here_when_its_hosts_are_gone(
 
 
 @exhaustive
-def test_what_a_run_saves_comes_home_while_it_is_followed(fleet: Fleet, corpus: Path) -> None:
+def test_checkpoints_are_fetched_while_run_is_followed(fleet: Fleet, corpus: Path) -> None:
     every = ["--checkpoint-every", "5", "--keep", "1"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *every, "--out", "runs/seen", "--detach")
     watcher, seen = fleet.start("logs", "-f", "runs/seen"), fleet.rundir("runs/seen")
@@ -93,7 +93,7 @@ def test_what_a_run_saves_comes_home_while_it_is_followed(fleet: Fleet, corpus: 
     assert f"weights: runs/seen/checkpoints/step-{seen.last_saved_step():06d}" in done.stderr
 
 
-def test_a_run_that_failed_says_where_it_goes_on_from_and_goes_on_here_and_there(fleet: Fleet, corpus: Path) -> None:
+def test_failed_run_says_where_to_resume_and_resumes_locally_and_on_fleet(fleet: Fleet, corpus: Path) -> None:
     every = ["--checkpoint-every", "2", "--keep", "1", "--membership", "fixed"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *every, "--out", "runs/dead", "--detach")
     told = fleet.there("runs/dead", "a") / "events.jsonl"
@@ -132,7 +132,7 @@ if os.environ["RANK"] == "0":
 
 
 @exhaustive
-def test_what_a_script_writes_is_found_by_the_next_and_comes_home(fleet: Fleet) -> None:
+def test_script_outputs_persist_on_host_and_are_fetched(fleet: Fleet) -> None:
     project = fleet.folder / "project"
     (project / "sub").mkdir(parents=True)
     for name, text in (("write.py", SCRIPT), ("tracked.txt", "mine\n"), ("sub/gone.py", ""), ("z.py", "")):
@@ -163,7 +163,7 @@ def test_what_a_script_writes_is_found_by_the_next_and_comes_home(fleet: Fleet) 
 
 
 @exhaustive
-def test_a_file_that_did_not_travel_is_named(fleet: Fleet) -> None:
+def test_file_not_sent_is_named(fleet: Fleet) -> None:
     project = fleet.folder / "project"
     (project / "data").mkdir(parents=True)
     (project / "data" / "train.bin").write_bytes(b"12345")
@@ -183,7 +183,7 @@ def test_a_file_that_did_not_travel_is_named(fleet: Fleet) -> None:
 
 
 @exhaustive
-def test_a_script_that_joins_has_its_records_in_the_run_directory_of_its_launch(fleet: Fleet) -> None:
+def test_joined_script_records_go_to_launch_run_directory(fleet: Fleet) -> None:
     shutil.copy(EXAMPLES / "own_loop.py", fleet.folder)
     flags = ["--batch", "64", "--steps", "6", "--threads", "1"]
     for name, more in (("runs/own", []), ("runs/named", ["--out", "runs/of-its-own"])):

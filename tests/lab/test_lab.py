@@ -126,7 +126,7 @@ def evener_cli(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 class TestAHost:
-    def test_it_has_a_name_processes_and_files_of_its_own(self, pair: EmulatedLab) -> None:
+    def test_host_has_own_name_processes_and_files(self, pair: EmulatedLab) -> None:
         for host in pair.hosts:
             assert host.exec(["hostname"]).stdout == f"{host.name}\n"
             assert host.exec(["cat", "/etc/hostname"]).stdout == f"{host.name}\n"
@@ -139,12 +139,12 @@ class TestAHost:
         assert len(inside) < 20  # its own alone, whatever their numbers
         assert os.getpid() not in inside
 
-    def test_it_knows_every_host_by_name(self, pair: EmulatedLab) -> None:
+    def test_hosts_resolve_each_other_by_name(self, pair: EmulatedLab) -> None:
         for host in pair.hosts:
             named = python(host, "import socket; print(*[socket.gethostbyname(n) for n in ('a', 'b')])")
             assert named == "10.77.0.1 10.77.0.2"
 
-    def test_its_etc_is_its_own_to_change(self, pair: EmulatedLab) -> None:
+    def test_host_etc_can_be_changed(self, pair: EmulatedLab) -> None:
         before = Path("/etc/hosts").read_bytes()
         a, b = pair.hosts
         a.exec(["sed", "-i", "$a 10.9.9.9 elsewhere", "/etc/hosts"])  # replaces the file, which a bind mount forbids
@@ -152,7 +152,7 @@ class TestAHost:
         assert "elsewhere" not in b.exec(["cat", "/etc/hosts"]).stdout
         assert Path("/etc/hosts").read_bytes() == before
 
-    def test_ipv4_and_ipv6_reach_it(self, pair: EmulatedLab) -> None:
+    def test_host_is_reachable_by_ipv4_and_ipv6(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         assert python(a, CONNECT, b.address, 22) == ANSWERED
         assert python(a, CONNECT, b.address6, 22) == ANSWERED
@@ -167,7 +167,7 @@ class TestAHost:
             a.exec(["sleep", "60"], timeout_s=1)
         wait_until(lambda: len(a.pids()) == 2, "sleep is still there")
 
-    def test_a_face_lies_over_a_file(self, pair: EmulatedLab) -> None:
+    def test_file_content_can_be_overlaid_on_one_host(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         speed = "/sys/class/net/eth0/speed"
         real = a.exec(["cat", speed]).stdout
@@ -178,7 +178,7 @@ class TestAHost:
         a.override_file(speed, None)
         assert a.exec(["cat", speed]).stdout == real
 
-    def test_killing_its_first_process_ends_all_of_it(self, make_lab: MakeLab) -> None:
+    def test_killing_init_ends_host(self, make_lab: MakeLab) -> None:
         lab = make_lab(a=HostSpec(), b=HostSpec())
         a, b = lab.hosts
         a.popen(["sleep", "600"])
@@ -193,7 +193,7 @@ class TestAHost:
 
 
 class TestSsh:
-    def test_the_fleet_file_is_all_that_ssh_needs(self, pair: EmulatedLab) -> None:
+    def test_fleet_file_suffices_for_ssh(self, pair: EmulatedLab) -> None:
         fleet = tomllib.loads(Path(pair.state.fleet_file or "").read_text())["hosts"]
         assert set(fleet) == {"a", "b"}
         assert set(fleet["a"]) == {"address", "user", "identity_file", "ssh_options", "python"}
@@ -203,7 +203,7 @@ class TestSsh:
         assert path.split(":")[0] == "/usr/local/sbin"
         assert path.split(":")[-1] == "/bin"
 
-    def test_a_terminal_is_to_be_had(self, pair: EmulatedLab) -> None:
+    def test_ssh_allocates_a_terminal(self, pair: EmulatedLab) -> None:
         assert ssh(pair, "a", "tty", "-tt").stdout.strip() == "/dev/pts/0"
 
     def test_a_changed_host_key_is_refused(self, pair: EmulatedLab, tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ class TestSsh:
         assert done.returncode == 255
         assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.stderr
 
-    def test_its_traffic_crosses_the_link(self, pair: EmulatedLab) -> None:
+    def test_ssh_traffic_crosses_the_link(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         before = a.interface_counters()
         assert len(ssh(pair, "a", "head -c 3000000 /dev/zero").stdout) == 3_000_000
@@ -222,7 +222,7 @@ class TestSsh:
         assert 3_000_000 < sent < 3_300_000
 
     @exhaustive
-    def test_a_pulled_cable_cuts_it(self, pair: EmulatedLab) -> None:
+    def test_link_down_cuts_connection(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         a.set_link_up(False)
         done = ssh(pair, "a", "true")
@@ -240,7 +240,7 @@ class TestTheLink:
             host.set_rate(rate)
         assert_rate(pair.host("a"), pair.host("b"), rate)
 
-    def test_each_direction_has_its_own(self, pair: EmulatedLab) -> None:
+    def test_each_direction_has_its_own_rate(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         b.set_rate(None)
         a.set_rate(up="50Mbit", down="400Mbit")
@@ -248,7 +248,7 @@ class TestTheLink:
         assert_rate(b, a, "400Mbit")
         a.set_rate(None)
 
-    def test_the_kernel_counts_what_is_sent(self, pair: EmulatedLab) -> None:
+    def test_interface_counters_count_sent_bytes(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         before_a, before_b, resent_before = a.interface_counters(), b.interface_counters(), resent_segments(a)
         goodput_bps(a, b, 20_000_000)
@@ -262,7 +262,7 @@ class TestTheLink:
         assert abs(received / sent - 1) < 0.01
 
     @exhaustive
-    def test_a_policer_drops_what_a_queue_would_hold(self, pair: EmulatedLab) -> None:
+    def test_policer_drops_packets_that_a_queue_would_hold(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
 
         def resent() -> int:
@@ -278,14 +278,14 @@ class TestTheLink:
         assert by_policer > 1000  # of 6,900
         assert by_policer > 5 * by_queue
 
-    def test_mtu(self, pair: EmulatedLab) -> None:
+    def test_mtu_can_be_set(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         a.set_mtu(1400)
         assert a.exec(["cat", "/sys/class/net/eth0/mtu"]).stdout == "1400\n"
         a.set_mtu(1500)
 
     @exhaustive
-    def test_large_packets_vanish_on_a_narrow_path(self, pair: EmulatedLab) -> None:
+    def test_large_packets_are_dropped_on_narrow_path(self, pair: EmulatedLab) -> None:
         a, b = pair.hosts
         a.set_mtu(1500, path_mtu=1400)
         assert ssh(pair, "a", "head -c 100000 /dev/zero | wc -c").stdout == "100000\n"  # the desk knows the narrow way
@@ -319,7 +319,7 @@ class TestTheLink:
             server.wait()
         wait_until(lambda: len(a.pids()) == len(b.pids()) == 2, "a killed program runs on in its host")
 
-    def test_a_firewall_that_nft_refuses_costs_one_line(self, pair: EmulatedLab) -> None:
+    def test_invalid_firewall_rule_is_a_one_line_error(self, pair: EmulatedLab) -> None:
         with pytest.raises(EvenerError, match=r"host a: .*nft -f -: exit status 1") as raised:
             pair.host("a").set_firewall(["tpc dport 22 drop"])
         assert "tpc" in raised.value.output
@@ -335,7 +335,7 @@ def limited(make_lab: MakeLab) -> EmulatedLab:
 
 class TestLimits:
     @pytest.mark.parametrize("way", ["ssh", *exhaustively("exec")])
-    def test_a_busy_loop_gets_its_share(self, limited: EmulatedLab, way: str) -> None:
+    def test_busy_loop_gets_its_cpu_share(self, limited: EmulatedLab, way: str) -> None:
         half, free = limited.host("half"), limited.host("free")
         argv = half.argv([sys.executable, "-c", BUSY]) if way == "exec" else limited.ssh_argv(
             "half", f"{sys.executable} -c '{BUSY}'")  # fmt: skip
@@ -347,14 +347,14 @@ class TestLimits:
         share, others = tries[-1]  # where this machine is busy nobody gets half a core, but each gets the same
         assert 0.9 * min(0.5, others) < share < 0.55, tries
 
-    def test_a_host_sees_what_it_may_use(self, limited: EmulatedLab) -> None:
+    def test_host_sees_its_usable_cores(self, limited: EmulatedLab) -> None:
         cores = "from evener.core.host_info import usable_cores; print(usable_cores())"
         everything = len(os.sched_getaffinity(0))
         found = {host.name: int(python(host, cores)) for host in limited.hosts}
         assert found == {"half": 1, "pinned": 1, "free": everything}
         assert ssh(limited, "pinned", "nproc").stdout == "1\n"
 
-    def test_memory_ends_where_it_is_said_to(self, limited: EmulatedLab) -> None:
+    def test_memory_limit_is_enforced(self, limited: EmulatedLab) -> None:
         done = limited.host("half").exec([sys.executable, "-c", "bytearray(b'x') * 300_000_000"], check=False)
         assert done.returncode != 0
         assert limited.host("free").exec([sys.executable, "-c", "bytearray(b'x') * 300_000_000"]).returncode == 0
@@ -367,7 +367,7 @@ def decoys(make_lab: MakeLab) -> EmulatedLab:
 
 
 class TestDecoys:
-    def test_they_look_like_the_real_ones(self, decoys: EmulatedLab) -> None:
+    def test_decoy_interfaces_look_real(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         found = {one["ifname"]: one for one in json.loads(a.exec(["ip", "-json", "-details", "address"]).stdout)}
         assert set(found) == {"lo", "eth0", "docker0", "tun0", "wlan0"}
@@ -381,7 +381,7 @@ class TestDecoys:
         assert python(a, "import os; print(os.path.isdir('/sys/class/net/wlan0/wireless'))") == "True"
         assert a.exec(["cat", "/sys/class/net/wlan0/operstate"]).stdout == "up\n"
 
-    def test_the_overlay_carries_traffic_over_the_link(self, decoys: EmulatedLab) -> None:
+    def test_overlay_traffic_crosses_the_link(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
@@ -390,7 +390,7 @@ class TestDecoys:
         assert a.interface_counters().tx_bytes - before > 2_000_000
         assert a.interface_counters("tun0").tx_bytes > 2_000_000
 
-    def test_the_second_link_carries_traffic_beside_it(self, decoys: EmulatedLab) -> None:
+    def test_second_link_carries_traffic(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
@@ -399,7 +399,7 @@ class TestDecoys:
         assert a.interface_counters().tx_bytes - before < 100_000
         assert a.interface_counters("wlan0").tx_bytes > 2_000_000
 
-    def test_debians_loopback_hostname(self, decoys: EmulatedLab) -> None:
+    def test_loopback_hostname_resolves_like_debian(self, decoys: EmulatedLab) -> None:
         assert python(decoys.host("a"), "import socket; print(socket.gethostbyname('a'))") == "127.0.1.1"
         assert python(decoys.host("b"), "import socket; print(socket.gethostbyname('a'))") == "10.77.0.1"
 
@@ -439,7 +439,7 @@ class TestNothingStays:
         assert take_down(lab.name) is False
 
     @exhaustive
-    def test_a_killed_lab_is_cleaned_by_the_next_of_its_name(self, make_lab: MakeLab, tmp_path: Path) -> None:
+    def test_killed_lab_is_cleaned_by_next_of_same_name(self, make_lab: MakeLab, tmp_path: Path) -> None:
         lab = make_lab(a=HostSpec(cpus=1), b=HostSpec())
         with pytest.raises(EvenerError, match=f"lab {lab.name} is up already: a, b"):
             EmulatedLab.up(LabSpec(name=lab.name))
@@ -450,7 +450,7 @@ class TestNothingStays:
         again.down()
         assert traces(again) == []
 
-    def test_a_lab_whose_maker_was_killed_is_cleaned(self, make_lab: MakeLab, tmp_path: Path) -> None:
+    def test_lab_of_killed_creator_is_cleaned(self, make_lab: MakeLab, tmp_path: Path) -> None:
         name = f"test-{os.getpid()}-half"
         code = f"from evener.lab.emulated_lab import *\nLab.up(LabSpec(name={name!r}))"
         maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
@@ -464,7 +464,7 @@ class TestNothingStays:
         assert state.find_processes(path) == []
 
     @exhaustive
-    def test_a_lab_that_another_evener_made_is_ended(self, make_lab: MakeLab, tmp_path: Path) -> None:
+    def test_lab_of_other_evener_version_is_ended(self, make_lab: MakeLab, tmp_path: Path) -> None:
         """From another checkout, or another version's folder: its processes run another file."""
         shutil.copytree(Path(evener.__file__).parent, tmp_path / "evener", ignore=shutil.ignore_patterns("__pycache__"))
         name = f"test-{os.getpid()}-other"
@@ -476,7 +476,7 @@ class TestNothingStays:
         lab.down()
         wait_until(lambda: not any(alive(pid) for pid in pids), "a process runs on")
 
-    def test_a_lab_that_fails_half_way_leaves_nothing(self, make_lab: MakeLab) -> None:
+    def test_failed_lab_start_leaves_nothing(self, make_lab: MakeLab) -> None:
         name = f"test-{os.getpid()}-fails"
         with pytest.raises(EvenerError, match="nft"):
             EmulatedLab.up(LabSpec(name=name, hosts={"a": HostSpec(cpus=1, firewall=("nonsense",))}))
@@ -505,7 +505,7 @@ class TestWithoutRoot:
                 return SimpleNamespace(argv=argv)
         pytest.skip(f"user {uid} can reach no Python of this version with evener's packages")
 
-    def test_a_lab_works_all_the_same(self, user: SimpleNamespace) -> None:
+    def test_lab_works_without_root(self, user: SimpleNamespace) -> None:
         tunnels = ["tun0"] if Path("/dev/net/tun").stat().st_mode & 0o006 == 0o006 else []  # may anybody make one here?
         code = """
 import json, os, subprocess, sys
@@ -553,7 +553,7 @@ print(json.dumps(found | {"left": lab.path.exists()}))
 class TestCgroupV2:
     """No machine of ours has it alone: a folder stands for it."""
 
-    def test_limits_are_written_where_the_kernel_reads_them(self, tmp_path: Path) -> None:
+    def test_cgroup_limits_are_written(self, tmp_path: Path) -> None:
         (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids")
         procs = cgroup.make("lab", "a", 0.5, 10**9, root=tmp_path)
         group = tmp_path / "evener-lab" / "lab" / "a"
@@ -563,34 +563,34 @@ class TestCgroupV2:
         assert (tmp_path / "evener-lab" / "cgroup.subtree_control").read_text() == "+memory"
         assert (tmp_path / "cgroup.subtree_control").read_text() == "cpu memory pids"  # not ours to change
 
-    def test_a_machine_that_hands_out_no_cpu_is_told_how(self, tmp_path: Path) -> None:
+    def test_missing_cpu_controller_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "cgroup.subtree_control").write_text("memory")
         with pytest.raises(EvenerError, match="host a: this machine's cgroups do not enable the cpu controller"):
             cgroup.make("lab", "a", 0.5, None, root=tmp_path)
 
 
 class TestAMachineThatLacksSomething:
-    def test_programs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_programs_are_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")
         monkeypatch.setattr(lab_requirements, "PATH", "/nowhere")
         with pytest.raises(EvenerError, match="a lab needs sshd, nft, not found here") as raised:
             lab_requirements.find_programs("sshd", "nft")
         assert raised.value.hint == "apt install nftables openssh-server"
 
-    def test_pyroute2(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_pyroute2_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab_requirements.importlib.util, "find_spec", lambda name: None)
         with pytest.raises(EvenerError, match="a lab needs pyroute2") as raised:
             lab_requirements.check_machine(LabSpec())
         assert raised.value.hint == "pip install 'evener[lab]'"
 
-    def test_linux(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_non_linux_machine_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lab_requirements.sys, "platform", "darwin")
         with pytest.raises(EvenerError, match="a lab needs Linux namespaces; this is darwin"):
             lab_requirements.check_machine(LabSpec())
 
 
 class TestTheCommandLine:
-    def test_up_status_exec_down(self, make_lab: MakeLab, tmp_path: Path) -> None:
+    def test_lab_up_status_exec_and_down_succeed(self, make_lab: MakeLab, tmp_path: Path) -> None:
         name = f"test-{os.getpid()}-cli"
         made = evener_cli("lab", "up", "--name", name, "--names", "x,y", "--rate", "1Gbit", cwd=tmp_path)
         assert made.returncode == 0, made.stderr
@@ -624,7 +624,7 @@ class TestTheCommandLine:
             (["status", "nosuch"], "no lab is called nosuch"),
         ],
     )
-    def test_bad_input_costs_one_line(self, args: list[str], says: str, tmp_path: Path) -> None:
+    def test_invalid_lab_input_is_a_one_line_error(self, args: list[str], says: str, tmp_path: Path) -> None:
         done = evener_cli("lab", *args, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
@@ -633,7 +633,7 @@ class TestTheCommandLine:
         assert done.stdout == ""
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_persons_own_file_is_not_overwritten(self, tmp_path: Path) -> None:
+    def test_user_file_is_not_overwritten(self, tmp_path: Path) -> None:
         (tmp_path / "lab.toml").write_text("[hosts.mine]\n")
         done = evener_cli("lab", "up", cwd=tmp_path)
         assert done.returncode == 2
@@ -642,7 +642,7 @@ class TestTheCommandLine:
 
 
 class TestTheSpec:
-    def test_defaults_and_hosts(self, tmp_path: Path) -> None:
+    def test_defaults_apply_to_hosts(self, tmp_path: Path) -> None:
         file = tmp_path / "spec.toml"
         file.write_text(
             'name = "x"\n[defaults]\nrate = "1Gbit"\n[hosts.a]\n[hosts.b]\nrate_up = "100Mbit"\ncpus = 0.5\n'
@@ -663,7 +663,7 @@ class TestTheSpec:
             ("[hosts.a", "not TOML", ""),
         ],
     )
-    def test_a_wrong_file_is_told_where(self, tmp_path: Path, text: str, says: str, hint: str) -> None:
+    def test_invalid_spec_file_is_located(self, tmp_path: Path, text: str, says: str, hint: str) -> None:
         file = tmp_path / "spec.toml"
         file.write_text(text)
         with pytest.raises(UsageError) as raised:
@@ -680,11 +680,11 @@ class TestTheSpec:
             (HostSpec(memory="12"), "memory '12': expected 64MB or more"),
         ],
     )
-    def test_what_is_not_possible_together(self, host: HostSpec, says: str) -> None:
+    def test_incompatible_host_settings_are_refused(self, host: HostSpec, says: str) -> None:
         with pytest.raises(UsageError) as raised:
             LabSpec(hosts={"a": host}).check()
         assert says in str(raised.value)
 
-    def test_names(self) -> None:
+    def test_default_names_are_unique_and_valid(self) -> None:
         assert len(set(default_host_names(200))) == 200
         LabSpec(hosts=dict.fromkeys(default_host_names(200), HostSpec())).check()

@@ -213,7 +213,7 @@ def test_any_text_crosses_ssh_unchanged(pair: EmulatedLab, arguments: list[str],
 
 
 @exhaustive
-def test_status_255_is_the_programs_own(fleet: Fleet) -> None:
+def test_exit_status_255_of_program_is_not_ssh_failure(fleet: Fleet) -> None:
     """ssh's own exit status for a lost connection, here from a rank."""
     (fleet.folder / "odd.py").write_text("import os; os._exit(255 if os.environ['RANK'] == '1' else 0)")
     done = fleet.run("launch", "--out", "runs/odd", "--", "odd.py")
@@ -229,7 +229,7 @@ def test_status_255_is_the_programs_own(fleet: Fleet) -> None:
     assert not (fleet.folder / "runs/away").exists()
 
 
-def test_this_machine_takes_part(fleet: Fleet) -> None:
+def test_local_machine_can_take_part(fleet: Fleet) -> None:
     """The controller is a host itself: one host is "local", the other behind ssh."""
     home = fleet.lab.host("a").home
     (home / "hello.py").write_text(SCRIPT)
@@ -248,7 +248,7 @@ def test_this_machine_takes_part(fleet: Fleet) -> None:
         )
 
 
-def test_the_first_failure_comes_first(fleet: Fleet) -> None:
+def test_first_failure_is_reported_first(fleet: Fleet) -> None:
     """Rank 1 dies by a signal; rank 0, the loud one, fails because of it."""
     done = fleet.run("launch", "--out", "runs/die", "--", "hello.py", "die")
     assert done.returncode == 1
@@ -259,7 +259,7 @@ def test_the_first_failure_comes_first(fleet: Fleet) -> None:
     assert fleet.processes("runs/die") == {}
 
 
-def test_an_exception_is_shown_with_its_own_lines(fleet: Fleet) -> None:
+def test_exception_is_shown_with_its_traceback(fleet: Fleet) -> None:
     done = fleet.run("launch", "--out", "runs/raise", "--", "hello.py", "raise")
     assert done.returncode == 1
     # One of Gloo's threads may ask an interpreter that is ending for its lock, and abort it: see LOG.md.
@@ -288,7 +288,7 @@ def is_complete(fleet: Fleet) -> bool:
     return all(lines == [*(f"line {i}" for i in range(len(lines) - 1)), "last"] for lines in told)
 
 
-def test_stop_leaves_nothing(counting: Fleet) -> None:
+def test_stop_leaves_no_process(counting: Fleet) -> None:
     wait_until(lambda: len(counting.processes("runs/count")) == 2, "the run began")
     done = counting.ok("stop", "runs/count", "--json")
     states = json.loads(done.stdout)["hosts"]
@@ -298,7 +298,7 @@ def test_stop_leaves_nothing(counting: Fleet) -> None:
     assert [(run["run"], run["state"]) for run in listed] == [("runs/count", "stopped")]
 
 
-def test_a_killed_supervisor_leaves_nothing(counting: Fleet) -> None:
+def test_killed_supervisor_leaves_no_process(counting: Fleet) -> None:
     wait_until(lambda: len(counting.processes("runs/count")) == 2, "the run began")
     state = json.loads((counting.there("runs/count", "b") / "host/state.json").read_text())
     counting.lab.host("b").exec(["kill", "-9", str(state["supervisor"])])
@@ -306,7 +306,7 @@ def test_a_killed_supervisor_leaves_nothing(counting: Fleet) -> None:
 
 
 @exhaustive
-def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
+def test_run_continues_and_logs_are_complete_after_watcher_ends(counting: Fleet) -> None:
     """Ctrl-C, then kill -9 of another watcher, then the link away for a moment: the logs are complete."""
     watcher = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "a", 0)) > 5, "lines come home")
@@ -335,7 +335,7 @@ def test_watching_ends_and_the_run_goes_on(counting: Fleet) -> None:
 
 
 @exhaustive
-def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
+def test_watcher_reconnects_after_link_outage_without_losing_lines(counting: Fleet) -> None:
     """The watcher says so within seconds and connects again, and no line is missing or there twice."""
     watcher = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "b", 1)) > 5, "lines come home")
@@ -349,7 +349,7 @@ def test_a_link_that_is_away_for_long(counting: Fleet) -> None:
 
 
 @exhaustive
-def test_a_resumed_run_is_followed_and_ends_well(fleet: Fleet, corpus: Path) -> None:
+def test_resumed_run_can_be_followed_to_its_end(fleet: Fleet, corpus: Path) -> None:
     """Killed hard on one host, resumed while somebody watches: whole records, and rank 0's own manifest."""
     flags = ["--checkpoint-every", "5", "--eval-every", "0", "--membership", "fixed"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *flags, "--out", "runs/killed", "--detach")
@@ -372,7 +372,7 @@ def test_a_resumed_run_is_followed_and_ends_well(fleet: Fleet, corpus: Path) -> 
 
 
 @exhaustive
-def test_stopping_on_a_checkpoint_saves(fleet: Fleet, corpus: Path) -> None:
+def test_stop_at_checkpoint_step_saves(fleet: Fleet, corpus: Path) -> None:
     """Only the first host has the checkpoints; every rank must know that this step has been saved."""
     fleet.ok(
         "train", "--data", str(corpus), *FLAGS, "100000", "--checkpoint-every", "1", "--out", "runs/each", "--detach"
@@ -384,7 +384,7 @@ def test_stopping_on_a_checkpoint_saves(fleet: Fleet, corpus: Path) -> None:
 
 
 @exhaustive
-def test_ssh_is_killed(counting: Fleet) -> None:
+def test_watcher_reconnects_after_ssh_is_killed(counting: Fleet) -> None:
     """The watcher's ssh processes are killed: it connects again, and no line is missing or there twice."""
     watcher = counting.start("logs", "-f", "runs/count")
     wait_until(lambda: len(counted(counting, "a", 0)) > 5, "lines come home")
@@ -399,7 +399,7 @@ def test_ssh_is_killed(counting: Fleet) -> None:
 
 
 @exhaustive
-def test_only_the_chosen_interface_is_listened_on(counting: Fleet) -> None:
+def test_ranks_listen_only_on_chosen_interface(counting: Fleet) -> None:
     wait_until(lambda: "line" in counting.ok("logs", "runs/count", "--rank", "0").stdout, "the ranks are connected")
     mine = {"a": 0, "b": 0}
     for host in counting.lab.hosts:
@@ -413,7 +413,7 @@ def test_only_the_chosen_interface_is_listened_on(counting: Fleet) -> None:
     assert mine["b"] >= 1
 
 
-def test_secrets_stay_here(fleet: Fleet) -> None:
+def test_secret_variables_are_not_sent(fleet: Fleet) -> None:
     (fleet.folder / "env.py").write_text(
         "import os; print(sorted(name for name in os.environ if name.startswith(('NCCL', 'HF_'))))"
     )
@@ -431,7 +431,7 @@ def test_secrets_stay_here(fleet: Fleet) -> None:
 
 
 @exhaustive
-def test_code_is_not_sent_twice(fleet: Fleet) -> None:
+def test_unchanged_code_is_not_sent_twice(fleet: Fleet) -> None:
     (fleet.folder / "new.txt").write_text(uuid.uuid4().hex)
     first = fleet.ok("launch", "--out", "runs/first", "--json", "--", "hello.py")
     second = fleet.ok("launch", "--out", "runs/second", "--json", "--", "hello.py")
@@ -439,7 +439,7 @@ def test_code_is_not_sent_twice(fleet: Fleet) -> None:
     assert "sent to" not in second.stderr
 
 
-def test_dry_run_prints_what_would_run(fleet: Fleet) -> None:
+def test_dry_run_prints_commands(fleet: Fleet) -> None:
     plan = json.loads(fleet.ok("launch", "--out", "runs/dry", "--dry-run", "--json", "--", "hello.py", "a b").stdout)
     assert not (fleet.folder / "runs/dry").exists()
     assert [host["argv"][-2:] for host in plan["hosts"]] == [["hello.py", "a b"]] * 2
@@ -448,7 +448,7 @@ def test_dry_run_prints_what_would_run(fleet: Fleet) -> None:
     assert re.search(r"# on b\ncd .* && .*--rdzv-conf=rank=1 .* hello.py 'a b'", text)
 
 
-def test_a_failed_start_ends_the_others(fleet: Fleet) -> None:
+def test_failed_start_ends_other_hosts(fleet: Fleet) -> None:
     """A host on whose disk the run has no place: the other is ended again, and no run directory is left."""
     runs = fleet.lab.host("b").home / ".evener" / "runs"
     runs.mkdir(parents=True, exist_ok=True)
@@ -473,7 +473,7 @@ FLAGS = ["--model", "tiny", "--batch", "6", "--dtype", "fp32", "--threads", "1",
          "--shares", "equal", "--steps"]  # fmt: skip
 
 
-def test_training_is_exact_across_hosts(fleet: Fleet, corpus: Path, train: Callable[..., RunDir]) -> None:
+def test_training_across_hosts_matches_single_process(fleet: Fleet, corpus: Path, train: Callable[..., RunDir]) -> None:
     """The same losses as one process on this machine; stopped and resumed, the same bits as never stopped."""
     rate = ["--warmup", "0", "--min-lr", "3e-4"]  # the same at each step, however many there are to be
     args = ["--data", str(corpus), *rate, *FLAGS]
@@ -491,7 +491,7 @@ def test_training_is_exact_across_hosts(fleet: Fleet, corpus: Path, train: Calla
     assert losses(fleet.rundir("runs/half")) == losses(whole)
 
 
-def test_stopping_a_training_saves(fleet: Fleet, corpus: Path) -> None:
+def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", "runs/long", "--detach")
     records = fleet.there("runs/long", "a") / "steps/rank-0.jsonl"
     wait_until(lambda: records.exists() and records.stat().st_size > 2000, "it trains")
@@ -505,7 +505,7 @@ def test_stopping_a_training_saves(fleet: Fleet, corpus: Path) -> None:
 
 
 @exhaustive
-def test_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
+def test_script_runs_on_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(**{name: HostSpec() for name in "abcdefgh"})
     fleet = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path)
     fleet.ok("launch", "--out", "runs/count", "--detach", "--", "hello.py", "count", fleet.gate)

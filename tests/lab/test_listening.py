@@ -49,7 +49,7 @@ OFTEN_S = 0.01  # from look to look: some sockets are there for a moment
 
 
 @pytest.mark.parametrize("membership", ["live", *exhaustively("fixed", "restart")])
-def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, membership: str) -> None:  # noqa: F811
+def test_all_listeners_bind_run_address(fleet: Fleet, corpus: Path, membership: str) -> None:  # noqa: F811
     """From before the launch until steps are taken, whenever somebody looks: store, Gloo, agents, and the look at the
     hosts.
     """
@@ -97,7 +97,7 @@ def test_what_listens_is_bound_to_the_run_s_address(fleet: Fleet, corpus: Path, 
     wait_until(lambda: all(listening(host) == before[host.name] for host in hosts), "nothing listens any more")
 
 
-def test_a_socket_elsewhere_would_be_seen(fleet: Fleet) -> None:  # noqa: F811
+def test_listener_on_other_address_is_detected(fleet: Fleet) -> None:  # noqa: F811
     """The look itself: on all addresses, on the loopback, IPv6 and UDP."""
     code = (
         "import socket, sys\n"

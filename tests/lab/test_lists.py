@@ -41,7 +41,7 @@ def assert_reached(fleet: Fleet) -> None:
         assert list(sessions) == ["a", "b"]
 
 
-def test_hosts_of_other_lists_are_reached(pair: EmulatedLab, tmp_path: Path) -> None:
+def test_hosts_imported_from_lists_are_reachable(pair: EmulatedLab, tmp_path: Path) -> None:
     hosts = load_fleet(pair.state.fleet_file or "").hosts
     (tmp_path / "config").write_text(as_ssh_config(hosts))
     (tmp_path / "inventory").write_text(as_inventory(hosts))

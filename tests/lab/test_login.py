@@ -65,9 +65,7 @@ def doctor(lab: EmulatedLab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         ("exec sh", "the login shell there ended (exit status"),
     ],
 )
-def test_what_a_login_shell_does_before_it_does_what_it_is_told(
-    b: LabHost, doctor: Any, bashrc: str, told: str
-) -> None:
+def test_login_shell_that_breaks_commands_is_reported(b: LabHost, doctor: Any, bashrc: str, told: str) -> None:
     (b.home / ".bashrc").write_text(f"{bashrc}\n")
     found = doctor()
     assert (found["check"], found["severity"]) == ("ssh.shell", "error")
@@ -78,13 +76,13 @@ def test_what_a_login_shell_does_before_it_does_what_it_is_told(
         doctor()
 
 
-def test_a_login_shell_that_only_talks_is_none_of_our_business(b: LabHost, doctor: Any) -> None:
+def test_login_shell_that_only_prints_is_accepted(b: LabHost, doctor: Any) -> None:
     (b.home / ".bashrc").write_text("echo welcome; echo and hello >&2\n")
     with pytest.raises(ValueError, match="not enough values"):
         doctor()
 
 
-def test_why_a_key_opens_no_door(lab: EmulatedLab, b: LabHost, doctor: Any, tmp_path: Path) -> None:
+def test_rejected_key_is_reported_with_fix(lab: EmulatedLab, b: LabHost, doctor: Any, tmp_path: Path) -> None:
     """Each with the command that mends it, and none with one that cannot."""
     unknown, fleet_file = tmp_path / "unknown", lab.state.fleet_file or ""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(unknown)], check=True)

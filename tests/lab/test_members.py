@@ -24,7 +24,7 @@ FLAGS = ("--model=tiny", "--batch=12", "--steps=100000", "--dtype=fp32", "--thre
          "--min-lr=3e-5", "--warmup=0")  # fmt: skip
 
 
-def test_a_host_is_added_to_a_run_that_goes_on(
+def test_host_joins_a_running_run(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
@@ -81,7 +81,7 @@ def test_a_host_is_added_to_a_run_that_goes_on(
     lab.down()
 
 
-def test_a_host_is_added_while_another_one_is_off(make_lab: MakeLab, tmp_path: Path, corpus: Path) -> None:
+def test_host_that_was_offline_learns_of_added_host(make_lab: MakeLab, tmp_path: Path, corpus: Path) -> None:
     """Who is off hears of it when it is back, and is in a world with a host of which nobody had told it."""
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, **{name: HostSpec(rate="20Mbit") for name in "abc"})

@@ -32,7 +32,7 @@ def evener(folder: Path, *args: object) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_fleet_is_probed_planned_trained_and_explained(make_lab, tmp_path, corpus):
+def test_fleet_is_probed_planned_trained_and_reported(make_lab, tmp_path, corpus):
     """Figures of a busy machine prove nothing: what must hold is that every number arrives where it belongs."""
     file = tmp_path / "fleet.toml"
     slow = HostSpec(rate="100Mbit")

@@ -97,7 +97,7 @@ def reaches(sender: LabHost, address: str) -> None:
 
 
 @exhaustive
-def test_others_hear_nothing_and_it_comes_up_as_it_was(make_lab: MakeLab) -> None:
+def test_powered_off_host_is_silent_and_reboots_unchanged(make_lab: MakeLab) -> None:
     a = HostSpec(rate_up="50Mbit", cpus=1, more_interfaces=("wlan0", "docker0"), firewall=(FIREWALL,))
     lab = make_lab(a=a, b=HostSpec(more_interfaces=("wlan0",)))
     one, other = lab.hosts
@@ -148,7 +148,7 @@ def test_others_hear_nothing_and_it_comes_up_as_it_was(make_lab: MakeLab) -> Non
     assert raised.value.hint == f"evener lab power-off a --name {lab.name}"
 
 
-def test_a_host_that_is_killed_says_goodbye(make_lab: MakeLab) -> None:
+def test_killed_host_closes_its_connections(make_lab: MakeLab) -> None:
     """The difference, and why what is heard above is silence. A crashed host can be booted, too."""
     lab = make_lab(a=HostSpec(), b=HostSpec())
     one, other = lab.hosts
@@ -162,7 +162,7 @@ def test_a_host_that_is_killed_says_goodbye(make_lab: MakeLab) -> None:
 
 
 @exhaustive
-def test_all_of_them_and_down_takes_a_host_that_is_off_along(make_lab: MakeLab) -> None:
+def test_powered_off_hosts_boot_and_are_removed_by_down(make_lab: MakeLab) -> None:
     lab = make_lab(a=HostSpec(cpus=1), b=HostSpec(), c=HostSpec())
     for host in lab.hosts:
         host.power_off()
@@ -180,7 +180,7 @@ def test_all_of_them_and_down_takes_a_host_that_is_off_along(make_lab: MakeLab) 
 
 
 @exhaustive
-def test_the_command_line(make_lab: MakeLab, tmp_path: Path) -> None:
+def test_lab_power_off_and_boot_commands_succeed(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(a=HostSpec(), b=HostSpec())
 
     def evener(verb: str, *args: str) -> subprocess.CompletedProcess[str]:

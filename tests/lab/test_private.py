@@ -77,7 +77,7 @@ def begin(fleet: Fleet, corpus: Path, out: str, *flags: str) -> None:
 
 
 @exhaustive
-def test_without_it_a_stranger_connects_to_everything(fleet: Fleet, corpus: Path) -> None:
+def test_stranger_connects_to_all_ports_without_firewall(fleet: Fleet, corpus: Path) -> None:
     begin(fleet, corpus, "runs/one")
     try:
         assert reached(fleet, "stranger") == {"ssh": {True}, "store": {True}, "others": {True}}
@@ -86,9 +86,7 @@ def test_without_it_a_stranger_connects_to_everything(fleet: Fleet, corpus: Path
 
 
 @exhaustive
-def test_with_doctor_s_command_a_run_trains_and_a_stranger_connects_to_ssh_alone(
-    fleet: Fleet, corpus: Path, commands: dict[str, str]
-) -> None:
+def test_stranger_connects_only_to_ssh_with_firewall(fleet: Fleet, corpus: Path, commands: dict[str, str]) -> None:
     refused = fleet.run("train", "--data", str(corpus), *FLAGS, "--out", "runs/two", "--private")
     assert refused.returncode == 1
     for name, command in commands.items():

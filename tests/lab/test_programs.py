@@ -77,7 +77,7 @@ def fleet(pair: EmulatedLab, tmp_path: Path) -> Fleet:
 @pytest.mark.parametrize(
     ("program", "is_one"), [(SYNC, "Test Distributed `no_sync`"), (OPERATIONS, "Num processes: 2")]
 )
-def test_accelerates_own_tests_pass_on_two_hosts(fleet: Fleet, program: str, is_one: str) -> None:
+def test_accelerate_tests_pass_on_two_hosts(fleet: Fleet, program: str, is_one: str) -> None:
     """As one world: with no word about CPUs each of its ranks is a world of its own, and passes too."""
     pytest.importorskip("accelerate")
     (fleet.folder / "checks.py").write_text(program)
@@ -87,7 +87,7 @@ def test_accelerates_own_tests_pass_on_two_hosts(fleet: Fleet, program: str, is_
 
 @exhaustive
 @pytest.mark.parametrize(("package", "program"), [("transformers", TRAINER), ("lightning", LIGHTNING)])
-def test_what_a_trainer_saves_is_found_and_fetched(fleet: Fleet, package: str, program: str) -> None:
+def test_trainer_outputs_are_fetched(fleet: Fleet, package: str, program: str) -> None:
     pytest.importorskip(package)
     (fleet.folder / "program.py").write_text(program)
     done = fleet.ok("launch", "--out", "runs/trainer", "--json", "--", "program.py")
@@ -99,7 +99,7 @@ def test_what_a_trainer_saves_is_found_and_fetched(fleet: Fleet, package: str, p
     assert any(path.endswith((".safetensors", ".ckpt")) for path in there)
 
 
-def test_nanogpt_trains_with_its_own_options(fleet: Fleet, request: pytest.FixtureRequest) -> None:
+def test_nanogpt_trains_with_own_options(fleet: Fleet, request: pytest.FixtureRequest) -> None:
     """Its prepared data are what git ignores; its options are like torchrun's own (--log_interval)."""
     checkout = request.config.getoption("--nanogpt")
     if checkout is None:

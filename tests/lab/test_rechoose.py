@@ -23,7 +23,7 @@ FLAGS = ("--model=tiny", "--batch=8", "--dtype=bf16", "--threads=1", "--shares=e
          "--eval-every=0", "--checkpoint-every=0", "--verify-every=50", "--sync=auto", "--loss-budget=0")  # fmt: skip
 
 
-def test_a_run_goes_on_with_fewer_bytes_and_keeps_to_it_whoever_is_lost_and_when_resumed(
+def test_rechosen_strategy_persists_after_membership_change_and_resume(
     make_lab: MakeLab, tmp_path: Path, corpus: Path
 ) -> None:
     """At 8 Mbit/s ddp's 0.4 MB take 0.4 s, packed ones half of it: however busy the machine is, that is faster."""

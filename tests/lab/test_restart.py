@@ -37,7 +37,7 @@ def pids_of(host: LabHost, program: str) -> list[int]:
     return found
 
 
-def test_hosts_go_and_come_and_the_same_is_learned(
+def test_losses_are_unchanged_by_hosts_leaving_and_joining(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
     """A rank is killed; the first host loses its power, and is back; an agent and a supervisor are killed; one leaves

@@ -60,7 +60,7 @@ class Controller:
         return self.host.exec([python, "-c", code], timeout_s=120).stdout.strip()
 
 
-def test_a_bare_machine_becomes_one_that_trains(make_lab: Callable[..., EmulatedLab], tmp_path: Path) -> None:
+def test_setup_makes_a_bare_host_able_to_train(make_lab: Callable[..., EmulatedLab], tmp_path: Path) -> None:
     """One story, for its beginning takes a minute: each chapter finds the machine as the one before has left it."""
     lab = make_lab(a=HostSpec())
     try:

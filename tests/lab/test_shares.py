@@ -24,7 +24,7 @@ FLAGS = ("--model=tiny", "--batch=16", "--dtype=fp32", "--threads=1", "--eval-to
          "--min-lr=3e-5")  # fmt: skip
 
 
-def test_a_host_that_is_cut_gets_a_smaller_share(
+def test_throttled_host_gets_smaller_share(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
     """Two hosts with a core each; in the middle of the run one is left a tenth of it. Nothing here depends on how fast

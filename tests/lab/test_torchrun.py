@@ -42,7 +42,7 @@ def started(fleet: Fleet, script: str, hosts: str) -> None:
 
 
 @exhaustive
-def test_a_run_outlives_half_a_minute_without_a_link(make_lab: MakeLab, tmp_path: Path) -> None:
+def test_run_survives_half_a_minute_without_link(make_lab: MakeLab, tmp_path: Path) -> None:
     """With traffic and without, at once, on two pairs of hosts."""
     fleets = []
     for name, script in (("talk", TALK), ("quiet", QUIET)):
@@ -83,7 +83,7 @@ def dark(make_lab: MakeLab, tmp_path: Path) -> Iterator[dict[str, Fleet]]:
 
 
 @exhaustive
-def test_a_host_without_power_ends_the_run(dark: dict[str, Fleet]) -> None:
+def test_power_loss_of_a_host_ends_the_run(dark: dict[str, Fleet]) -> None:
     """The first host or another: whoever is left ends its ranks, says why, and leaves no process."""
     for victim, fleet in dark.items():
         fleet.lab.host(victim).kill()

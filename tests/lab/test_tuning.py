@@ -96,7 +96,7 @@ def far(make_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Far
     lab.down()
 
 
-def test_a_window_that_is_too_small_for_a_long_way(far: Far) -> None:
+def test_small_receive_window_on_long_link_is_reported(far: Far) -> None:
     with far.having("b", tcp_settings.TCP_RMEM_SYSCTL, f"4096 16384 {SMALL}"):
         wires, found = far.found(WINDOW)
         there = wires[0]
@@ -116,7 +116,7 @@ def test_a_window_that_is_too_small_for_a_long_way(far: Far) -> None:
         assert WINDOW not in {(one.check, one.host) for one in tried}
 
 
-def test_bursts_after_silence_on_a_long_way(far: Far) -> None:
+def test_slow_start_after_idle_on_long_link_is_reported(far: Far) -> None:
     with far.having("a", tcp_settings.CONGESTION_CONTROL_SYSCTL, "reno"):
         _, found = far.found(IDLE)
         with far.having("a", tcp_settings.SLOW_START_AFTER_IDLE_SYSCTL, "0"):
@@ -129,7 +129,7 @@ def test_bursts_after_silence_on_a_long_way(far: Far) -> None:
     assert "link.idle" not in {one.check for one in tried}
 
 
-def test_a_socket_uses_what_it_is_told(make_lab: Any, tmp_path: Path) -> None:
+def test_socket_uses_requested_congestion_control_and_buffer(make_lab: Any, tmp_path: Path) -> None:
     """By the kernel's own word; and nothing of the host has changed."""
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate="100Mbit"), b=HostSpec(rate="100Mbit"))
     addresses = {host.name: host.address for host in lab.hosts}

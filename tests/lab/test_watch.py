@@ -29,7 +29,7 @@ def steps_shown(page: Page) -> int:  # noqa: F811
     return int(found[1].replace(",", "")) if found else 0
 
 
-def test_a_run_on_a_fleet_is_seen_saved_and_stopped_from_the_page(
+def test_fleet_run_is_watched_saved_and_stopped_from_page(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, page: Page, watch: Callable[..., Watched]  # noqa: F811
 ) -> None:  # fmt: skip
     """A rank is killed meanwhile, and the page tells who is let in again."""

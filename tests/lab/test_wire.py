@@ -61,7 +61,7 @@ def measured(fleet: Path, *rates_bps: float, fields: Sequence[str] = GOODPUTS) -
 
 
 @pytest.mark.parametrize(("rate", "bps"), [("100Mbit", 1e8), *exhaustively(("1Gbit", 1e9))])
-def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
+def test_goodput_equals_link_rate(make_lab, tmp_path, rate, bps):
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate=rate), b=HostSpec(rate=rate))
     found = measured(tmp_path / "lab.toml", bps, bps)
     lab.down()
@@ -77,7 +77,7 @@ def test_goodput_is_the_rate_of_the_link(make_lab, tmp_path, rate, bps):
 
 
 @exhaustive
-def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
+def test_slower_direction_is_named(make_lab, tmp_path):
     lab = make_lab(tmp_path / "lab.toml", a=HostSpec(rate_up="40Mbit", rate_down="200Mbit"), b=HostSpec(rate="200Mbit"))
     found = measured(tmp_path / "lab.toml", 40e6, 200e6, fields=["goodput_Bps"])
     lab.down()
@@ -89,7 +89,7 @@ def test_one_direction_that_is_slower_is_named(make_lab, tmp_path):
 
 
 @exhaustive
-def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(make_lab, tmp_path):
+def test_unreachable_pair_is_a_finding_and_others_are_measured(make_lab, tmp_path):
     hosts = {"a": HostSpec(), "b": HostSpec(), "c": HostSpec(firewall=("tcp dport != 22 drop",))}
     lab = make_lab(tmp_path / "lab.toml", **hosts)
     found = once(tmp_path / "lab.toml", seconds=0.2)
@@ -101,7 +101,7 @@ def test_a_pair_that_cannot_connect_is_a_finding_and_the_others_are_measured(mak
 
 
 @exhaustive
-def test_the_verb_writes_the_fleet_file(make_lab, tmp_path):
+def test_probe_wire_writes_fleet_file(make_lab, tmp_path):
     file = tmp_path / "lab.toml"
     lab = make_lab(file, a=HostSpec(rate="200Mbit"), b=HostSpec(rate="200Mbit"))
     before = file.read_text()
@@ -117,7 +117,7 @@ def test_the_verb_writes_the_fleet_file(make_lab, tmp_path):
 
 
 @exhaustive
-def test_collectives_send_what_the_formulas_say(make_lab, tmp_path):
+def test_collectives_send_bytes_given_by_formulas(make_lab, tmp_path):
     """Of the kernel's own counters: Gloo's reduce-scatter is an all-reduce, its broadcast a binomial tree."""
     file = tmp_path / "lab.toml"
     lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
@@ -134,7 +134,7 @@ def test_collectives_send_what_the_formulas_say(make_lab, tmp_path):
 
 
 @exhaustive
-def test_hosts_are_measured_by_turns(make_lab, tmp_path):
+def test_probe_host_one_by_one_measures_each_host(make_lab, tmp_path):
     file = tmp_path / "lab.toml"
     lab = make_lab(file, a=HostSpec(), b=HostSpec())
     done = evener("probe", "host", "--fleet", file, "--model", "tiny", "--seconds", "1", "--one-by-one", "--json")

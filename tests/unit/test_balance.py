@@ -27,7 +27,7 @@ def divisions(left: int, ranks: int, least: int) -> list[list[int]]:
 
 
 @given(st.integers(4, 14), st.lists(PACES, min_size=1, max_size=4), st.integers(0, 1))
-def test_no_other_division_is_faster(num, paces, least):
+def test_fastest_shares_match_brute_force(num, paces, least):
     found = fastest_shares(num, paces, min_units=least)
     assert sum(found) == num
     assert min(found) >= least
@@ -37,7 +37,7 @@ def test_no_other_division_is_faster(num, paces, least):
 
 
 @given(st.integers(1, 6), st.lists(PACES, min_size=1, max_size=3), st.sampled_from([2, 5]))
-def test_no_other_division_into_whole_micro_batches_is_faster(num, paces, unit):
+def test_fastest_micro_batch_shares_match_brute_force(num, paces, unit):
     found = fastest_shares(num * unit, paces, unit=unit)
     others = [[unit * n for n in shares] for shares in divisions(num, len(paces), 0)]
     assert all(share % unit == 0 for share in found)
@@ -45,7 +45,7 @@ def test_no_other_division_into_whole_micro_batches_is_faster(num, paces, unit):
 
 
 @given(st.integers(50, 400), st.lists(PACES, min_size=2, max_size=6), st.integers(0, 8), st.sampled_from([1, 3]))
-def test_many_sequences_are_divided_as_one_by_one(num, paces, least, unit):
+def test_large_batch_shares_match_greedy_assignment(num, paces, least, unit):
     one_by_one = [least * unit] * len(paces)
     for _ in range(num - sum(one_by_one) // unit):
         rank = min(range(len(paces)), key=lambda rank: (paces[rank].time_s(one_by_one[rank] + unit), rank))
@@ -54,7 +54,7 @@ def test_many_sequences_are_divided_as_one_by_one(num, paces, least, unit):
 
 
 @given(st.integers(6, 14), st.lists(PACES, min_size=1, max_size=4), st.integers(1, 5))
-def test_none_or_at_least_so_many(num, paces, least):
+def test_fastest_or_none_gives_zero_or_at_least_the_minimum_share(num, paces, least):
     found = fastest_shares_or_zero(num, paces, least)
     others = [shares for shares in divisions(num, len(paces), 0) if all(n == 0 or n >= least for n in shares)]
     assert found in others
@@ -65,13 +65,13 @@ def test_equal_speeds_get_equal_shares():
     assert fastest_shares(16, [RankTimeModel(sequence_s=1.0)] * 3) == equal_shares(16, 3)
 
 
-def test_shares_go_with_speed_where_a_pass_costs_nothing():
+def test_shares_are_proportional_to_speed_when_a_pass_has_no_fixed_cost():
     """n_r = B · v_r / Σ v, where that is whole."""
     assert fastest_shares(60, [RankTimeModel(sequence_s=1 / rate) for rate in (3.0, 2.0, 1.0)]) == [30, 20, 10]
 
 
 @pytest.mark.parametrize(("pass_s", "expected"), [(0.0, [17, 7]), (1.0, [16, 8]), (5.0, [15, 9])])
-def test_a_share_just_above_a_micro_batch_is_avoided_where_a_pass_costs_something(pass_s, expected):
+def test_share_just_above_a_micro_batch_is_avoided_when_a_pass_has_fixed_cost(pass_s, expected):
     """17 in micro-batches of 16 are two passes, of 9 and 8: 27 with 5 for each, where 16 take 21."""
     paces = [
         RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=pass_s, micro_batch=16),
@@ -80,7 +80,7 @@ def test_a_share_just_above_a_micro_batch_is_avoided_where_a_pass_costs_somethin
     assert fastest_shares(24, paces) == expected
 
 
-def test_a_rank_that_takes_longer_for_one_sequence_than_the_others_for_all_gets_none():
+def test_rank_with_too_high_pass_cost_gets_no_share():
     paces = [RankTimeModel(sequence_s=1.0), RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=30.0)]
     assert fastest_shares(24, paces) == [24, 0]
     assert fastest_shares(24, paces, min_units=1) == [23, 1]

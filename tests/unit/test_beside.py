@@ -48,20 +48,20 @@ def report(*args):
     return done.stdout
 
 
-def test_only_what_differs_is_told(place):
+def test_comparison_lists_only_differing_settings(place):
     assert dict(both().differences) == {
         "--lr": ["0.0003", "0.01"], "sync strategy": ["none", "ddp"], "processes": ["1", "2"],
     }  # fmt: skip
 
 
-def test_a_run_beside_itself_differs_in_nothing(place):
+def test_run_compared_with_itself_has_no_differences(place):
     same = compare_runs.compare_runs(["runs/one", "runs/one"])
     assert list(same.runs) == ["one", "one (2)"]
     assert same.differences == []
     assert "Nothing: all have the same settings" in compare_runs.comparison_page(same, "twice")
 
 
-def test_curves_count_tokens_and_the_time_of_steps(place):
+def test_curves_count_tokens_and_step_time(place):
     """20 steps of 16 × 64 tokens; 105 ms a step on one rank, 54 on two."""
     one, two = both().curves.values()
     assert (one.tokens[-1], two.tokens[-1]) == (20 * BATCH * BLOCK_SIZE,) * 2
@@ -74,7 +74,7 @@ def test_curves_count_tokens_and_the_time_of_steps(place):
     assert by_tokens.x[0] == BATCH * BLOCK_SIZE
 
 
-def test_a_smoothed_line_begins_where_its_losses_do():
+def test_smoothed_loss_curve_starts_at_first_losses():
     """However long it is: runs that began alike are drawn so."""
     for num in (200, 2000):
         losses = [(i, 1.5 + 2.7 * 0.97**i) for i in range(num)]
@@ -86,7 +86,7 @@ def test_a_smoothed_line_begins_where_its_losses_do():
     assert [loss for _, loss in constant.smoothed_losses()] == pytest.approx([2.5] * 9)
 
 
-def test_the_figures_of_the_table(place):
+def test_comparison_table_figures_match_runs(place):
     facts = {name.strip(): values for name, values in compare_runs.outcome_rows(both())}
     assert facts["× the first"] == ["1.00", f"{0.105 / 0.054:.2f}"]
     assert facts["validation loss"] == ["1.2500", "1.2500"]
@@ -95,7 +95,7 @@ def test_the_figures_of_the_table(place):
     assert "electricity" not in facts  # nobody said what the host takes
 
 
-def test_what_a_run_cost_is_its_hours_by_watts_and_price(place):
+def test_energy_and_cost_follow_hours_watts_and_price(place):
     """400 W and 36 an hour, for 20 steps of 0.105 s: 2.1 s."""
     host = HostRates(tokens_per_s={"fp32": 1e4}, watts=400.0, price_per_h=36.0)
     cluster = Cluster(seats=[RankSlot(host="h", device="cpu")], hosts={"h": host})
@@ -107,7 +107,7 @@ def test_what_a_run_cost_is_its_hours_by_watts_and_price(place):
     assert facts["price"] == [f"{36 * 2.1 / 3600:.2f}", "not known"]
 
 
-def test_the_page_stands_alone(place):
+def test_comparison_page_is_self_contained_and_well_formed(place):
     """It names nothing that would have to be fetched, and every tag that it opens it closes."""
     assert report("runs/one", "runs/two").strip() == "comparison.html"
     text = (place / "comparison.html").read_text()
@@ -128,7 +128,7 @@ def test_the_page_stands_alone(place):
     assert "two trains fastest" in text
 
 
-def test_text_is_a_table_to_a_reader_of_markdown(place):
+def test_text_report_is_a_valid_markdown_table(place):
     rendered = MarkdownIt("gfm-like", {"linkify": False}).render(report("runs/one", "runs/two", "--format", "md"))
     head, *rows = re.findall(r"<tr>\n(.*?)</tr>", rendered, re.S)
     cells = [re.findall(r"<td.*?>(.*?)</td>", row) for row in rows]
@@ -138,14 +138,14 @@ def test_text_is_a_table_to_a_reader_of_markdown(place):
     assert {len(row) for row in cells} == {3}
 
 
-def test_many_runs_are_rows(place):
+def test_many_runs_are_shown_as_rows(place):
     for i in range(8):
         write_run(place / f"runs/sweep-{i}", [{}], steps=4)
     rows = report(*(f"runs/sweep-{i}" for i in range(8)), "--format", "md").strip().splitlines()
     assert len([row for row in rows if row.startswith("| sweep-")]) == 8
 
 
-def test_one_run_as_text_and_as_a_picture(place):
+def test_single_run_is_reported_as_markdown_and_png(place):
     text = report("runs/two", "--format", "md")
     assert "| loss | 1.8100 |" in text
     for args, path in ((["runs/two"], "runs/two/report.png"), (["runs/one", "runs/two"], "comparison.png")):
@@ -156,7 +156,7 @@ def test_one_run_as_text_and_as_a_picture(place):
             assert len(picture.getcolors(1 << 20)) > 50  # there is something on it
 
 
-def test_as_json(place):
+def test_comparison_as_json_has_typed_settings(place):
     told = json.loads(report("runs/one", "runs/two", "--json"))
     assert list(told["runs"]) == ["one", "two"]
     assert {"name": "--lr", "values": {"one": 0.0003, "two": 0.01}} not in told["differences"]  # as it is typed
@@ -164,7 +164,7 @@ def test_as_json(place):
     assert report("runs/one", "--json") == report("runs/one", "--format", "json")
 
 
-def test_a_run_that_took_no_step_is_beside_others(place):
+def test_run_without_steps_can_be_compared(place):
     write_run(place / "runs/none", [{}], steps=0, verdict="failed")
     assert "| ended | finished | failed |" in report("runs/one", "runs/none", "--format", "md")
     for kind in ("html", "png"):
@@ -172,6 +172,6 @@ def test_a_run_that_took_no_step_is_beside_others(place):
         report("runs/none", "--format", kind)
 
 
-def test_a_format_that_there_is_not(place):
+def test_unknown_report_format_is_refused(place):
     with pytest.raises(UsageError, match="--format pdf: expected html, md, json, png"):
         CliRunner().invoke(app, ["report", "runs/one", "--format", "pdf"], catch_exceptions=False)

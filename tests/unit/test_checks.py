@@ -492,7 +492,7 @@ def test_each_failure_gives_its_finding_and_no_other(check_id, severity, host, p
     assert found[0].fix
 
 
-def test_fixes_are_commands_that_can_be_typed():
+def test_fixes_are_runnable_commands():
     """With the fleet file that was named, the file in which a variable is set, and the folder that is there."""
     world = World()
     world.change("laptop", shadowed={"queue": "/q.py"}, set_in={"PYTHONPATH": "~/.profile"})
@@ -510,7 +510,7 @@ def test_fixes_are_commands_that_can_be_typed():
     assert world.findings()[0].fix == "evener setup --fleet 'my fleets/lab.toml'"
 
 
-def test_another_card_that_answers_is_told_beside_the_closed_port():
+def test_other_answering_interface_is_reported_with_the_closed_port():
     """It may be another machine, or a repeater; and a card of the host's own in the same network is neither."""
     world = World()
     cards = [interface(address="192.168.1.28", mac="02:28"), interface("wlan0", "192.168.1.29", mac="02:29")]
@@ -521,7 +521,7 @@ def test_another_card_that_answers_is_told_beside_the_closed_port():
     assert [one.check for one in world.findings()] == ["net.duplicate-address", "net.firewall"]
 
 
-def test_a_machine_behind_another_has_its_address_and_that_is_right():
+def test_host_behind_port_forward_gets_no_duplicate_address_finding():
     """A virtual machine whose ssh is a forwarded port of attic's: nobody is told to drop an address."""
     world = World()
     world.host("laptop", address="192.168.1.36", port=2222)
@@ -532,7 +532,7 @@ def test_a_machine_behind_another_has_its_address_and_that_is_right():
     assert [one.check for one in world.findings()] == ["ssh.unreachable"]
 
 
-def test_of_a_mixed_fleet_each_rank_computes_in_its_own_type():
+def test_mixed_fleet_uses_each_rank_own_dtype():
     world = World()
     world.change("laptop", bf16_units=[])
     (found,) = world.findings()
@@ -543,7 +543,7 @@ def test_of_a_mixed_fleet_each_rank_computes_in_its_own_type():
     assert found.evidence == "attic, laptop: its processor has no units for bf16"
 
 
-def test_the_run_that_begins_is_asked_about_and_no_other():
+def test_checks_use_options_of_the_run_being_started():
     def found(world: World, **asked: Any) -> list[tuple[str, str]]:
         world.machine = MachineSpec(**asked)
         return [(one.check, one.severity) for one in world.findings()]
@@ -574,7 +574,7 @@ def test_the_run_that_begins_is_asked_about_and_no_other():
     assert found(world) == [("env.ineffective", "info")]
 
 
-def test_a_training_has_its_own_machines_looked_at(monkeypatch):
+def test_train_surveys_hosts_with_its_own_machine_options(monkeypatch):
     class Looked(Exception):
         """At the hosts, for this run."""
 
@@ -590,7 +590,7 @@ def test_a_training_has_its_own_machines_looked_at(monkeypatch):
     assert looked.value.args == (spec.machine,)
 
 
-def test_every_failure_that_can_be_seen_before_a_launch_has_a_row():
+def test_every_failure_detectable_before_launch_has_a_test_row():
     later = {"code.mismatch", "spec.mismatch", "data.mismatch", "tokenizer.mismatch"}  # the ranks compare them
     stated = {
         "net.loopback-hostname", "net.wrong-interface", "net.overlay", "net.family-mismatch", "net.unresolvable",
@@ -614,7 +614,7 @@ FIREWALLS = [
 
 
 @pytest.mark.parametrize(("kind", "chain", "is_root", "fix"), FIREWALLS, ids=[row[0] for row in FIREWALLS])
-def test_a_closed_port_is_told_with_the_command_of_the_firewall_that_is_there(kind, chain, is_root, fix):
+def test_closed_port_fix_uses_the_installed_firewall_command(kind, chain, is_root, fix):
     world = World()
     world.change("laptop", firewall=kind, firewall_chain=chain, is_root=is_root)
     world.pair("attic", "laptop", tries=tries("ok", "timeout"))
@@ -653,20 +653,20 @@ def test_torch_missing_everywhere_is_one_finding_that_names_setup():
     assert (found.check, found.fix) == ("version.torch", "evener setup")
 
 
-def test_a_link_faster_than_our_sender_is_no_measure_of_the_wire():
+def test_link_faster_than_test_sender_is_not_reported_as_slow():
     world = World()
     world.pair("attic", "laptop", goodput_Bps=2.1e9)
     world.pair("laptop", "attic", goodput_Bps=0.7e9)
     assert world.findings() == []
 
 
-def test_cuda_and_cpu_builds_of_one_torch_go_together():
+def test_cuda_and_cpu_builds_of_same_torch_are_compatible():
     world = World()
     gpus(world)
     assert world.findings() == []
 
 
-def test_every_host_of_another_evener_than_ours_is_one_finding():
+def test_different_evener_version_on_all_hosts_is_one_finding():
     world = World()
     for name in NAMES:
         world.change(name, evener_hash="older")
@@ -674,7 +674,7 @@ def test_every_host_of_another_evener_than_ours_is_one_finding():
     assert found.check == "version.evener"
 
 
-def test_stale_processes_are_ended_by_exactly_their_ids():
+def test_stale_processes_are_killed_by_exact_pid():
     world = World()
     world.change("laptop", stale=[HostProcess(pid=12), HostProcess(pid=13), HostProcess(pid=14, run="demo")])
     assert [one.fix for one in world.findings()] == ["on laptop: kill 12 13", "evener stop --stale"]
@@ -704,7 +704,7 @@ def chosen(
     return choose_interface(order_candidates(ways, known)["laptop"], dict(reached), 1, known["laptop"])
 
 
-def test_the_wired_card_is_taken_before_wireless_tunnel_and_bridge():
+def test_wired_interface_is_preferred_to_wireless_tunnel_and_bridge():
     known = {"laptop": facts("laptop", 28, interfaces=DECOYS), "attic": facts("attic", 36)}
     ways = {name: candidate_interfaces(one, HostConfig(address=name)) for name, one in known.items()}
     assert [one.interface for one in order_candidates(ways, known)["laptop"]] == [
@@ -718,23 +718,23 @@ def test_the_wired_card_is_taken_before_wireless_tunnel_and_bridge():
     assert chosen(every).why == "wired; the other host reaches it; rather than wlan0, tailscale0, docker0"
 
 
-def test_what_the_others_really_reach_comes_first():
+def test_reachable_interface_is_preferred():
     assert chosen({"192.168.1.28": 0, "192.168.1.128": 1, "100.64.0.2": 1}).interface == "wlan0"
     assert chosen({"192.168.1.28": 0, "192.168.1.128": 0, "100.64.0.2": 1}).interface == "tailscale0"
     assert chosen({}).interface == "eth0"  # nobody reached anything: what is likely best
 
 
-def test_the_interface_of_the_fleet_file_is_taken_as_it_is():
+def test_interface_named_in_fleet_file_is_used():
     named = chosen({"192.168.1.28": 1, "100.64.0.2": 1}, host=HostConfig(address="x", interface="tailscale0"))
     assert (named.interface, named.why) == ("tailscale0", NAMED_IN_FLEET_FILE)
     assert candidate_interfaces(facts("laptop", 28, interfaces=DECOYS), HostConfig(address="x", interface="eth9")) == []
 
 
-def test_gloo_binds_the_first_address_of_an_interface_so_we_test_that_one():
+def test_gloo_first_address_of_interface_is_tested():
     two = interface("eth0", "10.9.9.9")
     two = msgspec.structs.replace(two, addresses=[*two.addresses, InterfaceAddress(address="192.168.1.28", prefix=24)])
     assert chosen({}, interfaces=[loopback(), two]).address == "10.9.9.9"
 
 
-def test_one_host_stays_on_its_loopback():
+def test_single_host_uses_loopback():
     assert single_host_interface(facts("here", 5), HostConfig(address="local")).address == "127.0.0.1"

@@ -16,7 +16,7 @@ def one_step(step, clock, begun_s, exchanges, news=()):
                      news=list(news))  # fmt: skip
 
 
-def test_two_exchanges_bound_it_from_both_sides():
+def test_clock_offset_is_bounded_from_both_sides_by_two_collectives():
     """By hand: b's clock is 100 s behind. a comes last to bucket 0, 1 ms of transfer; b to bucket 1, 3 ms."""
     a = one_step(0, 5000.0, 200.0, [(0, 0.500, 0.501), (1, 0.600, 0.653)])
     b = one_step(0, 5100.0, 100.0, [(0, 0.400, 0.501), (1, 0.650, 0.653)])
@@ -67,7 +67,7 @@ def rank_1(draw):
     (0.0, -40e-6, either, 3e-3),
     (7.0, 20e-6, rank_1, 40e-3),  # nobody ever waits for rank 0: as wide as rank 1 is late
 ])  # fmt: skip
-def test_the_truth_lies_within_the_error(truth, drift, late, most_s, seed):
+def test_true_clock_offset_is_within_reported_error(truth, drift, late, most_s, seed):
     spans = collectives(truth, drift, late, seed)
     clocks = RankClocks(spans, {0: "a", 1: "b"})
     for first, last in ((0, 0), (5, 20), (39, 39)):
@@ -80,14 +80,14 @@ def test_the_truth_lies_within_the_error(truth, drift, late, most_s, seed):
             assert abs(offset.add_s - true) <= offset.error_s
 
 
-def test_what_nothing_joins_is_told_by_the_time_of_day():
+def test_unconnected_clocks_fall_back_to_wall_clock():
     a, b = one_step(0, 5000.0, 200.0, []), one_step(0, 5100.5, 99.0, [])
     clocks = RankClocks({0: [a], 1: [b]}, {0: "a", 1: "b"})
     offset = clocks.offset(clocks.clock_of(0, a), clocks.clock_of(1, b), 200.0, 201.0)
     assert (offset.add_s, offset.error_s) == (100.5, None)
 
 
-def test_ranks_of_one_host_have_one_clock_until_it_is_started_anew():
+def test_ranks_of_one_host_share_a_clock_until_reboot():
     first = [one_step(0, 5000.0, 200.0, []), one_step(1, 5000.002, 201.0, []), one_step(2, 5900.0, 20.0, [])]
     second = [one_step(0, 5000.0001, 200.0, [])]
     clocks = RankClocks({0: first, 1: second, 2: second}, {0: "a", 1: "a", 2: "b"})

@@ -250,7 +250,7 @@ def ring_s(size_bytes, num_ranks, wire=WIRE):
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_a_ring_of_equal_links_takes_two_laps_and_sums(num_ranks):
+def test_simulated_ring_all_reduce_time_matches_formula_and_sums_correctly(num_ranks):
     num_elements = 16 * num_ranks * 3
     sim, total = equal(num_ranks, num_elements)
     took_s = sim.run(ring_program)
@@ -262,7 +262,7 @@ def test_a_ring_of_equal_links_takes_two_laps_and_sums(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_bytes_on_the_simulated_wire_are_those_of_the_formulas(num_ranks):
+def test_simulated_bytes_match_formulas(num_ranks):
     num_elements = 16 * num_ranks * 3
     size = num_elements * ELEMENT_BYTES
     for program, collective in ((ring_program, "all_reduce"), (alltoall_program, "all_to_all")):
@@ -276,7 +276,7 @@ def test_bytes_on_the_simulated_wire_are_those_of_the_formulas(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 9])
-def test_the_best_number_of_segments(num_ranks):
+def test_segment_count_formula_matches_simulated_optimum(num_ranks):
     num_elements, hops = 5040, num_ranks - 1
     size = num_elements * ELEMENT_BYTES
     wire = LinkModel(latency_s=1e-5, bandwidth_Bps=1e8)
@@ -349,7 +349,7 @@ def test_gloo_adds_one_segment_while_the_next_arrives(num_ranks, sum_Bps):
 
 @pytest.mark.parametrize("latency_s", [1e-6, 1e-4, 1e-3, 1e-2])
 @pytest.mark.parametrize("sum_Bps", [math.inf, 4e6])
-def test_two_segments_under_way_bound_a_link_of_much_latency(monkeypatch, latency_s, sum_Bps):
+def test_two_gloo_segments_in_flight_bound_high_latency_link(monkeypatch, latency_s, sum_Bps):
     monkeypatch.setattr(collective_cost, "GLOO_SEGMENT_BYTES", 1 << 10)
     monkeypatch.setitem(globals(), "GLOO_SEGMENT_BYTES", 1 << 10)
     wire = LinkModel(latency_s=latency_s, bandwidth_Bps=1e7)
@@ -363,7 +363,7 @@ def test_two_segments_under_way_bound_a_link_of_much_latency(monkeypatch, latenc
 
 
 @pytest.mark.parametrize("num_ranks", RANKS[1:])
-def test_gloo_and_nccl_over_equal_links(num_ranks):
+def test_gloo_and_nccl_costs_over_equal_links_match_formulas(num_ranks):
     around, fast = even(num_ranks), LinkModel(latency_s=WIRE.latency_s, bandwidth_Bps=1e30)
     for size in (1e3, 1e5, 1e7):
         whole_s = ring_s(size, num_ranks)
@@ -396,14 +396,14 @@ MEASURED = {
 
 
 @pytest.mark.parametrize(("collective", "num_ranks"), MEASURED)
-def test_gloo_as_it_was_measured(collective, num_ranks):
+def test_gloo_cost_matches_measured_bus_bandwidth(collective, num_ranks):
     wire, size = LinkModel(latency_s=2e-4, bandwidth_Bps=119.5e6), 1 << 26
     took_s = collective_s(collective, size, even(num_ranks, wire, 5e9), "gloo")
     share = bus_factor(collective, num_ranks) * size / took_s / wire.bandwidth_Bps
     assert share == pytest.approx(MEASURED[collective, num_ranks], rel=0.03)
 
 
-def test_gloo_all_to_all_has_the_wire_until_the_sockets_are_full():
+def test_gloo_all_to_all_slows_when_socket_buffers_are_full():
     wire = LinkModel(latency_s=2e-4, bandwidth_Bps=119.5e6)
     for size, share, near in ((1 << 18, 1.0, 0.2), (1 << 20, 0.62, 0.05)):  # LOG.md
         took_s = collective_s("all_to_all", size, even(2, wire), "gloo")
@@ -418,7 +418,7 @@ def ring_of(sizes, wire, sum_Bps=None):
     return build_ring(Cluster(seats=[], hosts=dict.fromkeys(sizes, rates), wires=wires), hosts)
 
 
-def test_a_ring_crosses_a_host_connection_once_each_way():
+def test_ring_crosses_each_host_link_once_per_direction():
     speed = {("a", "b"): 1.0, ("b", "c"): 2.0, ("c", "a"): 3.0, ("b", "a"): 4.0, ("c", "b"): 5.0, ("a", "c"): 6.0}
 
     def wire(a, b):
@@ -442,7 +442,7 @@ def test_a_ring_crosses_a_host_connection_once_each_way():
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_time_grows_with_size_and_a_world_of_one_waits_for_nobody(collective, backend):
+def test_collective_time_grows_with_size_and_is_zero_for_one_rank(collective, backend):
     wire = LinkModel(latency_s=1e-4, bandwidth_Bps=1e8)
     assert collective_s(collective, 1e6, ring_of({"a": 1}, lambda a, b: wire), backend) == 0.0
     for sizes in ({"a": 1, "b": 1}, {"a": 2, "b": 2}, {"a": 4}, {"a": 1, "b": 3, "c": 2}, dict.fromkeys("abcdefg", 3)):
@@ -456,7 +456,7 @@ def test_time_grows_with_size_and_a_world_of_one_waits_for_nobody(collective, ba
             assert times[-1] >= leaving * 1e9 / 1e8
 
 
-def test_ranks_of_a_host_share_its_connection():
+def test_ranks_of_one_host_share_its_link():
     wire = LinkModel(latency_s=0.0, bandwidth_Bps=1e8)
     two_by_four = ring_of({"a": 4, "b": 4}, lambda a, b: wire)
     # to-all: 4 ranks × 4 parts of 1/8 leave a host; a tree by rank: in its last round 4 buffers cross at once
@@ -467,7 +467,7 @@ def test_ranks_of_a_host_share_its_connection():
 
 
 @pytest.mark.parametrize("sizes", [{"a": 8}, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 1)])
-def test_nccl_goes_through_a_host_before_it_leaves_it(sizes):
+def test_nccl_reduces_inside_host_before_crossing_hosts(sizes):
     around = ring_of(sizes, lambda a, b: LinkModel(latency_s=2e-5, bandwidth_Bps=4e10))
     num_nodes, per_node = len(sizes), max(sizes.values())
     small_s = collective_s("all_reduce", 1, around, "nccl")
@@ -497,7 +497,7 @@ def matrix(rng, num, values=None):
 
 @pytest.mark.parametrize("values", [None, [1, 10], [1, 1, 1, 10], [1, 2, 5, 9]])
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_the_best_ring_is_that_of_brute_force(num, values):
+def test_best_ring_matches_brute_force(num, values):
     rng = random.Random(num)
     for _ in range(4 if num > 6 else 20):
         names, wires = matrix(rng, num, values)
@@ -511,7 +511,7 @@ def test_the_best_ring_is_that_of_brute_force(num, values):
             assert slowest(names) < best or found == names
 
 
-def test_sixteen_hosts_are_put_in_order_at_once():
+def test_best_ring_of_sixteen_hosts_is_fast_to_compute():
     """A ring of fast links is hidden in random slower ones."""
     for seed in range(10):
         rng = random.Random(seed)

@@ -55,7 +55,7 @@ def flag(plan: Plan, host: str, name: str) -> str | None:
     return next((word.partition("=")[2] for word in argv if word.startswith(f"--{name}=")), None)
 
 
-def test_ranks_follow_the_hosts() -> None:
+def test_ranks_are_numbered_in_host_order() -> None:
     plan = train([place("a", ranks=2), place("b"), place("c", ranks=3)], "--batch=8")
     assert [(host.name, host.node_rank, host.first_rank, host.num_ranks) for host in plan.hosts] == [
         ("a", 0, 0, 2),
@@ -69,12 +69,12 @@ def test_ranks_follow_the_hosts() -> None:
     assert [flag(plan, host, "data") for host in "abc"] == ["/a/trees/d", "/b/trees/d", "/c/trees/d"]
 
 
-def test_threads_are_cores_divided_by_ranks() -> None:
+def test_omp_threads_are_cores_divided_by_ranks() -> None:
     plan = train([place("a", ranks=2, cores=9), place("b", threads=3), place("c", cores=1)])
     assert [host.env["OMP_NUM_THREADS"] for host in plan.hosts] == ["4", "3", "1"]
 
 
-def test_every_host_gets_the_exact_name_of_its_interface() -> None:
+def test_each_host_gets_its_exact_interface_name() -> None:
     plan = train([place("a"), place("b")])
     assert [(host.env["GLOO_SOCKET_IFNAME"], host.env["NCCL_SOCKET_IFNAME"]) for host in plan.hosts] == [
         ("eth0", "=eth0")
@@ -99,7 +99,7 @@ GPU, OTHER = ["NVIDIA H200"] * 2, ["NVIDIA GeForce RTX 4070"]
         ([place("a", gpus=GPU), place("b")], ["--device=cpu", "--dtype=fp32"], "gloo", ["fp32"] * 2, ["cpu", "cpu"]),
     ],
 )
-def test_the_backend_suits_all_and_the_arithmetic_each(
+def test_backend_is_common_and_dtype_is_per_rank(
     places: Any, flags: list[str], backend: str, dtypes: list[str], devices: list[str]
 ) -> None:
     plan = train(places, *flags)
@@ -116,7 +116,7 @@ def test_the_backend_suits_all_and_the_arithmetic_each(
     assert [flag(plan, host.name, "device") for host in plan.hosts] == kinds
 
 
-def test_every_rank_is_told_where_the_roster_is() -> None:
+def test_every_rank_gets_the_roster_path() -> None:
     plan = train([place("a"), place("b")], "--batch=6", "--shares=2:1")
     assert plan.roster is not None
     assert plan.roster.shares == [4, 2]
@@ -128,7 +128,7 @@ def test_more_ranks_than_sequences_are_refused() -> None:
         train([place("a", ranks=4), place("b")], "--batch=4")
 
 
-def test_a_host_without_the_gpu_that_it_is_said_to_have() -> None:
+def test_missing_requested_gpu_is_refused() -> None:
     with pytest.raises(UsageError, match="b: ranks asked for GPUs, and it has none"):
         train([place("a"), place("b", devices="cuda")])
 
@@ -138,7 +138,7 @@ def here(ranks: int, **more: Any) -> PreparedHost:
     return msgspec.structs.replace(one, is_local_run=True, run_dir="/home/me/runs/x", cwd="/home/me", python="/python")
 
 
-def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
+def test_local_run_uses_run_directory_and_given_paths() -> None:
     """The run's folder is the run directory, data and corpus are where they were named, and any port will do."""
     flags = parse_args(["--out=runs/x", "--data=data/verbs"])
     places = [here(2)]
@@ -153,7 +153,7 @@ def test_on_this_machine_alone_nothing_is_elsewhere() -> None:
     assert (flag(plan, "a", "out"), flag(plan, "a", "log-dir")) == ("runs/x", "/home/me/runs/x/host/ranks")
 
 
-def test_a_rank_that_is_alone_here_needs_no_torchrun() -> None:
+def test_single_local_rank_runs_without_torchrun() -> None:
     flags = parse_args(["--out=runs/x"])
     places = [here(1)]
     (host,) = train_plan(
@@ -165,7 +165,7 @@ def test_a_rank_that_is_alone_here_needs_no_torchrun() -> None:
     assert not elsewhere.is_rank
 
 
-def test_a_script_here_runs_in_its_own_folder() -> None:
+def test_local_script_runs_in_its_own_folder() -> None:
     plan = script_plan("1d", [here(2)], 0, ["train.py", "a b"], {}, None)
     assert plan.hosts[0].code is None
     assert (plan.hosts[0].cwd, plan.hosts[0].argv[-2:]) == ("/home/me", ["train.py", "a b"])
@@ -186,7 +186,7 @@ ENVIRONMENT = {
 }
 
 
-def test_little_of_the_environment_is_copied() -> None:
+def test_only_listed_environment_variables_are_copied() -> None:
     plan = script_plan(
         "1d",
         [place("a")],
@@ -212,7 +212,7 @@ def test_little_of_the_environment_is_copied() -> None:
     assert plan.hosts[0].shell_command().endswith("""train.py 'it'"'"'s' '$x'""")
 
 
-def test_a_plan_is_read_back(tmp_path: Any) -> None:
+def test_plan_round_trips_through_file(tmp_path: Any) -> None:
     plan = train([place("a"), place("b", user="me", ssh_options=["Port=2"])], "--steps=7")
     write_plan(RunDir(tmp_path), plan)
     assert read_plan(RunDir(tmp_path)) == plan
@@ -233,7 +233,9 @@ def test_a_plan_is_read_back(tmp_path: Any) -> None:
         ("fixed", "ab", "cpu", True, "fixed"),
     ],
 )
-def test_ranks_on_processors_live_on(asked: str, hosts: str, device: str, are_linux: bool, membership: str) -> None:
+def test_membership_mode_follows_devices_hosts_and_strategy(
+    asked: str, hosts: str, device: str, are_linux: bool, membership: str
+) -> None:
     seats = [RankSlot(host=name, device=device) for name in hosts]
     spec = parse_args(["--batch", "4", "--sync", "int8+sparse", "--membership", asked])
     roster = initial_roster(spec, seats, 256)
@@ -244,7 +246,7 @@ def test_ranks_on_processors_live_on(asked: str, hosts: str, device: str, are_li
         assert choose_membership(spec, roster, are_linux=are_linux) == membership
 
 
-def test_several_hosts_have_agents_and_one_has_none() -> None:
+def test_agents_run_only_with_several_hosts() -> None:
     places = [place("a"), place("b")]
     spec = parse_args([])
     for of_run, outlives in ((places, True), (places[:1], False)):
@@ -257,7 +259,7 @@ def test_several_hosts_have_agents_and_one_has_none() -> None:
         assert all(host.agent.is_elastic for host in plan.hosts if host.agent is not None)
 
 
-def test_a_host_that_joins_comes_behind_the_others_and_all_agents_know_of_it() -> None:
+def test_joining_host_is_appended_and_known_to_all_agents() -> None:
     places = [place("a", ranks=2), place("b")]
     spec = parse_args(["--batch", "12", "--data", "d"])
     plan = train_plan(

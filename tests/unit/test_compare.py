@@ -24,7 +24,7 @@ CHAR = Job(spec=RunSpec(), shape=preset_shape("char", vocab_size=65))
 D8 = Job(spec=RunSpec(), shape=preset_shape("d8", vocab_size=32768))
 
 
-def test_a_host_alone_in_one_process_one_a_core_and_on_its_gpus():
+def test_single_host_is_measured_with_one_process_all_cores_and_gpus():
     def shown(cores, gpus, batch=16):
         spec = parse_args(["--batch", str(batch)])
         return [(one.label, one.ranks, one.spec.machine.device) for one in single_host_setups(spec, "a", cores, gpus)]
@@ -35,7 +35,7 @@ def test_a_host_alone_in_one_process_one_a_core_and_on_its_gpus():
     assert shown(64, 8)[1:] == [("a, 8 processes", 8, "cpu"), ("a, 8 GPUs", None, "cuda")]
 
 
-def test_hosts_together_grow_one_by_one():
+def test_hosts_are_added_one_at_a_time():
     def shown(hosts, with_gpus=()):
         return [(one.hosts, one.spec.machine.device) for one in multi_host_setups(RunSpec(), hosts, with_gpus)]
 
@@ -44,7 +44,7 @@ def test_hosts_together_grow_one_by_one():
     assert shown(["b", "a"], ["a"]) == [(["b", "a"], "auto"), (["b", "a"], "cpu")]
 
 
-def test_every_strategy_on_all_hosts_beside_the_fastest_alone():
+def test_every_strategy_runs_on_all_hosts_against_fastest_single_host():
     first, *others = strategy_setups(CHAR, "b", ["a", "b"], None)
     assert (first.hosts, first.label, first.spec.train.sync) == (["b"], "b alone", "ddp")
     assert all(one.hosts == ["a", "b"] and one.spec.train.sync == one.label for one in others)
@@ -73,7 +73,7 @@ def runs(tmp_path, write_run):
     return {label: summarize_run(RunDir(tmp_path / label.split()[0])) for label in ends}
 
 
-def test_the_table_says_how_many_times_as_fast_and_what_it_costs(runs):
+def test_table_reports_speedup_and_loss_penalty(runs):
     table = {label: cells for label, *cells in compare_setups.setup_rows("strategies", runs, runs["b alone"])}
     assert [len(cells) for cells in table.values()] == [len(compare_setups.COLUMNS["strategies"])] * 3
     speed, penalty = (
@@ -87,13 +87,13 @@ def test_the_table_says_how_many_times_as_fast_and_what_it_costs(runs):
     assert "The fastest whose loss is at most 1% above: packed, 2.00 times b alone, the same validation loss." in told
 
 
-def test_nothing_is_said_of_a_base_that_failed(runs):
+def test_failed_baseline_yields_no_explanation(runs):
     assert compare_setups.explain_setups("fleet", runs, None) == []
     assert [row[0] for row in compare_setups.setup_rows("fleet", runs, None)] == list(runs)
 
 
 @pytest.mark.parametrize("kind", ["fleet", "strategies"])
-def test_the_page_and_the_picture(tmp_path, runs, kind):
+def test_comparison_page_and_plot_are_written(tmp_path, runs, kind):
     names = {label: label.split()[0] for label in runs}
     compare_setups.write_setups(
         tmp_path, SetupComparison(kind=kind, base="b alone", runs=names, failed={"<fsdp>": "b & a"})
@@ -109,13 +109,13 @@ def test_the_page_and_the_picture(tmp_path, runs, kind):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 9, "kind": "fleet", "base": null, "runs": {}}', b"\xff"])
-def test_a_damaged_comparison_is_refused_by_name(tmp_path, content):
+def test_damaged_comparison_file_is_named_in_error(tmp_path, content):
     write_atomic(tmp_path / "compare.json", content)
     with pytest.raises(CheckpointError, match=r"compare\.json"):
         write_report(RunDir(tmp_path))
 
 
-def test_an_empty_comparison_is_a_page(tmp_path):
+def test_empty_comparison_still_renders_a_page(tmp_path):
     compare_setups.write_setups(tmp_path, SetupComparison(kind="fleet", base=None, runs={}))
     assert "bench" in write_report(RunDir(tmp_path)).read_text()
     assert json.loads((tmp_path / "compare.json").read_text())["base"] is None

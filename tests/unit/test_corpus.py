@@ -81,7 +81,7 @@ def bpe() -> BpeTokenizer:
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
-def test_a_corpus_holds_its_text(tmp_path: Path, kind: str) -> None:
+def test_corpus_round_trips_its_text(tmp_path: Path, kind: str) -> None:
     prepared = prepare(tmp_path / "c", splits(), tokenizer=kind, vocab_size=400 if kind == "bpe" else None)
     assert prepared.was_written
     corpus = load_corpus(tmp_path / "c")
@@ -98,13 +98,13 @@ def test_a_corpus_holds_its_text(tmp_path: Path, kind: str) -> None:
     assert entries(tmp_path) == ["c", "c/meta.json", "c/tokenizer.json", "c/train.bin", "c/val.bin"]
 
 
-def test_byte_tokens_are_the_bytes(tmp_path: Path) -> None:
+def test_byte_tokens_equal_utf8_bytes(tmp_path: Path) -> None:
     corpus = prepare(tmp_path / "c", splits("héllo horses", 0.25), tokenizer="byte").corpus
     assert (tmp_path / "c/train.bin").read_bytes() == b"h\0\xc3\0\xa9\0l\0l\0o\0 \0h\0o\0"
     assert (corpus.vocab_size, corpus.dtype, corpus.train_tokens, corpus.val_tokens) == (256, "uint16", 9, 4)
 
 
-def test_char_corpus_equals_nanogpts(tmp_path: Path) -> None:
+def test_char_corpus_equals_nanogpt(tmp_path: Path) -> None:
     """Against nanoGPT's data/shakespeare_char/prepare.py, restated."""
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n" * 50
     chars = sorted(set(text))
@@ -117,7 +117,7 @@ def test_char_corpus_equals_nanogpts(tmp_path: Path) -> None:
     assert theirs.tokenizer_hash == corpus.tokenizer_hash
 
 
-def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
+def test_large_vocabulary_uses_uint32(tmp_path: Path) -> None:
     text = "".join(map(chr, range(0x10000, 0x10000 + 70_000))) + "ab"
     corpus = prepare(tmp_path / "c", splits(text), tokenizer="char").corpus
     assert (corpus.vocab_size, corpus.dtype) == (70_002, "uint32")
@@ -126,7 +126,7 @@ def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tokens_that_differ_are_as_many_as_chance_makes_them(tmp_path: Path, dtype: str) -> None:
+def test_distinct_token_count_matches_expectation(tmp_path: Path, dtype: str) -> None:
     """Of n draws among V as many as V·(1 - (1 - 1/V)ⁿ) are different."""
     num, block = 1000, 64
     drawn = np.random.default_rng(0).integers(0, num, 1 << 17).astype(dtype)
@@ -148,7 +148,7 @@ def test_documents_end_with_end_of_text(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens(corpus, "train")) == "one two\n<|endoftext|>three <|endoftext|>\n<|endoftext|>"
 
 
-def test_gpt2_by_tiktoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpt2_tokenizer_uses_tiktoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bytes for a vocabulary: GPT-2's own cannot be had without a network."""
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([value]): value for value in range(256)}
@@ -165,7 +165,7 @@ def test_gpt2_by_tiktoken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert load_tokenizer(tmp_path / "n").kind == "gpt2"
 
 
-def test_gpt2_without_its_vocabulary_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpt2_vocabulary_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiktoken = pytest.importorskip("tiktoken")
 
     def offline(name: str) -> None:
@@ -202,7 +202,7 @@ def test_bpe_round_trips_any_text(bpe: BpeTokenizer, text: str) -> None:
     ),
     seed=st.integers(0, 99),
 )
-def test_a_stream_gives_the_ids_of_the_whole(bpe: BpeTokenizer, pieces: list[tuple[str, str]], seed: int) -> None:
+def test_streamed_encoding_equals_whole_encoding(bpe: BpeTokenizer, pieces: list[tuple[str, str]], seed: int) -> None:
     text = "".join(word + space for word, space in pieces)
     rng = random.Random(seed)
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(4))
@@ -214,13 +214,13 @@ def test_a_stream_gives_the_ids_of_the_whole(bpe: BpeTokenizer, pieces: list[tup
     assert np.concatenate(parts).tolist() == [*bpe.encode(text), bpe.end_of_text]
 
 
-def test_a_run_without_spaces_is_still_encoded_whole(bpe: BpeTokenizer) -> None:
+def test_long_run_without_spaces_round_trips(bpe: BpeTokenizer) -> None:
     text = "ab" * 40_000 + " " * 40_000
     ids = np.concatenate(list(encode_documents(bpe, [([text], False)])))
     assert bpe.decode(ids) == text
 
 
-def test_the_tokenizer_can_go_where_the_corpus_does_not(tmp_path: Path, bpe: BpeTokenizer) -> None:
+def test_tokenizer_loads_without_corpus(tmp_path: Path, bpe: BpeTokenizer) -> None:
     for tokenizer in (ByteTokenizer(), CharTokenizer("ab\n"), bpe):
         (tmp_path / "tokenizer.json").write_bytes(tokenizer.serialize())
         loaded: Tokenizer = load_tokenizer(tmp_path)
@@ -267,7 +267,7 @@ def test_the_same_files_elsewhere_give_the_same_corpus(tmp_path: Path) -> None:
     assert made[0].val_tokens == pytest.approx(0.1 * (made[0].train_tokens + made[0].val_tokens), abs=1)
 
 
-def test_a_second_run_does_nothing(tmp_path: Path) -> None:
+def test_repeated_prepare_changes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "c"
     first = prepare(out, splits(), tokenizer="bpe", vocab_size=300, extra={"train.jsonl": b"{}\n"})
     stamps = {path: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -281,7 +281,7 @@ def test_a_second_run_does_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["val.bin", "train.jsonl", "tokenizer.json"])
-def test_a_damaged_corpus_is_made_again(tmp_path: Path, damage: str) -> None:
+def test_damaged_corpus_is_rebuilt(tmp_path: Path, damage: str) -> None:
     out = tmp_path / "c"
     first = prepare(out, splits(), tokenizer="char", extra={"train.jsonl": b"{}\n"})
     (out / damage).unlink()
@@ -293,7 +293,7 @@ def test_a_damaged_corpus_is_made_again(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"tokenizer": "byte"}, {"splits": splits(TEXT + "!")}, {"splits": splits(val_fraction=0.2)}]
 )
-def test_another_corpus_is_replaced_only_by_force(tmp_path: Path, change: dict) -> None:
+def test_different_corpus_is_replaced_only_with_force(tmp_path: Path, change: dict) -> None:
     out = tmp_path / "c"
     first = prepare(out, splits(), tokenizer="char").corpus
     arguments = {"splits": splits(), "tokenizer": "char"} | change
@@ -305,7 +305,7 @@ def test_another_corpus_is_replaced_only_by_force(tmp_path: Path, change: dict) 
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_a_folder_with_other_files_is_never_touched(tmp_path: Path, force: bool) -> None:
+def test_folder_with_foreign_files_is_never_overwritten(tmp_path: Path, force: bool) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match=r"holds files that are not part of a corpus, such as thesis\.tex"):
         prepare(tmp_path, splits(), tokenizer="byte", force=force)
@@ -317,7 +317,7 @@ def test_a_folder_with_other_files_is_never_touched(tmp_path: Path, force: bool)
 # Whole or not there
 
 
-def test_of_two_runs_the_second_does_not_replace_the_first(tmp_path: Path) -> None:
+def test_concurrent_prepare_does_not_replace_finished_corpus(tmp_path: Path) -> None:
     def overtake(doing: str, done: int, total: int) -> None:
         if doing == "reading" and not (tmp_path / "c").exists():
             prepare(tmp_path / "c", splits(), tokenizer="char")
@@ -336,7 +336,7 @@ def test_of_two_runs_the_second_does_not_replace_the_first(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, DataError])
-def test_an_interrupted_run_cleans_up(tmp_path: Path, stop: type[BaseException]) -> None:
+def test_interrupted_prepare_leaves_no_files(tmp_path: Path, stop: type[BaseException]) -> None:
     def interrupt(doing: str, done: int, total: int) -> None:
         if doing == "encoding":
             raise stop("stop")
@@ -350,7 +350,9 @@ def test_an_interrupted_run_cleans_up(tmp_path: Path, stop: type[BaseException])
     ("number", "message"),
     [(errno.ENOSPC, r"cannot write .*c: no space left on the disk \(\d+ MB free\)"), (errno.EIO, "c: Input/output")],
 )
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str) -> None:
+def test_full_disk_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, message: str
+) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -372,7 +374,9 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (b"a" * ((1 << 20) - 1) + b"\xe9\x87" + b"x" * 99, (1 << 20) - 1, "invalid continuation byte"),
     ],
 )
-def test_not_utf8_is_named_with_its_byte(tmp_path: Path, content: bytes, position: int, reason: str) -> None:
+def test_invalid_utf8_is_reported_with_byte_position(
+    tmp_path: Path, content: bytes, position: int, reason: str
+) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes(content)
     refused([path], tmp_path, rf"latin\.txt is not UTF-8: {reason} at byte {position}")
@@ -391,7 +395,7 @@ def refused(arguments: list[object], folder: Path, message: str, *, verb: str = 
     return result.exception
 
 
-def test_bad_paths_and_options_are_named(tmp_path: Path) -> None:
+def test_invalid_paths_and_options_are_named(tmp_path: Path) -> None:
     good, empty, short = tmp_path / "good.txt", tmp_path / "empty.txt", tmp_path / "short.txt"
     good.write_text(TEXT)
     empty.touch()
@@ -413,7 +417,7 @@ def test_bad_paths_and_options_are_named(tmp_path: Path) -> None:
     refused(["--sentences", "0"], tmp_path, "0 sentences .* leave one split empty", verb="verbs")
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_file_changed_during_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     path.write_text("x" * 100)
     (document,) = find_documents([path], skip=lambda folder: False)
@@ -446,7 +450,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
         (lambda c: edit(c, dtype="int8"), r"meta\.json is damaged: Invalid enum value 'int8'"),
     ],
 )
-def test_a_damaged_folder_is_refused_by_file_and_reason(tmp_path: Path, damage: object, message: str) -> None:
+def test_damaged_corpus_is_refused_with_file_and_reason(tmp_path: Path, damage: object, message: str) -> None:
     prepare(tmp_path / "c", splits(), tokenizer="char")
     damage(tmp_path / "c")  # type: ignore[operator]
     with pytest.raises(DataError, match=message) as caught:
@@ -460,7 +464,7 @@ def edit(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
+def test_non_corpus_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="gone: no such folder"):
@@ -472,7 +476,7 @@ def test_what_is_no_corpus_is_refused(tmp_path: Path) -> None:
         load_corpus(tmp_path / "empty")
 
 
-def test_nanogpt_folders_are_read_as_they_are(tmp_path: Path) -> None:
+def test_nanogpt_folders_load_unchanged(tmp_path: Path) -> None:
     gpt2 = load_corpus(nanogpt_folder(tmp_path / "openwebtext"))
     assert (gpt2.name, gpt2.tokenizer, gpt2.vocab_size, gpt2.dtype) == ("openwebtext", "gpt2", 50257, "uint16")
     assert (gpt2.train_tokens, gpt2.val_tokens) == (5, 3)
@@ -514,7 +518,7 @@ class Evil:
         (pickle.dumps({"itos": {0: "a", 1: 5}}), "not every entry of `itos` is one character"),
     ],
 )
-def test_a_foreign_pickle_is_refused_and_runs_nothing(
+def test_foreign_pickle_is_refused_without_execution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pickled: bytes, reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -544,7 +548,7 @@ def test_a_split_shorter_than_a_block_is_named(tmp_path: Path) -> None:
         check_block_size(corpus, 3)
 
 
-def test_changed_content_is_found_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_content_is_detected_by_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = prepare(tmp_path / "c", splits(), tokenizer="byte").corpus
     with corpus.split_path("train").open("r+b") as file:
         file.write(b"X")
@@ -576,7 +580,7 @@ def test_a_prompt_outside_the_vocabulary_is_named(bpe: BpeTokenizer) -> None:
 # The command line
 
 
-def test_the_commands_make_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_commands_create_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text(TEXT)
     runner = CliRunner()
@@ -602,7 +606,7 @@ def test_the_commands_make_corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert told.stdout.startswith("data/book is up to date, nothing to do: ")
 
 
-def test_the_library_of_this_python_is_a_corpus() -> None:
+def test_python_standard_library_can_be_a_corpus() -> None:
     found, _ = stdlib_documents()
     assert sum(document.size_bytes for document in found) > 5_000_000
     names = {document.name for document in found}
@@ -611,5 +615,5 @@ def test_the_library_of_this_python_is_a_corpus() -> None:
 
 
 @pytest.mark.parametrize("module", [core_corpus, tokenizer_module, prepare_corpus])
-def test_examples_in_docstrings(module: object) -> None:
+def test_docstring_examples_pass(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

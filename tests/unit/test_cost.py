@@ -28,7 +28,7 @@ def cluster(*rates: float, wire: LinkModel = WIRE, **more: object) -> Cluster:
     return cluster_of(*rates, wire=wire, **more)
 
 
-def test_one_rank_computes_and_updates_and_nothing_else():
+def test_single_rank_pays_only_compute_update_and_input():
     option = priced(JOB, cluster(1000.0, pass_s=0.1, update_s=0.5, data_s=0.25), "none")
     assert option.step_s == pytest.approx(24 * 256 / 1000 + 2 * 0.1 + 0.5 + 0.25)  # two micro-batches
     cost = option.ranks[0].cost
@@ -38,7 +38,7 @@ def test_one_rank_computes_and_updates_and_nothing_else():
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("rates", [(1e3, 1e3), (1e3, 400.0), (1e3, 900.0, 800.0)])
-def test_the_parts_of_every_rank_sum_to_the_step(sync, rates):
+def test_cost_parts_of_every_rank_sum_to_step_time(sync, rates):
     option = priced(JOB, cluster(*rates, update_s=0.1, sync_Bps=1e9, cpus=1.0, copy_Bps=1e10), sync)
     for rank in option.ranks:
         assert sum(getattr(rank.cost, part) for part in PHASES) == pytest.approx(option.step_s)
@@ -47,7 +47,7 @@ def test_the_parts_of_every_rank_sum_to_the_step(sync, rates):
     assert min(rank.cost.wait_s for rank in option.ranks) == 0
 
 
-def test_over_an_endless_wire_ddp_is_the_slowest_rank_alone():
+def test_ddp_with_infinite_bandwidth_takes_slowest_rank_time():
     fast = LinkModel(latency_s=0.0, bandwidth_Bps=1e18)
     option = priced(JOB, cluster(1000.0, 250.0, wire=fast), "ddp")
     assert option.step_s == pytest.approx(12 * 256 / 250.0)
@@ -55,7 +55,7 @@ def test_over_an_endless_wire_ddp_is_the_slowest_rank_alone():
     assert option.straggler.host == "b"
 
 
-def test_over_a_slow_wire_ddp_is_all_its_bytes_from_the_first_bucket_on():
+def test_slow_link_ddp_sends_continuously_from_first_bucket():
     """start_0 = ready_0, and from then on the wire never rests."""
     option = priced(JOB, cluster(1e6, 1e6), "ddp")
     compute_s = 12 * 256 / 1e6
@@ -67,7 +67,7 @@ def test_over_a_slow_wire_ddp_is_all_its_bytes_from_the_first_bucket_on():
     assert option.ranks[0].sync_s == pytest.approx(4 * SHAPE.num_params() / 100e6)
 
 
-def test_what_backward_can_hide_is_hidden():
+def test_communication_is_hidden_behind_backward():
     """By hand: three buckets, each ready when its tensors are; the wire carries 1e8 bytes a second."""
     rate = 2000.0
     option = priced(JOB, cluster(rate, rate), "ddp")
@@ -86,7 +86,7 @@ def test_only_the_last_micro_batch_synchronizes():
     assert four.ranks[0].cost.exposed_sync_s > one.ranks[0].cost.exposed_sync_s  # a shorter backward hides less
 
 
-def test_communication_beside_computing_takes_processor_time_from_it():
+def test_overlapped_communication_reduces_compute_throughput():
     """What is in flight while a rank computes costs it bytes / (sync_Bps · cpus)."""
     free = priced(JOB, cluster(500.0, 500.0), "ddp")
     taken = priced(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=1.0), "ddp")
@@ -97,7 +97,7 @@ def test_communication_beside_computing_takes_processor_time_from_it():
     assert twice.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s == pytest.approx(grown_s / 2, rel=0.05)
 
 
-def test_bytes_are_those_of_the_table():
+def test_bytes_per_strategy_match_table():
     """P = 4 · parameters, n = 3: 2(n-1)/n · P for ddp, and what the others make of it on Gloo."""
     P, n = 4 * SHAPE.num_params(), 3
     ring = 2 * (n - 1) / n * P
@@ -122,7 +122,7 @@ def test_fsdp_gathers_for_every_micro_batch():
     assert many - few == pytest.approx(3 * P)  # 4 passes instead of 1, two gathers of P/2 each
 
 
-def test_sparse_embeddings_send_rows_and_not_tables():
+def test_sparse_embeddings_send_rows_instead_of_tables():
     shape = preset_shape("d8", 32768, 256)
     rosters = [priced(job_of(shape, batch=2), cluster(1.0, 1.0), sync).roster for sync in ("ddp", "ddp+sparse")]
     dense, sparse = (sum(t.size_bytes for t in sync_workload(job_of(shape), roster).transfers) for roster in rosters)
@@ -130,7 +130,7 @@ def test_sparse_embeddings_send_rows_and_not_tables():
     assert dense - sparse == pytest.approx(tables - 5 * 2 * 256 * (512 * 4 + 4))
 
 
-def test_a_rank_sends_the_rows_that_its_share_of_the_corpus_looks_up():
+def test_sparse_rank_sends_only_rows_its_share_looks_up():
     job = msgspec.structs.replace(job_of(preset_shape("d8", 32768, 256), batch=12, shares="8:4"),
                                   distinct_tokens=[100.0, 160.0, 250.0, 400.0])  # fmt: skip
     dense, sparse = (priced(job, cluster(1.0, 1.0), sync).ranks for sync in ("ddp", "ddp+sparse"))
@@ -142,7 +142,7 @@ def test_a_rank_sends_the_rows_that_its_share_of_the_corpus_looks_up():
 @pytest.mark.parametrize(("shape", "copied_s", "measured_s"), [
     (preset_shape("d4", 32768, 256), 11.8e-3, 14.5e-3), (preset_shape("char", 65), 2.6e-3, 3.9e-3),
 ])  # fmt: skip
-def test_copying_gradients_into_buckets_takes_what_was_measured(shape, copied_s, measured_s):
+def test_bucket_copy_cost_matches_measured_backward_overhead(shape, copied_s, measured_s):
     """Backward with DDP's reducer beside backward without, nothing sent; a plain copy of as much takes so long."""
     job, rate = job_of(shape, batch=2), 2 * 4 * shape.num_params() / copied_s
     ddp, fast = (priced(job, cluster_of(1e9, 1e9, wire=WIRE, copy_Bps=one), "ddp") for one in (rate, 1e18))
@@ -152,7 +152,7 @@ def test_copying_gradients_into_buckets_takes_what_was_measured(shape, copied_s,
 
 
 @pytest.mark.parametrize("preset", ["tiny", "char", "gpt2", "gpt2-xl", "d4", "d20"])
-def test_gradients_come_once_each_and_in_order(preset):
+def test_gradients_appear_once_each_in_order(preset):
     shape = PRESETS[preset]
     found = gradient_tensors(shape)
     assert sum(tensor.num_params for tensor in found) == shape.num_params()
@@ -163,13 +163,13 @@ def test_gradients_come_once_each_and_in_order(preset):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_shape_has_tables_where_a_gradient_is_of_one(name):
+def test_has_tables_matches_lookup_gradients(name):
     shape = preset_shape(name, 512)
     assert shape.has_sparse_embeddings == any(gradient.is_lookup for gradient in gradient_tensors(shape))
     assert max(min(gradient.rows, gradient.columns) for gradient in gradient_tensors(shape)) == shape.width
 
 
-def test_a_table_goes_whole_where_its_rows_would_be_more():
+def test_sparse_falls_back_to_dense_when_rows_exceed_table():
     """Of d8's five tables 8192 tokens touch as many rows: 252 MB to 15 others, where an all-reduce sends 126 MB."""
     shape = preset_shape("d8", 32768)
 
@@ -185,7 +185,7 @@ def test_a_table_goes_whole_where_its_rows_would_be_more():
     assert 15 * rows > 252e6 > 2 * sent_bytes("all_reduce", table, 16) > 251e6
 
 
-def test_every_strategy_has_a_price_and_its_penalty_a_source():
+def test_every_strategy_has_price_and_penalty_source():
     assert {parse_sync(example).kind for example in SYNC_EXAMPLES} == set(STRATEGY_TRAFFIC)
     for sync in map(parse_sync, SYNC_EXAMPLES):
         penalty, source = loss_penalty(sync, 10**8, [8, 8])
@@ -205,7 +205,7 @@ def test_every_strategy_has_a_price_and_its_penalty_a_source():
 
 
 @pytest.mark.parametrize(("link_Gbps", "seconds"), [(1, 14.3), (2.5, 5.72), (10, 1.43), (400, 0.0358)])
-def test_gpt2_760m_in_bf16_over_each_fabric(link_Gbps, seconds):
+def test_gpt2_760m_bf16_sync_time_matches_published_fabric_figures(link_Gbps, seconds):
     """A note on training at home: 1.52 GB at 85 % of the line rate, two ranks."""
     job = job_of(PRESETS["gpt2-760m"], batch=16)
     wire = LinkModel(latency_s=0.0, bandwidth_Bps=0.85 * link_Gbps * 1e9 / 8)
@@ -213,7 +213,7 @@ def test_gpt2_760m_in_bf16_over_each_fabric(link_Gbps, seconds):
     assert option.ranks[0].sync_s == pytest.approx(seconds, rel=0.01)
 
 
-def test_the_home_lab_that_blamed_its_network():
+def test_straggler_dominates_network_in_published_home_lab_case():
     """126M parameters on an i9 and a laptop: 4.3 s of 71.5 s are the network's, the rest is the laptop's."""
     shape = preset_shape("d8", 32768, 512)
     job = job_of(shape, batch=8)

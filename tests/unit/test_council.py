@@ -172,7 +172,7 @@ def all_run(net: Net) -> bool:
 
 @pytest.mark.parametrize("lives", [False, True])
 @pytest.mark.parametrize("seed", range(100))
-def test_one_world_of_each_number_whatever_happens(seed: int, lives: bool) -> None:
+def test_epoch_number_has_only_one_membership_under_random_faults(seed: int, lives: bool) -> None:
     net = Net(seed, 2 + seed % 4, lives=lives)
     chance = net.random
     for _ in range(chance.randint(1, 60)):
@@ -225,7 +225,7 @@ def well(num_hosts: int, *, lives: bool = False) -> Net:
 
 
 @pytest.mark.parametrize("gone", "abc")
-def test_whoever_goes_the_others_go_on(gone: str) -> None:
+def test_remaining_hosts_continue_after_any_host_loss_and_readmit_it(gone: str) -> None:
     net = well(3)
     net.hosts[gone].council = None
     left = [name for name in "abc" if name != gone]
@@ -241,7 +241,7 @@ def test_whoever_goes_the_others_go_on(gone: str) -> None:
     ("num_hosts", "cut_off", "goes_on"),
     [(3, "c", "ab"), (4, "a", "bcd"), (4, "bd", "ac"), (4, "ad", "ad"), (5, "ab", "cde")],
 )
-def test_only_one_side_of_a_cut_goes_on(num_hosts: int, cut_off: str, goes_on: str) -> None:
+def test_only_one_side_of_a_partition_continues(num_hosts: int, cut_off: str, goes_on: str) -> None:
     """The one with more hosts; of two halves the one with the first host."""
     net = well(num_hosts)
     others = set(net.hosts) - set(cut_off)
@@ -257,7 +257,7 @@ def test_only_one_side_of_a_cut_goes_on(num_hosts: int, cut_off: str, goes_on: s
 
 
 @pytest.mark.parametrize("stopped", "ab")
-def test_whoever_was_stopped_does_not_take_the_others_for_gone(stopped: str) -> None:
+def test_resumed_host_does_not_declare_others_dead(stopped: str) -> None:
     net = well(2)
     net.stopped = {stopped}
     for _ in range(150):
@@ -268,7 +268,7 @@ def test_whoever_was_stopped_does_not_take_the_others_for_gone(stopped: str) -> 
                                                                [["a", "b"], ["a"], ["a", "b"]])  # fmt: skip
 
 
-def test_one_direction_is_a_cut() -> None:
+def test_one_directional_cut_is_treated_as_partition() -> None:
     net = well(3)
     net.cut = {("b", "c")}
     net.until(lambda: net.runs(net.last()) and net.last().hosts == ["a", "b"], 30)
@@ -277,7 +277,7 @@ def test_one_direction_is_a_cut() -> None:
     assert net.last().number == 1  # c, whom a hears well, does not make them begin again and again
 
 
-def test_a_rank_that_is_killed_begins_the_next_world_at_once() -> None:
+def test_killed_rank_starts_next_epoch_before_timeout() -> None:
     net = well(3)
     net.alive["b"].phase = HostPhase.FAILED
     assert net.until(lambda: net.last().number == 1 and net.runs(net.last()), 5) < SILENT_S
@@ -286,7 +286,7 @@ def test_a_rank_that_is_killed_begins_the_next_world_at_once() -> None:
 
 
 @pytest.mark.parametrize("killed", "abc")
-def test_where_ranks_live_on_the_others_keep_what_they_have_learned(killed: str) -> None:
+def test_surviving_ranks_keep_state_and_failed_host_is_readmitted(killed: str) -> None:
     """Whoever lost its ranks keeps its vote, and is let in when it has others."""
     net = well(3, lives=True)
     net.alive[killed].phase, net.hosts[killed].has_ranks, net.alive[killed].has_training_state = (
@@ -302,7 +302,7 @@ def test_where_ranks_live_on_the_others_keep_what_they_have_learned(killed: str)
     assert net.last().why == f"{killed} is let in"
 
 
-def test_a_host_that_starts_its_ranks_anew_has_a_say_when_another_goes() -> None:
+def test_host_restarting_its_ranks_votes_when_another_is_lost() -> None:
     net = well(3, lives=True)
     net.random.random = lambda: 1.0  # type: ignore[method-assign]  # nobody's ranks are made ready
     net.alive["b"].phase, net.hosts["b"].has_ranks, net.alive["b"].has_training_state = HostPhase.FAILED, False, False
@@ -312,7 +312,7 @@ def test_a_host_that_starts_its_ranks_anew_has_a_say_when_another_goes() -> None
     assert (net.last().standby_hosts, net.last().is_cold_start) == (["b"], False)
 
 
-def test_where_nobodys_ranks_are_left_all_begin_anew() -> None:
+def test_all_ranks_restart_fresh_when_none_survive() -> None:
     net = well(2, lives=True)
     for name in "ab":
         net.alive[name].phase, net.hosts[name].has_ranks, net.alive[name].has_training_state = (
@@ -324,7 +324,7 @@ def test_where_nobodys_ranks_are_left_all_begin_anew() -> None:
     assert (net.last().number, net.last().is_cold_start) == (1, True)
 
 
-def test_what_fails_again_and_again_without_a_step_is_over() -> None:
+def test_repeated_failure_without_progress_ends_run() -> None:
     net = well(2)
     net.go_on = lambda council: None  # type: ignore[method-assign]
     for number in range(1, MAX_CONSECUTIVE_FAILURES + 2):
@@ -337,7 +337,7 @@ def test_what_fails_again_and_again_without_a_step_is_over() -> None:
     assert net.last().number == MAX_CONSECUTIVE_FAILURES + 1
 
 
-def test_whoever_is_done_ends_it() -> None:
+def test_finished_host_prevents_new_epoch() -> None:
     net = well(2)
     net.go_on = lambda council: None  # type: ignore[method-assign]
     net.alive["a"].phase = HostPhase.DONE
@@ -347,7 +347,7 @@ def test_whoever_is_done_ends_it() -> None:
     assert net.last().number == 0
 
 
-def test_a_host_that_leaves_has_a_vote_and_no_seat() -> None:
+def test_leaving_host_votes_but_is_not_in_next_epoch() -> None:
     net = well(2)
     for council in net.alive.values():
         council.phase = HostPhase.REGROUPING
@@ -355,7 +355,7 @@ def test_a_host_that_leaves_has_a_vote_and_no_seat() -> None:
     net.until(lambda: net.runs(net.last()) and net.last().hosts == ["b"], 5)
 
 
-def test_an_old_word_is_none() -> None:
+def test_outdated_message_is_ignored() -> None:
     world = MembershipEpoch(number=0, hosts=["a", "b"])
     a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
     first, second = b.make_status(0.0), b.make_status(0.0)
@@ -367,7 +367,7 @@ def test_an_old_word_is_none() -> None:
     assert a.make_status(9.0).live_peers == ["b"]
 
 
-def test_that_a_host_is_still_there_is_no_news() -> None:
+def test_unchanged_heartbeat_is_not_a_change() -> None:
     world = MembershipEpoch(number=0, hosts=["a", "b"])
     a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
     assert a.receive(b.make_status(0.0), 0.0)
@@ -380,12 +380,12 @@ def test_that_a_host_is_still_there_is_no_news() -> None:
     assert not a.receive(said, 0.6)
 
 
-def test_a_dead_connection_is_replaced_before_anybody_is_missed() -> None:
+def test_dead_connection_is_replaced_within_failure_timeout() -> None:
     """The last word went just before it died: the next, its answer waited for, another try, and a round to spare."""
     assert HEARTBEAT_INTERVAL_S + ACK_TIMEOUT_S + RECONNECT_S + TICK_INTERVAL_S < ELASTIC_HOST_TIMEOUT_S
 
 
-def test_all_speak_more_often_while_a_world_is_decided() -> None:
+def test_heartbeats_are_more_frequent_while_epoch_is_being_decided() -> None:
     """Also who is in none: its word is waited for."""
     world = MembershipEpoch(number=0, hosts=["a", "b"])
     a, b, c = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "abc")

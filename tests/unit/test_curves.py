@@ -31,7 +31,7 @@ def record(step: int, **other) -> StepRecord:
     return StepRecord(**given)
 
 
-def test_a_peak_of_one_step_is_seen_after_a_million():
+def test_single_step_peak_is_visible_after_a_million_steps():
     series, rng = DownsampledSeries(), np.random.default_rng(1)
     values = rng.normal(2.0, 0.1, 1_000_000)
     values[123_456], values[777_777] = 40.0, -40.0
@@ -48,7 +48,7 @@ def test_a_peak_of_one_step_is_seen_after_a_million():
 
 @settings(deadline=None, max_examples=num_examples(30, 60))
 @given(st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=90), st.integers(1, 30))
-def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
+def test_series_buckets_match_numpy(values, piece):
     """However they come, and with what was not measured left out."""
     series = DownsampledSeries(max_buckets=8)
     for first in range(0, len(values), piece):
@@ -64,14 +64,14 @@ def test_a_series_is_what_numpy_says_of_its_buckets(values, piece):
     assert all(step % width == width - 1 for step in points.steps[:-1])
 
 
-def test_what_has_no_finite_sum_is_not_drawn():
+def test_non_finite_values_are_not_drawn():
     series = DownsampledSeries(max_buckets=2)
     series.add(np.arange(8), np.array([1.7e308, 1.7e308, -1.7e308, np.inf, 1.0, 3.0, -np.inf, np.nan]))
     assert series.points().means == [2.0]
     assert series.mean == 2.0
 
 
-def test_steps_that_are_taken_again_count_once():
+def test_repeated_steps_count_once():
     series = DownsampledSeries(max_buckets=8)
     series.add(np.arange(8), np.full(8, 9.0))
     series.truncate_from(3)
@@ -80,7 +80,7 @@ def test_steps_that_are_taken_again_count_once():
     assert series.points().steps == [0, 1, 2, 3, 4, 5]
 
 
-def test_ranks_tell_what_all_know_alike_once():
+def test_metrics_shared_by_all_ranks_count_each_step_once():
     """Rank 1 goes on where rank 0 is gone, and each step counts once."""
     curves = RunCurves()
     curves.add(0, [record(step, loss=1.0) for step in range(10)])
@@ -90,7 +90,7 @@ def test_ranks_tell_what_all_know_alike_once():
     assert [len(curves.newest[rank]) for rank in (0, 1)] == [10, 15]
 
 
-def test_all_go_back_to_a_checkpoint():
+def test_rollback_to_checkpoint_replaces_later_steps():
     curves = RunCurves()
     again = [record(step, loss=1.0) for step in range(10)] + [record(step, loss=5.0) for step in range(4, 8)]
     curves.add(0, again)
@@ -99,7 +99,7 @@ def test_all_go_back_to_a_checkpoint():
     assert [one.step for one in curves.newest[0]] == list(range(8))
 
 
-def test_the_noise_scale_is_the_one_that_was_put_in():
+def test_noise_scale_is_recovered_from_samples():
     """Of |G|² = 0.5 and trΣ = 500 the scale is 1000 tokens, whatever the noise of each."""
     rng, curves = random.Random(5), RunCurves()
     curves.add(0, [record(step, noise=GradientNoise(norm_sq=rng.gauss(0.5, 0.2), trace=rng.gauss(500.0, 200.0)))
@@ -126,7 +126,7 @@ def read_all(reader: RunReader) -> RunReader:
     return reader
 
 
-def test_a_run_is_read_as_it_grows(tmp_path, write_run):
+def test_growing_run_is_read_incrementally(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}, {}], verdict="running", evaluations={10: 2.0})
     reader = read_all(RunReader(RunDir(run.path)))
     assert reader.curves.steps_done == 20
@@ -145,7 +145,7 @@ def test_a_run_is_read_as_it_grows(tmp_path, write_run):
     assert reader.version > version
 
 
-def test_a_start_that_goes_on_replaces_what_it_takes_again(tmp_path, write_run):
+def test_resumed_run_replaces_repeated_steps(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}], verdict="running", losses=lambda step: 1.0)
     reader = read_all(RunReader(RunDir(run.path)))
     run.truncate_records(0, 12)
@@ -154,7 +154,7 @@ def test_a_start_that_goes_on_replaces_what_it_takes_again(tmp_path, write_run):
     assert reader.curves.shared_series["loss"].points().means == [1.0] * 12 + [7.0] * 3
 
 
-def test_damaged_lines_are_passed_over(tmp_path, write_run):
+def test_damaged_lines_are_skipped(tmp_path, write_run):
     run = write_run(tmp_path / "run", [{}])
     append(run.steps_path(0), b'{"step": 20, "epo\n\xff\xfe\n' + b"[" * 3_000_000 + b"\n" + lines(20, 21))
     append(run.events_path, b"{damaged\n")
@@ -176,7 +176,7 @@ def same(a: RunReader, b: RunReader) -> bool:
     return msgspec.msgpack.encode(a.curves.to_stored()) == msgspec.msgpack.encode(b.curves.to_stored())
 
 
-def test_what_was_read_is_not_read_again(kept, monkeypatch):
+def test_cached_records_are_not_read_again(kept, monkeypatch):
     run, first = kept
     read = []
     add = RunCurves.add
@@ -190,7 +190,7 @@ def test_what_was_read_is_not_read_again(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["bytes", "version", "replaced", "cut", "other"])
-def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
+def test_invalid_cached_summary_is_rebuilt(kept, damage):
     run, first = kept
     path = run.path / CACHE_FILE
     packed = path.read_bytes()
@@ -216,14 +216,14 @@ def test_a_summary_that_does_not_fit_is_made_again(kept, damage):
 
 @settings(deadline=None, max_examples=num_examples(20, 40))
 @given(st.data())
-def test_no_summary_ends_the_page(tmp_path_factory, data):
+def test_any_cached_summary_bytes_are_tolerated(tmp_path_factory, data):
     """Whatever stands there."""
     folder = tmp_path_factory.mktemp("run")
     (folder / CACHE_FILE).write_bytes(data.draw(st.binary(max_size=200)))
     assert RunReader(RunDir(folder)).curves.steps_done == 0
 
 
-def test_what_is_remembered_does_not_grow():
+def test_cached_summary_size_is_bounded():
     """Ten times as many steps, as many bytes."""
     sizes, curves = [], RunCurves()
     for first in range(0, 50_000, 5000):

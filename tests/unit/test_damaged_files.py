@@ -439,7 +439,7 @@ def restore(folder: Path, pristine: Path) -> None:
             shutil.copy2(twin, path)
 
 
-def test_a_damaged_file_is_an_error_that_can_be_mended(tmp_path):
+def test_damaged_files_give_recoverable_errors(tmp_path):
     counts, wrong = fuzz(tmp_path / "world", NUM, SEED)
     assert not wrong, "\n".join(wrong[:5])
     assert counts["refused"] > NUM // 3

@@ -54,7 +54,7 @@ def told(found: Prediction) -> str:
 # --- three people's questions -----------------------------------------------------------------------------------------
 
 
-def test_a_laptop_and_a_desktop_on_wifi():
+def test_laptop_and_desktop_on_wifi_get_correct_advice():
     """The learner: do my desktop of 8 cores and my laptop of 4 help each other tonight?"""
     home = MachineFlags(gpus="cpu:8,cpu:4", memory="32GB,16GB", link="wifi:200Mbit")
     flags = ["--model=char", "--batch=16", "--steps=2000"]
@@ -77,7 +77,7 @@ def test_a_laptop_and_a_desktop_on_wifi():
     assert exact.option(exact.chosen).ranks[0].sync_s == pytest.approx(4 * 42.57e6 / 25e6, rel=0.01)
 
 
-def test_four_unequal_gpus_on_a_fast_home_network():
+def test_four_unequal_gpus_on_home_network_get_correct_advice():
     """The home-lab owner: 20k, 12k, 12k and 3k tokens/s over 2.5GbE."""
     home = MachineFlags(rates="20000,12000,12000,3000", link="2.5GbE")
     found = answer_request(asked(home, "--model=gpt2", "--batch=64", "--device=cuda", "--loss-budget=0"))
@@ -95,7 +95,7 @@ def test_four_unequal_gpus_on_a_fast_home_network():
     assert at_256.option(at_256.chosen).tokens_per_s == pytest.approx(33e3, rel=0.05)
 
 
-def test_eight_nodes_of_eight_h100_with_eight_adapters_each():
+def test_eight_h100_nodes_with_eight_adapters_get_correct_advice():
     """The engineer with rented nodes: does it scale, and does it fit?"""
     rented_nodes = MachineFlags(nodes=8, per_node=8, gpus="h100", link="8x400Gbit")
     found = answer_request(asked(rented_nodes, "--model=gpt2-xl", "--batch=1024", "--loss-budget=0"))
@@ -120,7 +120,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_file_with_the_same_words_answers_the_same(tmp_path):
+def test_fleet_file_and_flags_give_same_answer(tmp_path):
     """8 × 8 GPUs were 929k tokens/s by flags and 579k by a file."""
     hosts = "".join(f'[hosts.node{i}]\naddress = "node{i}"\ngpu = "h100"\ngpus = 8\n' for i in range(1, 9))
     file = write(tmp_path / "fleet.toml", f'link = "400GbE"\n{hosts}')
@@ -135,7 +135,7 @@ def test_a_file_with_the_same_words_answers_the_same(tmp_path):
     assert by_file.cluster.assumed == by_flags.cluster.assumed
 
 
-def test_what_was_measured_counts_before_the_table(tmp_path):
+def test_measured_values_override_hardware_table(tmp_path):
     file = write(tmp_path / "fleet.toml", """
 [hosts.a]
 address = "a"
@@ -154,7 +154,7 @@ dtype = "bf16"
     assert host.watts == HARDWARE["4090"].watts
 
 
-def test_links_by_rule(tmp_path):
+def test_link_resolution_follows_precedence_rules(tmp_path):
     file = write(tmp_path / "fleet.toml", """
 link = "10GbE"
 [hosts.a]
@@ -179,7 +179,7 @@ shed = "200Mbit,6ms"
     assert not any("way back" in line for line in cluster.assumed)
 
 
-def test_a_link_that_was_measured_is_shared_as_before(tmp_path):
+def test_measured_links_keep_shared_medium(tmp_path):
     """Between two hosts nothing shows that a third one has to wait."""
     file = write(tmp_path / "fleet.toml", """
 link = "wifi"
@@ -216,7 +216,7 @@ c = "1GbE"
         ('[hosts."bür"]\naddress = "a"', "host 'bür': a name has a-z"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_is_said_with_its_place(tmp_path, text, said):
+def test_invalid_fleet_file_is_reported_with_position(tmp_path, text, said):
     file = write(tmp_path / "fleet.toml", text)
     with pytest.raises(UsageError) as error:
         load_fleet(file)
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_is_said_with_its_place(tmp_path, text, said):
     assert "\n" not in str(error.value)
 
 
-def test_a_byte_order_mark_is_none_of_our_business(tmp_path):
+def test_byte_order_mark_is_ignored(tmp_path):
     file = tmp_path / "fleet.toml"
     file.write_bytes(b'\xef\xbb\xbf[hosts.a]\naddress = "a"\n')
     assert list(load_fleet(file).hosts) == ["a"]
@@ -243,7 +243,7 @@ def test_a_model_that_does_not_fit_is_not_recommended():
     assert "but the memory of node1 is not known" in told(unknown)
 
 
-def test_what_fits_is_found_and_fits():
+def test_advised_micro_batch_fits_in_memory():
     words = MachineFlags(gpus="3060,3060", link="10GbE")
     found = answer_request(asked(words, "--model=gpt2-medium", "--batch=32", "--micro-batch=16"))
     assert found.recommended == ""
@@ -260,7 +260,7 @@ def test_what_fits_is_found_and_fits():
 # --- bills ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bill_by_hand():
+def test_bill_matches_hand_calculation():
     """1e9 tokens at 1,000 a second are 277.8 hours; 500 W make 138.9 kWh; at 0.40 that is 55.56."""
     question = asked(MachineFlags(rates="1000", watts=500.0), "--model=gpt2", "--batch=8")
     found = answer_request(question)
@@ -271,7 +271,7 @@ def test_a_bill_by_hand():
     assert one.spread == pytest.approx(0.15)  # a rate that was declared
 
 
-def test_rented_by_hand():
+def test_rented_gpu_cost_matches_hand_calculation():
     question = asked(MachineFlags(rates="1000"), "--model=gpt2", "--batch=8")
     (offer,) = parse_offers("8xh100@20")
     assert offer == RentalOffer(num_gpus=8, gpu="h100", price_per_h=20.0)
@@ -288,7 +288,7 @@ def test_rented_by_hand():
 
 
 @pytest.mark.parametrize(("text", "num_params"), [("350M", 3.5e8), ("7B", 7e9), ("72b", 7.2e10), ("1.5T", 1.5e12)])
-def test_a_model_by_its_size(text, num_params):
+def test_params_option_gives_shape_of_that_size(text, num_params):
     shape = shape_of_size(text, PRESETS["gpt2"])
     shape.check()
     assert shape.num_params() == pytest.approx(num_params, rel=0.02)
@@ -296,7 +296,7 @@ def test_a_model_by_its_size(text, num_params):
 
 
 @pytest.mark.parametrize("text", ["", "7", "7X", "-7B", "0B", "1e9", "99999T"])
-def test_what_is_no_size_is_one_line(text):
+def test_invalid_model_size_is_a_one_line_error(text):
     with pytest.raises(UsageError, match="--params"):
         shape_of_size(text, PRESETS["gpt2"])
 
@@ -304,7 +304,7 @@ def test_what_is_no_size_is_one_line(text):
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_are_alike_are_one_case():
+def test_identical_ranks_are_priced_as_one_case():
     """Each rank of many is priced as the same ranks one by one: a host's figures copied are another object."""
     job = job_of(PRESETS["gpt2"], batch=96, model="gpt2")
     same = cluster_of(*[100.0] * 6, wire=parse_link("1GbE").wire)
@@ -315,7 +315,7 @@ def test_ranks_that_are_alike_are_one_case():
         assert predict_step(job, same, roster) == predict_step(job, one_by_one, roster)
 
 
-def test_hosts_are_looked_at_in_few_sets():
+def test_few_host_sets_are_evaluated():
     for num in (4, 16, 64, 1000):
         machines = cluster_of(*[100.0] * num, wire=parse_link("1GbE").wire, names=[f"h{i}" for i in range(num)])
         job = job_of(PRESETS["char"], batch=4096)
@@ -341,7 +341,7 @@ def test_nothing_slower_than_one_host_is_recommended(sync):
             assert len(again.option(again.recommended).roster.hosts) == 2
 
 
-def test_the_order_of_hosts_says_nothing_of_hsdp():
+def test_hsdp_speed_does_not_depend_on_host_order():
     speeds = []
     for gpus in ("h100,4090", "4090,h100"):
         words = MachineFlags(per_node=8, gpus=gpus, link="400GbE")
@@ -350,14 +350,14 @@ def test_the_order_of_hosts_says_nothing_of_hsdp():
     assert speeds[0] == pytest.approx(speeds[1])
 
 
-def test_break_even_link_is_slower_than_a_link_that_is_worthwhile():
+def test_break_even_link_is_slower_than_worthwhile_link():
     """The hosts' link is worthwhile; the slowest named link is not, for its latency."""
     found = answer_request(asked(MachineFlags(rates="8000", nodes=2, link="100Mbit"), "--model=tiny", "--batch=16"))
     (line,) = [line for line in lines(found) if "ddp breaks even at" in line]
     assert float(line.split("even at ")[1].split("Mbit")[0]) < 100
 
 
-def test_a_fleet_of_a_thousand_hosts_with_one_link_of_its_own(tmp_path):
+def test_thousand_host_fleet_with_link_override_is_planned(tmp_path):
     hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\ngpu = "4090"\n' for i in range(1200))
     file = write(tmp_path / "fleet.toml", f'link = "10GbE"\n{hosts}[links.n0]\nn1 = "1GbE"\n')
     question = request_from_fleet(
@@ -367,7 +367,7 @@ def test_a_fleet_of_a_thousand_hosts_with_one_link_of_its_own(tmp_path):
     assert answer_request(question).recommended
 
 
-def test_equal_figures_that_were_written_twice_are_equal_hosts(tmp_path):
+def test_hosts_with_equal_values_compare_equal(tmp_path):
     rates = "".join(f"[rates.n{i}.cpu.models.char]\ntokens_per_s = 500\n" for i in range(3))
     hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\n' for i in range(3))
     file = write(tmp_path / "fleet.toml", f'link = "1GbE"\n{hosts}{rates}')
@@ -377,7 +377,7 @@ def test_equal_figures_that_were_written_twice_are_equal_hosts(tmp_path):
     assert len({id(host) for host in question.cluster.hosts.values()}) == 1
 
 
-def test_tables_cost_the_rows_that_the_corpus_looks_up(tmp_path):
+def test_sparse_cost_uses_distinct_tokens_of_corpus(tmp_path):
     """With nobody's corpus no two tokens of a step are alike, and the answer says so; other flags change neither."""
     prepare(tmp_path / "verbs", make_verb_corpus(0, 2000, 0.1)[0], tokenizer="byte")
     corpus, words = load_corpus(tmp_path / "verbs"), MachineFlags(rates="500", nodes=2, link="1GbE")
@@ -393,7 +393,7 @@ def test_tables_cost_the_rows_that_the_corpus_looks_up(tmp_path):
     assert change_request(known, {"block_size": "32"}, None).job.distinct_tokens == []
 
 
-def test_a_host_without_a_price_is_not_free():
+def test_missing_price_is_not_treated_as_free():
     one, two = (
         HostRates(tokens_per_s={"bf16": 1e5}, watts=500.0),
         HostRates(tokens_per_s={"bf16": 1e5}, price_per_h=2.0),
@@ -408,7 +408,7 @@ def test_a_host_without_a_price_is_not_free():
     assert found.kwh is None  # of b nobody knows
 
 
-def test_too_many_ranks_are_counted_before_they_are_made():
+def test_rank_count_is_checked_before_ranks_are_created():
     with pytest.raises(UsageError, match="4194304 ranks, more than 65536"):
         asked(MachineFlags(nodes=4096, per_node=1024, gpus="4090", link="400GbE"))
     with pytest.raises(UsageError, match="512 ranks, more than the 16 sequences"):
@@ -418,7 +418,7 @@ def test_too_many_ranks_are_counted_before_they_are_made():
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 
-def test_some_cases_of_the_sweep():
+def test_planner_sweep_sample_passes():
     """`bench/planner_properties.py` looks at thousands of them."""
     path = Path(__file__).parents[2] / "bench" / "planner_properties.py"
     spec = util.spec_from_file_location("evener_planner_sweep", path)

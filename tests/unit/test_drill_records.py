@@ -17,7 +17,7 @@ def test_every_drill_of_doctor_has_a_record():
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_fault_is_named_and_nothing_else(name):
+def test_each_drill_reports_only_its_fault(name):
     drill, found = DRILLS[name], drill_records.findings(drill_records.read(name))
     assert drill.expected_finding(found)
     assert drill.unexpected_findings(found) == []

@@ -53,7 +53,7 @@ def two(tmp_path, write_run, contention):
     return make
 
 
-def test_nothing_lost(one, two):
+def test_perfect_scaling_reports_no_loss(one, two):
     text = explain_scaling([one(), two()])
     assert named(text) == []
     assert "2.00 times as many" in text
@@ -62,7 +62,7 @@ def test_nothing_lost(one, two):
     assert "next to nothing was lost" in text
 
 
-def test_memory_bandwidth(one, two, contention):
+def test_memory_bandwidth_contention_is_explained(one, two, contention):
     found = contention(2, together_s=0.09, copy_together_Bps=6.2e9)
     text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, contention=found)])
     assert named(text) == ["memory"]
@@ -72,13 +72,13 @@ def test_memory_bandwidth(one, two, contention):
     assert "another machine brings a memory of its own" in text
 
 
-def test_slow_neighbours_with_memory_to_spare(one, two, contention):
+def test_slow_neighbours_with_spare_bandwidth_are_explained_by_shared_cores(one, two, contention):
     text = explain_scaling([one(), two([{"compute_s": 0.09}] * 2, contention=contention(2, together_s=0.09))])
     assert named(text) == ["neighbours"]
     assert "two hardware threads of one core" in text
 
 
-def test_cores_shared(tmp_path, write_run, one, two, contention):
+def test_shared_cores_are_explained(tmp_path, write_run, one, two, contention):
     before = one(cpus=[1.98], threads=2, contention=contention(1, alone_s=0.1, alone_cpus=1.98))
     text = explain_scaling([before, two([{"compute_s": 0.1}] * 2, contention=contention(2, alone_s=0.1))])
     assert named(text) == ["cores"]
@@ -86,7 +86,7 @@ def test_cores_shared(tmp_path, write_run, one, two, contention):
     assert "Use 1 process here. The cores have work already: only another machine or a GPU would add to them." in text
 
 
-def test_cores_grow_less_than_the_processes(one, two, contention):
+def test_cores_not_growing_with_processes_is_explained(one, two, contention):
     before = one(cpus=[2.9], threads=3, cores=4, contention=contention(1, alone_s=0.1, alone_cpus=2.9))
     after = two([{"compute_s": 0.0725}] * 2, threads=2, cores=4, cpus=[2.0] * 2,
                 contention=contention(2, alone_s=0.0725, alone_cpus=2.0))  # fmt: skip
@@ -94,7 +94,7 @@ def test_cores_grow_less_than_the_processes(one, two, contention):
     assert "in all 1.4 times as many" in explain_scaling([before, after])
 
 
-def test_oversubscribed(one, two, contention):
+def test_thread_oversubscription_is_explained(one, two, contention):
     found = contention(2, alone_s=0.05, together_s=0.11, alone_cpus=1.9, together_cpus=1.0)
     before = one(cpus=[1.9], threads=2, contention=contention(1, alone_s=0.1, alone_cpus=1.9))
     cost = {"compute_s": 0.09, "wait_s": 0.04}
@@ -104,14 +104,14 @@ def test_oversubscribed(one, two, contention):
     assert text.endswith("Use 1 process here. If 2 processes, then with 1 thread each: --threads 1.")
 
 
-def test_more_processes_than_cores(one, two, contention):
+def test_more_processes_than_cores_is_explained(one, two, contention):
     costs = [{"compute_s": 0.05, "wait_s": 0.06}, {"compute_s": 0.05, "wait_s": 0.055}]
     text = explain_scaling([one(cores=1), two(costs, cores=1)])
     assert named(text) == ["overbooked"]
     assert text.endswith("Use 1 process here. No more processes can compute at the same time than there are cores, 1.")
 
 
-def test_other_programs(one, two, contention):
+def test_other_programs_are_explained(one, two, contention):
     found = contention(2, together_s=0.08, together_cpus=0.6)
     text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, cpus=[0.62] * 2, contention=found)])
     assert named(text) == ["other programs"]
@@ -119,7 +119,7 @@ def test_other_programs(one, two, contention):
     assert text.endswith("Measure again when nothing else runs on the machine.")
 
 
-def test_communication(one, two):
+def test_exposed_communication_is_explained(one, two):
     text = explain_scaling([one(), two([{"exposed_sync_s": 0.06}] * 2, sync_s=0.08)])
     assert named(text) == ["communication"]
     assert "60 ms are lost to communication that backward did not hide, 53% of the step" in text
@@ -137,7 +137,7 @@ def test_communication(one, two):
         ([{"wait_s": 0.05}, {"compute_s": 0.1}], {"tokens": [400, 624]}, "its share of the batch is larger, 624"),
     ],
 )
-def test_straggler(one, two, costs, other, why):
+def test_straggler_is_explained_with_reason(one, two, costs, other, why):
     run = two(costs, **other)
     text = explain_scaling([one(), run])
     assert named(text) == ["straggler"]
@@ -150,19 +150,19 @@ def test_straggler(one, two, costs, other, why):
     assert explain_bottleneck(run).startswith("Limited by rank 1, for which rank 0 waits 49% of each step; ")
 
 
-def test_ranks_late_in_turns(one, two):
+def test_ranks_late_in_turns_are_explained(one, two):
     text = explain_scaling([one(), two([{"wait_s": 0.03}, {"wait_s": 0.028, "compute_s": 0.052}])])
     assert named(text) == ["late"]
     assert "28 ms to 30 ms a step" in text
 
 
-def test_input(one, two):
+def test_input_wait_is_explained(one, two):
     text = explain_scaling([one(), two([{"data_s": 0.04}] * 2)])
     assert named(text) == ["input"]
     assert "40 ms a step, and 1 ms with 1 process" in text
 
 
-def test_optimizer(tmp_path, write_run, two, contention):
+def test_optimizer_time_is_explained(tmp_path, write_run, two, contention):
     slow = {"optimizer_s": 0.08}
     before = summarize_run(write_run(tmp_path / "1", [slow], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two([slow, slow])])
@@ -171,7 +171,7 @@ def test_optimizer(tmp_path, write_run, two, contention):
     assert "Communication and update are paid once a step" in text
 
 
-def test_one_thread_uses_its_core_better(one, two, contention):
+def test_better_core_use_of_single_thread_is_explained(one, two, contention):
     before = one(cpus=[1.98], threads=2, contention=contention(1, alone_s=0.1, alone_cpus=1.98))
     text = explain_scaling([before, two([{"compute_s": 0.07}] * 2, contention=contention(2, alone_s=0.07))])
     assert named(text) == ["threads gain", "cores"]
@@ -180,26 +180,26 @@ def test_one_thread_uses_its_core_better(one, two, contention):
     assert "2 processes are worth it here" in text
 
 
-def test_without_contention_measured_the_cpu_time_of_the_steps_shows_the_gain(one, two):
+def test_cpu_time_shows_thread_gain_without_contention_probe(one, two):
     before = one(cpus=[1.98], threads=2, contention=None)
     text = explain_scaling([before, two([{"compute_s": 0.07}] * 2, contention=None)])
     assert named(text) == ["threads gain", "cores", "unmeasured"]
     assert "1,000 tokens take 140 ms of CPU time, and took 203 ms with 1 process" in text
 
 
-def test_small_pieces(one, two, contention):
+def test_small_micro_batches_are_explained(one, two, contention):
     text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, contention=contention(2, alone_s=0.08))])
     assert named(text) == ["small pieces"]
     assert "micro-batches of 8 sequences" in text
 
 
-def test_unexplained_is_said(one, two):
+def test_unexplained_loss_is_reported(one, two):
     text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2)])
     assert named(text) == ["unexplained"]
     assert "30 ms remain unexplained" in text
 
 
-def test_a_part_that_shrank_is_a_gain(tmp_path, write_run, two, contention):
+def test_shrunken_part_counts_as_gain(tmp_path, write_run, two, contention):
     long = {"data_s": 0.05, "exposed_sync_s": 0.06, "optimizer_s": 0.08}  # a busy machine, or DDP of one rank
     before = summarize_run(write_run(tmp_path / "1", [long], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two()])
@@ -208,7 +208,7 @@ def test_a_part_that_shrank_is_a_gain(tmp_path, write_run, two, contention):
     assert "are lost" not in text
 
 
-def test_what_was_not_measured_is_said_and_never_zero(one, two):
+def test_unmeasured_values_are_reported_and_never_zero(one, two):
     text = explain_scaling([one(cpus=None, contention=None), two([{"data_s": None}] * 2, cpus=None, contention=None)])
     assert named(text) == ["unmeasured"]
     assert "on how many cores the processes ran" in text
@@ -216,18 +216,18 @@ def test_what_was_not_measured_is_said_and_never_zero(one, two):
     assert "waiting for input" in text
 
 
-def test_contention_whose_clocks_were_too_coarse_counts_as_none(one, two, contention):
+def test_too_coarse_contention_clock_counts_as_unmeasured(one, two, contention):
     text = explain_scaling([one(), two([{"compute_s": 0.08}] * 2, contention=contention(2, together_cpus=0.0))])
     assert named(text) == ["unexplained", "unmeasured"]
 
 
-def test_compute_not_measured(one, two):
+def test_unmeasured_compute_is_reported(one, two):
     text = explain_scaling([one(), two([{"compute_s": None}] * 2)])
     assert "Not measured: forward and backward" in text
     assert "cores the processes ran" not in text
 
 
-def test_a_busy_machine_is_told_before_any_cause(one, two, contention):
+def test_busy_machine_is_reported_before_causes(one, two, contention):
     before = one(cpus=[0.5], contention=None)
     text = explain_scaling([before, two(contention=contention(2, alone_cpus=0.6), cpus=[0.6] * 2)])
     assert "0.50 cores for 1 thread of a process when there was 1, 0.60 cores for 1 thread of a process when" in text
@@ -240,7 +240,7 @@ def test_the_largest_cause_comes_first(one, two):
     assert named(explain_scaling([one(), two([slow, slow])])) == ["input", "communication"]
 
 
-def test_every_process_with_a_batch_of_its_own(one, two):
+def test_weak_scaling_run_is_explained(one, two):
     cost = {"data_s": 0.001, "compute_s": 0.1, "optimizer_s": 0.004, "exposed_sync_s": 0.03}
     text = explain_scaling([one(), two([cost] * 2, tokens=[1024, 1024])])
     assert named(text) == ["communication"]
@@ -259,7 +259,7 @@ def test_a_run_without_steps_is_left_out(tmp_path, write_run, one, two):
     assert "Nothing to compare" in explain_scaling([])
 
 
-def test_the_losses_say_whether_it_is_the_same_model(one, two):
+def test_losses_are_compared_for_model_equality(one, two):
     assert "equal to the last digit, so the same model was learned" in explain_scaling([one(), two()])
     close = two(losses=lambda step: 3.0000001 / (step + 1))
     assert "agree to 7 digits, so the same model" in explain_scaling([one(), close])
@@ -272,7 +272,7 @@ def test_the_losses_say_whether_it_is_the_same_model(one, two):
     assert "losses were not measured" in explain_scaling([one(), two(losses=lambda step: None)])
 
 
-def test_two_machines_get_two_paragraphs(one, two, contention):
+def test_different_machines_get_different_explanations(one, two, contention):
     """The same run directories but for the contention: only what was measured beside the steps differs."""
     slow = [{"compute_s": 0.09}] * 2
     without_cores = contention(2, together_s=0.09, together_cpus=0.55)
@@ -283,7 +283,7 @@ def test_two_machines_get_two_paragraphs(one, two, contention):
     assert named(full_bus) == ["memory"]
 
 
-def test_one_rank(one):
+def test_single_rank_run_is_explained(one):
     story = explain_run(one())
     assert len(story) == 4
     assert story[0] == "h alone trained 9.8k tokens/s; no other machine took part."
@@ -293,7 +293,7 @@ def test_one_rank(one):
     assert explain_bottleneck(one()) == "Limited by computing: forward and backward are 95% of each step."
 
 
-def test_two_ranks_in_step(two):
+def test_balanced_two_rank_run_is_explained(two):
     story = " ".join(explain_run(two([{"exposed_sync_s": 0.005}] * 2)))
     assert "No rank holds the others up" in story
     assert "480.0 kB in them, 24.0 MB/s" in story
@@ -301,7 +301,7 @@ def test_two_ranks_in_step(two):
     assert "sharing the machine costs nothing" in story
 
 
-def test_a_run_of_which_little_was_measured(two):
+def test_missing_measurements_of_a_run_are_reported(two):
     story = " ".join(explain_run(two([{"wait_s": None, "exposed_sync_s": None}] * 2, cpus=None, sync_s=None)))
     assert "waiting for other ranks was not measured" in story
     assert "How long the ranks wait for each other was not measured." in story
@@ -310,7 +310,7 @@ def test_a_run_of_which_little_was_measured(two):
     assert "not all phases of a step were measured" in explain_bottleneck(two([{"wait_s": None}] * 2))
 
 
-def test_no_steps(tmp_path, write_run):
+def test_run_without_steps_has_nothing_to_explain(tmp_path, write_run):
     assert explain_run(summarize_run(write_run(tmp_path / "r", [{}], steps=0))) == [
         "No step was recorded, so there is nothing to explain."
     ]
@@ -322,7 +322,7 @@ def test_gpus_are_not_explained_by_cores(one, two):
     assert "cores" not in text
 
 
-def test_waiting_threads_on_busy_cores_are_told_how_to_let_go(tmp_path, write_run):
+def test_spinning_threads_on_busy_cores_get_wait_policy_hint(tmp_path, write_run):
     """Two threads that had half a core between them: what a person can do stands beside what happened."""
     run = write_run(tmp_path / "run", [{}], threads=2, cpus=[0.5])
     text = " ".join(explain_run(summarize_run(run)))
@@ -332,7 +332,7 @@ def test_waiting_threads_on_busy_cores_are_told_how_to_let_go(tmp_path, write_ru
     assert "OMP_WAIT_POLICY" not in " ".join(explain_run(summarize_run(alone)))
 
 
-def test_replicas_that_drift_are_not_told_to_add_gradients(tmp_path, write_run):
+def test_drifting_replicas_get_no_gradient_accumulation_advice(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], sync_s=0.02)
     manifest = rundir.manifest()
     roster = msgspec.structs.replace(manifest.roster, sync=parse_sync("diloco:10:int8"))

@@ -21,17 +21,17 @@ OWN = ["peer pressure", "CUDA out of memory", "mat1 and mat2 shapes cannot be mu
 
 
 @pytest.mark.parametrize("text", AFTER)
-def test_consequences(text: str) -> None:
+def test_peer_loss_errors_are_consequences(text: str) -> None:
     assert is_peer_failure(RuntimeError(text))
     assert not is_peer_failure(RunError(text))  # ours say what they mean
 
 
 @pytest.mark.parametrize("text", OWN)
-def test_failures_of_its_own(text: str) -> None:
+def test_own_errors_are_not_consequences(text: str) -> None:
     assert not is_peer_failure(RuntimeError(text))
 
 
-def test_torchs_errors_by_name() -> None:
+def test_torch_errors_are_recognized_by_class_name() -> None:
     class DistNetworkError(RuntimeError):
         """As torch's, which is not imported here."""
 

@@ -61,15 +61,15 @@ def named(rundir: RunDir, **states: Any) -> str | None:
     return None if found is None else found.message
 
 
-def test_all_is_well(rundir: RunDir) -> None:
+def test_healthy_run_has_no_failure(rundir: RunDir) -> None:
     assert named(rundir, a=state(), b=state(), c=state()) is None
 
 
-def test_a_stopped_run_did_not_fail(rundir: RunDir) -> None:
+def test_stopped_run_is_not_a_failure(rundir: RunDir) -> None:
     assert named(rundir, a=state(status=143, stopped=True), b=state(status=143), c=state()) is None
 
 
-def test_the_quiet_one_is_named_though_the_loud_one_was_first_to_be_seen(rundir: RunDir) -> None:
+def test_killed_rank_is_named_over_earlier_peer_error(rundir: RunDir) -> None:
     log(rundir, "a.0", f"Traceback\n{PEER}\n{TRACE}")  # deep above the end
     log(rundir, "b.1", "step 7")
     states = {"a": state(status=1, failures=died(0, 1, 99.0)), "c": state(status=143),
@@ -88,13 +88,13 @@ def test_the_quiet_one_is_named_though_the_loud_one_was_first_to_be_seen(rundir:
         (state(status=2), "the launcher on b exited with status 2"),
     ],
 )
-def test_a_silent_host_is_named_before_those_who_lost_it(rundir: RunDir, b: Any, expected: str) -> None:
+def test_silent_host_is_named_before_hosts_that_lost_it(rundir: RunDir, b: Any, expected: str) -> None:
     log(rundir, "a.0", PEER)
     states = {"a": state(status=1, failures=died(0, 1, 99.0)), "b": b, "c": state(status=143, ended=98.0)}
     assert named(rundir, **states) == expected
 
 
-def test_a_consequence_alone_is_still_told(rundir: RunDir) -> None:
+def test_consequence_is_reported_when_no_cause_is_known(rundir: RunDir) -> None:
     log(rundir, "a.0", PEER)
     assert named(rundir, a=state(status=1, failures=died(0, 1, 99.0)), b=state(), c=state(status=143)) == (
         "rank 0 on a exited with status 1"
@@ -108,17 +108,17 @@ FAILED = {
 }
 
 
-def test_what_a_rank_said_comes_first(rundir: RunDir) -> None:
+def test_error_reported_by_a_rank_takes_precedence(rundir: RunDir) -> None:
     say(rundir, 0, "RunError", "step 3: the loss of rank 0 is not finite", 97.0)
     assert named(rundir, **FAILED) == "rank 0 on a: step 3: the loss of rank 0 is not finite"
 
 
-def test_what_was_said_of_an_earlier_start_does_not_count(rundir: RunDir) -> None:
+def test_rank_error_of_earlier_start_is_ignored(rundir: RunDir) -> None:
     say(rundir, 0, "RunError", "of long ago", 49.0)
     assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
 
 
-def test_what_a_log_holds_of_an_earlier_start_does_not_count(rundir: RunDir) -> None:
+def test_log_lines_from_earlier_start_are_ignored(rundir: RunDir) -> None:
     """Neither as what it printed last, nor as the sign that another was gone."""
     log(rundir, "a.0", PEER, second=49)
     log(rundir, "b.1", "error: of long ago", second=49)
@@ -131,19 +131,19 @@ def test_what_a_log_holds_of_an_earlier_start_does_not_count(rundir: RunDir) -> 
     assert found.output == "step 7"
 
 
-def test_an_error_of_somebody_elses_is_shown_by_its_log(rundir: RunDir) -> None:
+def test_unknown_exception_is_reported_by_exit_status(rundir: RunDir) -> None:
     say(rundir, 1, "KeyError", "'x'", 97.0)
     log(rundir, "b.1", "KeyError: 'x'")
     assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
 
 
-def test_a_rank_that_the_world_no_longer_has(rundir: RunDir) -> None:
+def test_error_of_rank_outside_current_roster_is_ignored(rundir: RunDir) -> None:
     say(rundir, 7, "RunError", "of a larger fleet", 97.0)
     say(rundir, -1, "exit", "the controller's", 97.0)
     assert named(rundir, **FAILED) == "rank 1 on b exited with status 1"
 
 
-def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
+def test_full_disk_is_named_as_cause(rundir: RunDir) -> None:
     """Whatever the traceback says that was the first to fail for it; one that had failed before did not."""
     log(rundir, "b", "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device")
     full = state(status=1, full_at=99.5)
@@ -159,7 +159,7 @@ def test_a_full_disk_is_named_in_a_sentence(rundir: RunDir) -> None:
     assert named(rundir, a=state(), b=full, c=state()) == expected
 
 
-def test_whose_disk_is_full_others_say(rundir: RunDir) -> None:
+def test_full_disk_reported_by_another_rank_is_attributed(rundir: RunDir) -> None:
     """All ranks raise what one of them could not write, and that one cannot write it down."""
     say(rundir, 1, "RunError", "rank 0: /a/checkpoints/step-5: No space left on device (os error 28)", 99.0, of=0)
     failure = first_failure(rundir, PLAN, {"a": state(status=1), "b": state(status=1), "c": state()})
@@ -168,14 +168,14 @@ def test_whose_disk_is_full_others_say(rundir: RunDir) -> None:
     assert failure.hint.startswith("on a: du -xh /a ")
 
 
-def test_a_disk_that_was_full_hours_ago_is_not_the_reason(rundir: RunDir) -> None:
+def test_old_full_disk_is_not_the_cause(rundir: RunDir) -> None:
     log(rundir, "b.1", PEER)
     late = state(status=1, failures=died(1, 1, 97.0), full_at=60.0)
     expected = "rank 2 on c exited with status 1"
     assert named(rundir, a=state(), b=late, c=state(status=1, failures=died(2, 1, 98.0))) == expected
 
 
-def test_the_rest_of_a_failed_run_that_is_ended_was_not_stopped(rundir: RunDir) -> None:
+def test_stop_after_failure_still_reports_the_failure(rundir: RunDir) -> None:
     """Whoever asks, and whenever: the hosts' own states tell."""
     ended = state(ended=121.0, status=143, stopped=True)
     assert named(rundir, a=ended, b=state(status=1), c=ended) == "the launcher on b exited with status 1"
@@ -185,7 +185,7 @@ def test_the_rest_of_a_failed_run_that_is_ended_was_not_stopped(rundir: RunDir) 
     assert named(rundir, a=stopped, b=state(status=1), c=stopped) is None
 
 
-def test_who_ended_its_ranks_for_want_of_an_answer_says_so(rundir: RunDir) -> None:
+def test_host_that_ended_its_ranks_on_timeout_is_reported(rundir: RunDir) -> None:
     why = "nothing was heard of it for 90 s"
     log(rundir, "a", f"evener: ending the ranks on a: {why}")
     cut = state(status=143)

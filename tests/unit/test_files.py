@@ -12,7 +12,7 @@ from evener.core.file_io import LineFile
 
 
 @pytest.mark.parametrize(("left", "kept"), [(b"", b""), (b"1\n2\n", b"1\n2\n"), (b"1\n2", b"1\n"), (b"1", b"")])
-def test_what_is_left_of_a_line_goes_before_others_follow(tmp_path: Path, left: bytes, kept: bytes) -> None:
+def test_partial_line_is_repaired_before_appending(tmp_path: Path, left: bytes, kept: bytes) -> None:
     """Whoever copies it as it grows sees that it is another file."""
     path = tmp_path / "steps" / "rank-0.jsonl"
     path.parent.mkdir()
@@ -24,7 +24,7 @@ def test_what_is_left_of_a_line_goes_before_others_follow(tmp_path: Path, left: 
     assert (path.stat().st_ino != was) == (left != kept)
 
 
-def test_a_line_of_which_a_part_was_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_write_raises_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kernel's write(2) that comes back short nobody else would hear."""
     file = LineFile(tmp_path / "lines")
     monkeypatch.setattr(file, "_file", type("Short", (io.RawIOBase,), {"write": lambda self, lines: len(lines) - 1})())

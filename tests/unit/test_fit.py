@@ -57,7 +57,7 @@ def manifest(job: Job, option: PlanOption) -> Manifest:
     )  # fmt: skip
 
 
-def test_a_wrong_prediction_is_put_right():
+def test_refit_corrects_wrong_prediction():
     """Probed twice too fast, over a link that is half as fast as measured: the refitted cluster predicts the run."""
     truth = priced(JOB, cluster(500.0, 250.0))
     wrong = cluster(1000.0, 500.0, bandwidth_Bps=8e7)
@@ -80,7 +80,7 @@ def test_ranks_with_unequal_shares_of_one_host_have_one_rate():
     assert found.hosts["a"].tokens_per_s["fp32"] == pytest.approx(500.0)
 
 
-def test_a_right_prediction_stays_as_it_is():
+def test_correct_prediction_is_unchanged_by_refit():
     truth = cluster(500.0, 250.0)
     option = priced(JOB, truth)
     found = calibrate_cluster(JOB, manifest(JOB, option), records(option), truth)
@@ -90,14 +90,14 @@ def test_a_right_prediction_stays_as_it_is():
     assert found.link_between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.01)
 
 
-def test_without_a_prediction_the_records_alone_are_enough():
+def test_fit_works_without_prediction():
     truth = priced(JOB, cluster(500.0, 250.0))
     found = calibrate_cluster(JOB, manifest(JOB, truth), records(truth), None)
     assert priced(JOB, found).step_s == pytest.approx(truth.step_s, rel=0.02)
     assert found.hosts["a"].memory_bytes == 8 << 30
 
 
-def test_of_a_host_without_a_share_nothing_is_known():
+def test_host_without_share_and_without_rate_is_refused():
     job = changed(JOB, shares="1:0")
     option = priced(job, cluster(500.0, 250.0))
     with pytest.raises(UsageError, match="b had no share in this run, and nothing else is known of its speed"):
@@ -106,13 +106,13 @@ def test_of_a_host_without_a_share_nothing_is_known():
     assert known.hosts["b"].tokens_per_s["fp32"] == 250.0
 
 
-def test_a_run_on_one_rank_has_no_wires():
+def test_single_rank_fit_has_no_links():
     one = priced(JOB, cluster(500.0))
     found = calibrate_cluster(JOB, manifest(JOB, one), records(one), None)
     assert priced(JOB, found).step_s == pytest.approx(one.step_s, rel=1e-6)
 
 
-def test_a_plan_brings_its_prediction_home(tmp_path):
+def test_prediction_is_read_back_from_plan(tmp_path):
     prediction = predict(JOB, cluster(500.0, 250.0))
     write_plan(RunDir(tmp_path), Plan(kind="train", spec=RunSpec(), prediction=prediction))
     assert read_prediction(RunDir(tmp_path)) == prediction
@@ -121,7 +121,7 @@ def test_a_plan_brings_its_prediction_home(tmp_path):
     assert read_prediction(RunDir(tmp_path / "none")) is None
 
 
-def test_a_run_whose_shares_have_changed_is_called_by_those_that_it_had():
+def test_rebalanced_run_is_fitted_with_its_actual_shares():
     """It began with equal shares; all steps that count had 3:1."""
     took = priced(changed(JOB, shares="3:1"), cluster(500.0, 250.0))
     began = manifest(JOB, priced(JOB, cluster(500.0, 250.0)))

@@ -42,13 +42,13 @@ def told(sync):
     return written.getvalue().splitlines()[-1]
 
 
-def test_the_rate_of_replicas_that_agree_now_and_then_is_that_of_whole_rounds():
+def test_throughput_of_local_update_strategies_is_averaged_over_rounds():
     """--sync auto chose it: what was asked for does not say so, the run's first event does."""
     assert "step 40/40  loss 2.0000  512 tokens/s  communication 50%" in told("diloco:10")
     assert "  1.0k tokens/s" in told("ddp")  # else the usual step's: a hiccup is none of it
 
 
-def test_what_a_run_changes_is_told_with_its_reason():
+def test_run_changes_are_shown_with_reason_except_trials():
     """But not that a host without a share is tried for a step."""
     spec, written = parse_args(["--steps", "40", "--batch", "16"]), io.StringIO()
     resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
@@ -70,7 +70,7 @@ def test_what_a_run_changes_is_told_with_its_reason():
     ]
 
 
-def test_a_host_that_is_added_is_heard_and_nothing_is_told_twice(
+def test_added_host_log_is_followed_and_no_line_is_printed_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(tmp_path)
@@ -103,7 +103,7 @@ def unlike(*hosts, steps=20):
     return found.detect_imbalance()
 
 
-def test_a_host_that_the_others_wait_for_is_unlike_them():
+def test_only_a_clear_straggler_host_is_shown_and_listed_first():
     paces = unlike(("attic", 1.0, 0.9), ("laptop", 1.9, 0.0), ("tower", 1.1, 0.8))
     assert [pace.host for pace in paces] == ["laptop", "tower", "attic"]
     assert (paces[0].work_s, paces[0].exposed_sync_s, paces[0].wait_s) == (1.9, 0.1, 0.0)
@@ -113,7 +113,7 @@ def test_a_host_that_the_others_wait_for_is_unlike_them():
     assert unlike(("attic", 1.0, 0.9), ("laptop", 1.9, 0.0), steps=4) == []
 
 
-def test_of_a_host_its_slowest_rank_counts():
+def test_slowest_rank_represents_its_host():
     paces = unlike(("attic", 1.0, 0.9), ("attic", 0.5, 1.4), ("laptop", 1.9, 0.0))
     assert [(pace.host, pace.work_s) for pace in paces] == [("laptop", 1.9), ("attic", 1.0)]
 
@@ -130,7 +130,7 @@ def drawn(columns, paces=(), **how):
     return where.file.getvalue().rstrip("\n").split("\n")
 
 
-def test_a_bar_and_its_figures():
+def test_progress_bar_shows_figures():
     """40 steps of 2 s: 160 are left, so 320 s; a half of each was spent sending."""
     first, second = drawn(80)
     assert first.endswith("  step 40/200  left 5 min 20 s")
@@ -143,7 +143,7 @@ def test_a_bar_and_its_figures():
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("num", [2, 3, 12])
-def test_a_line_a_host_fits(columns, num):
+def test_one_line_per_host_fits_terminal(columns, num):
     paces = [HostStepTime("laptop", 1.9, 0.1, 0.0), *(HostStepTime(f"node{i}", 1.0, 0.1, 0.9) for i in range(num - 1))]
     _, _, *lines = drawn(columns, paces)
     assert max(map(len, lines)) <= columns
@@ -154,13 +154,13 @@ def test_a_line_a_host_fits(columns, num):
         assert lines[-1].rstrip() == "and 7 hosts between them"
 
 
-def test_a_step_is_drawn_to_scale():
+def test_step_bars_are_to_scale():
     """The longest has 24 marks: 22.8 of work and 1.2 of sending; the other half as much work."""
     lines = drawn(100, [HostStepTime("a", 1.9, 0.1, 0.0), HostStepTime("b", 0.95, 0.1, 0.95)])[2:]
     assert [(line.count("━"), line.count("╍"), line.count("·")) for line in lines] == [(23, 1, 0), (11, 2, 11)]
 
 
-def test_what_stands_on_the_screen_comes_from_all_ranks_files(tmp_path):
+def test_live_view_shows_records_of_all_ranks(tmp_path):
     """Only rank 0's records are told; the others' are read where they come home."""
     hosts = [
         HostPlan(

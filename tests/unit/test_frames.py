@@ -22,7 +22,7 @@ def run(tmp_path):
     return writer.path
 
 
-def test_pandas_has_what_it_reads_from_the_files_itself(run):
+def test_pandas_frame_equals_raw_records(run):
     ours = evener.read_run(run, "pandas").steps
     read = [
         pd.read_json(run / f"steps/rank-{rank}.jsonl", lines=True, dtype=False).assign(rank=rank) for rank in (0, 1)
@@ -38,7 +38,7 @@ def test_pandas_has_what_it_reads_from_the_files_itself(run):
     assert ours["ended"].iloc[0] == pd.Timestamp(STARTED, unit="s", tz="UTC")
 
 
-def test_polars_has_the_same_as_pandas(run):
+def test_polars_frame_equals_pandas_frame(run):
     in_pandas, in_polars = evener.read_run(run, "pandas"), evener.read_run(run, "polars")
     for name in ("steps", "evaluations", "events"):
         one, other = getattr(in_pandas, name), getattr(in_polars, name)
@@ -51,7 +51,7 @@ def test_polars_has_the_same_as_pandas(run):
     assert in_polars.steps["ended"].dtype == pl.Datetime("us", "UTC")
 
 
-def test_events_and_evaluations(run):
+def test_events_and_evaluations_are_in_frames(run):
     found = evener.read_run(run)
     assert found.engine == "pandas"
     assert found.evaluations.to_dict("records") == [
@@ -74,7 +74,7 @@ def test_a_run_without_steps_has_empty_frames(tmp_path):
         assert list(found.steps.columns) == list(dataframes.STEP_COLUMNS)
 
 
-def test_who_has_neither_is_told_what_to_install(run, monkeypatch):
+def test_missing_dataframe_package_is_named(run, monkeypatch):
     monkeypatch.setattr(dataframes, "find_spec", lambda name: None)
     for engine, package in ((None, "pandas"), ("polars", "polars")):
         with pytest.raises(UsageError, match="which is not installed") as told:
@@ -84,7 +84,7 @@ def test_who_has_neither_is_told_what_to_install(run, monkeypatch):
     assert evener.read_run(run).engine == "polars"
 
 
-def test_what_is_no_run_or_no_package(tmp_path):
+def test_non_run_folder_and_unknown_engine_are_refused(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
         evener.read_run(tmp_path)
     with pytest.raises(UsageError, match="engine 'panda'") as told:

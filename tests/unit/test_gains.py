@@ -55,22 +55,22 @@ class TestInTurn:
 
         return asked, interleave_trials(go, list(figures))[WAY]
 
-    def test_what_is_not_ahead_is_given_up(self) -> None:
+    def test_setting_that_is_not_better_is_dropped_early(self) -> None:
         asked, seen = self.rounds({None: [100, 101], "cubic": [104, 103]})
         assert asked == [None, "cubic"] * INITIAL_ROUNDS
         assert not tcp_settings.is_clearly_faster(seen[None], seen["cubic"])
 
-    def test_what_is_ahead_must_stay_ahead(self) -> None:
+    def test_setting_must_stay_better_in_all_rounds(self) -> None:
         asked, seen = self.rounds({None: [100, 101, 99, 120, 100], "bbr": [110, 112, 111, 110, 113]})
         assert asked == [None, "bbr"] * (INITIAL_ROUNDS + CONFIRMATION_ROUNDS)
         assert not tcp_settings.is_clearly_faster(seen[None], seen["bbr"])  # one go without it was as fast
 
-    def test_a_clear_gain(self) -> None:
+    def test_clear_gain_is_accepted(self) -> None:
         _, seen = self.rounds({None: [100, 101, 99, 102, 100], "bbr": [110, 112, 111, 110, 113]})
         assert tcp_settings.is_clearly_faster(seen[None], seen["bbr"])
 
 
-def test_every_host_is_tried_with_few_pairs() -> None:
+def test_every_host_is_probed_with_few_pairs() -> None:
     assert ring_pairs([]) == ring_pairs(["a"]) == []
     assert len(ring_pairs([str(number) for number in range(64)])) == 64
 
@@ -78,7 +78,7 @@ def test_every_host_is_tried_with_few_pairs() -> None:
 class TestArithmetic:
     """Closed forms."""
 
-    def test_window_over_round_trip(self) -> None:
+    def test_window_bandwidth_is_buffer_over_round_trip_time(self) -> None:
         # Linux, 80 ms
         assert tcp_settings.window_limit_Bps(tcp_settings.TCP_WMEM_SYSCTL, 4 << 20, 0.080) * 8 == pytest.approx(
             419e6, rel=0.01
@@ -91,12 +91,12 @@ class TestArithmetic:
 
     @pytest.mark.parametrize("setting", [tcp_settings.TCP_RMEM_SYSCTL, tcp_settings.TCP_WMEM_SYSCTL])
     @pytest.mark.parametrize("rtt_s", [1e-4, 0.02, 0.3])
-    def test_what_is_told_to_be_set_suffices(self, setting: str, rtt_s: float) -> None:
+    def test_suggested_buffer_size_covers_the_link(self, setting: str, rtt_s: float) -> None:
         room = tcp_settings.parse_max_buffer_bytes(tcp_settings.widen_buffers(setting, "4096 4096 4096", 1.25e9, rtt_s))
         assert room is not None
         assert tcp_settings.window_limit_Bps(setting, room, rtt_s) >= 2 * 1.25e9
 
-    def test_slow_start_doubles(self) -> None:
+    def test_slow_start_doubles_each_round_trip(self) -> None:
         """From ten segments to 160 in four round trips; a burst that is shorter needs fewer."""
         on_the_way = 160 * tcp_settings.MSS_BYTES
         assert tcp_settings.slow_start_s(on_the_way / 0.02, 0.02, 10**9) == pytest.approx(4 * 0.02)
@@ -104,7 +104,7 @@ class TestArithmetic:
 
 
 class TestTold:
-    def test_as_long_as_the_host_has_it(self) -> None:
+    def test_finding_lasts_while_host_has_the_setting(self) -> None:
         attic, before = facts(), facts(net__ipv4__tcp_rmem=GAIN.was)
         after = facts(net__ipv4__tcp_rmem=GAIN.better)
         assert [one[:2] for one in tcp_settings.applicable_gains(links(GAIN), {"attic": attic, "laptop": before})] == [
@@ -113,12 +113,12 @@ class TestTold:
         assert list(tcp_settings.applicable_gains(links(GAIN), {"attic": attic, "laptop": after})) == []
         assert list(tcp_settings.applicable_gains(links(GAIN), {"attic": attic})) == []  # not reached
 
-    def test_a_setting_is_told_once(self) -> None:
+    def test_setting_is_reported_once(self) -> None:
         more = msgspec.structs.replace(GAIN, better_Bps=2 * GAIN.better_Bps)
         hosts = {"attic": facts(), "laptop": facts(net__ipv4__tcp_rmem=GAIN.was)}
         assert [one[2] for one in tcp_settings.applicable_gains(links(GAIN, more), hosts)] == [more]
 
-    def test_the_fix_is_a_command(self) -> None:
+    def test_fix_is_a_runnable_command(self) -> None:
         found = tcp_settings.finding_for_gain(GAIN, *WAY, "sudo ", "2026-11-21T10:00")
         assert (found.check, found.severity, found.host, found.peer) == ("link.window", "warning", "laptop", "attic")
         assert found.evidence.endswith("(evener probe wire, 2026-11-21)")
@@ -128,7 +128,7 @@ class TestTold:
         little = msgspec.structs.replace(GAIN, better_Bps=1.1 * GAIN.was_Bps)
         assert tcp_settings.finding_for_gain(little, *WAY, "").severity == "info"
 
-    def test_it_is_kept_in_the_fleet_file(self, tmp_path) -> None:
+    def test_finding_is_saved_in_fleet_file(self, tmp_path) -> None:
         file = tmp_path / "fleet.toml"
         hosts = {"attic": HostConfig(address="local"), "laptop": HostConfig(address="lap")}
         file.write_text("".join(f'[hosts.{name}]\naddress = "{host.address}"\n' for name, host in hosts.items()))

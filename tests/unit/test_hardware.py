@@ -56,12 +56,12 @@ TYPED = {
 
 
 @pytest.mark.parametrize(("text", "short"), [*BY_TORCH.items(), *TYPED.items(), *((name, name) for name in HARDWARE)])
-def test_a_name_is_known_however_it_is_written(text, short):
+def test_hardware_name_lookup_ignores_spelling(text, short):
     assert parse_hardware(text) is HARDWARE[short]
     assert parse_hardware(text.upper()) is HARDWARE[short]
 
 
-def test_no_two_rows_answer_to_one_name():
+def test_hardware_aliases_are_unique():
     assert len({*SHORT_NAME_BY_KEY.values()}) == len(HARDWARE)
     assert all(parse_hardware(row.name) is row for row in HARDWARE.values())
 
@@ -71,7 +71,7 @@ def test_no_two_rows_answer_to_one_name():
     ("NVIDIA A100 PCIe", "--gpu a100-40-pcie or --gpu a100-80-pcie"),
     ("V100", "--gpu v100-16 or --gpu v100-32"),
 ])  # fmt: skip
-def test_of_several_none_is_chosen(text, hint):
+def test_ambiguous_hardware_name_is_refused_with_candidates(text, hint):
     with pytest.raises(UsageError, match=f"--gpu {text}: there are several") as raised:
         parse_hardware(text)
     assert raised.value.hint == hint
@@ -86,32 +86,32 @@ JUNK = ["", " ", "-", "nvidia", "gb", "pcie", "gpu", "cpu", "cpu:", "cpu:x", "cp
 
 
 @pytest.mark.parametrize("text", [*OTHERS, *JUNK], ids=lambda text: text[:20])
-def test_what_nobody_wrote_down_is_refused_with_a_hint(text):
+def test_unknown_hardware_is_refused_with_hint(text):
     with pytest.raises(UsageError, match="expected a device's name, or cpu:8") as raised:
         parse_hardware(text)
     assert raised.value.hint
 
 
-def test_a_near_miss_is_told():
+def test_near_miss_gets_did_you_mean_hint():
     with pytest.raises(UsageError) as raised:
         parse_hardware("h1000")
     assert raised.value.hint == 'did you mean "h100"?'
 
 
 @pytest.mark.parametrize("text", ["4x3090", "4 × RTX 3090", "4*nvidia geforce rtx 3090"])
-def test_how_many_there_are_has_flags_of_its_own(text):
+def test_count_in_hardware_name_is_refused_with_flag_hint(text):
     with pytest.raises(UsageError, match="without their number") as raised:
         parse_hardware(text)
     assert raised.value.hint.startswith("--gpu 3090 --per-node 4 for 4 in each machine, --gpu 3090 --nodes 4 for 4 ")
 
 
 @pytest.mark.parametrize("text", ["cpu:0", "cpu:1025", "cpu:999999999"])
-def test_there_are_limits_to_cores(text):
+def test_core_count_is_limited(text):
     with pytest.raises(UsageError, match="expected 1 to 1024 cores"):
         parse_hardware(text)
 
 
-def test_cores_add_up():
+def test_cpu_cores_scale_linearly():
     one, eight = parse_hardware("cpu:1"), parse_hardware("CPU: 8")
     assert (one.name, eight.name) == ("1 processor core", "8 processor cores")
     assert one.memory_bytes is None
@@ -125,7 +125,7 @@ ROWS = [*HARDWARE.items(), ("cpu:4", parse_hardware("cpu:4"))]
 
 
 @pytest.mark.parametrize(("short", "row"), ROWS, ids=[short for short, _ in ROWS])
-def test_a_row_is_sane(short, row):
+def test_hardware_row_is_plausible(short, row):
     assert len(row.source) > 20
     assert row.kind == "cuda" or row.intra_node_Bps is None
     assert row.matmul_flops.keys() <= {"fp32", "bf16", "fp16"}
@@ -138,7 +138,7 @@ def test_a_row_is_sane(short, row):
         assert row.memory_bytes >= 12e9
 
 
-def test_half_precision_is_where_there_are_units_for_it():
+def test_half_precision_rates_exist_only_with_hardware_units():
     without = {short for short, row in HARDWARE.items() if "bf16" not in row.matmul_flops}
     assert without == {"t4", "v100-16", "v100-32", "v100-16-pcie", "v100-32-pcie"} | {
         short for short, row in HARDWARE.items() if row.kind == "mps"
@@ -157,7 +157,7 @@ REPORTED_MIB = {
 
 
 @pytest.mark.parametrize("short", REPORTED_MIB)
-def test_no_memory_is_promised_that_is_not_there(short):
+def test_listed_memory_does_not_exceed_reported_memory(short):
     assert 0.87 < HARDWARE[short].memory_bytes / (REPORTED_MIB[short] * 2**20) <= 1
 
 
@@ -179,7 +179,7 @@ FP32_PEAKS = {
 }  # fmt: skip
 
 
-def test_peaks_are_those_of_other_programs():
+def test_peak_flops_match_nanochat_and_others():
     for short, (flops, bandwidth) in NANOCHAT.items():
         row = HARDWARE[short]
         assert row.matmul_flops["bf16"] == pytest.approx(flops, rel=0.001), short
@@ -192,7 +192,7 @@ def test_peaks_are_those_of_other_programs():
     assert 2 * HARDWARE["mi250"].matmul_flops["bf16"] == pytest.approx(362.1e12, rel=0.001)
 
 
-def test_operations_a_byte_are_those_that_were_published():
+def test_operations_per_byte_match_published_values():
     def intensity(short: str, dtype: str) -> float:
         return HARDWARE[short].matmul_flops[dtype] / HARDWARE[short].copy_Bps
 
@@ -213,7 +213,7 @@ REACHED = {
 
 
 @pytest.mark.parametrize("short", REACHED)
-def test_what_devices_reach_is_most_of_their_peak(short):
+def test_measured_rates_are_close_to_listed_peak(short):
     """A rate with sparsity, or of sums in fp16, would be twice as high; boost clocks go beyond the printed ones."""
     fp32, half = (1e12 * reached for reached in REACHED[short])
     flops = HARDWARE[short].matmul_flops

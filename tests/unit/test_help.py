@@ -31,7 +31,7 @@ def page(words, columns=80):
 
 
 @pytest.mark.parametrize("words", VERBS)
-def test_help_fits_and_says_what_is_expected(words):
+def test_help_fits_80_columns_and_names_value_types(words):
     text, command = page(words), VERBS[words]
     assert max(map(len, text.splitlines())) <= 80
     assert text.startswith(f"Usage: evener {words}".rstrip() + " [OPTIONS]")
@@ -47,7 +47,7 @@ def test_help_fits_and_says_what_is_expected(words):
         assert len(line) <= 60 or line.startswith("  evener")  # an example stays in one line
 
 
-def test_defaults_stand_in_brackets():
+def test_help_shows_defaults_in_brackets():
     text = " ".join(page("bench").split())
     assert "training time of each set-up [45] " in text
     assert "model to train [char] " in text
@@ -58,14 +58,14 @@ def test_defaults_stand_in_brackets():
 
 
 @pytest.mark.parametrize("words", [words for words, one in VERBS.items() if words and not isinstance(one, CliGroup)])
-def test_every_verb_has_an_example_that_it_takes(words):
+def test_every_verb_has_a_valid_example(words):
     assert example_lines(VERBS[words])
     for line in example_lines(VERBS[words]):
         assert page(words).rstrip().find(f"\n  {line}") > 0
         check(line, words)
 
 
-def test_the_first_examples_are_taken_too():
+def test_top_level_examples_are_valid():
     for line in example_lines(ROOT):
         check(line, "")
 
@@ -84,7 +84,7 @@ def check(line, words):
         assert value != "…"
 
 
-def test_a_group_without_a_verb_helps():
+def test_group_without_verb_prints_usage():
     done = CliRunner().invoke(app, ["lab"])
     assert done.exit_code == 2
     assert "Usage: " in done.stdout

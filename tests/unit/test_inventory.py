@@ -68,7 +68,7 @@ def hosts_of(listing):
         ("CORP\\ben@attic", HostConfig(address="attic", user="CORP\\ben")),
     ],
 )
-def test_a_word_is_a_machine(word, host):
+def test_host_argument_is_parsed(word, host):
     assert parse_ssh_target(word) == host
 
 
@@ -77,13 +77,13 @@ def test_a_word_is_a_machine(word, host):
     ["", "-oProxyCommand=sh", "a b", "a,b", "gpu[1-4]", "attic:0", "attic:65536", "attic:", "@attic", "ben@", "a/b",
      "$(id)", "a;b", ":::", "[fe80::1", "1:2:3:4:5:6:7:8:9:10", "a" * 400, "\udcff", "x\n", "ben@@attic"],
 )  # fmt: skip
-def test_a_word_that_is_none(word):
+def test_invalid_host_argument_is_refused(word):
     assert parse_ssh_target(word) is None
     with pytest.raises(UsageError, match="names no machine"):
         parse_host_arguments([f"attic={word}"])
 
 
-def test_names_are_valid_and_differ():
+def test_generated_names_are_valid_and_unique():
     words = ["büro", "buro", "Attic", "attic", "中央", "中国", "-x-", "a" * 90, "a" * 91, "my box", "fe80::1"]
     hosts, told = merge_host_lists(
         [HostList(hosts=[ImportedHost(word, HostConfig(address=f"h{i}")) for i, word in enumerate(words)])]
@@ -98,7 +98,7 @@ def test_names_are_valid_and_differ():
     assert all(sanitize_host_name(name) == name for name in names)
 
 
-def test_a_machine_of_two_lists_is_taken_once():
+def test_host_in_two_lists_is_imported_once():
     lists = [
         parse_host_arguments(["local", "attic=192.168.1.36", "b=attic.lan"], "desk"),
         HostList(
@@ -143,7 +143,7 @@ HOSTFILES = {  # text: what it means, as (name, user, port)
 
 
 @pytest.mark.parametrize("text", HOSTFILES)
-def test_hostfiles(tmp_path, text):
+def test_hostfiles_are_parsed(tmp_path, text):
     (tmp_path / "hostfile").write_bytes(text.encode())
     listing = import_hostfile(tmp_path / "hostfile")
     assert [(one.name, one.host.user, one.host.port) for one in listing.hosts] == HOSTFILES[text]
@@ -151,7 +151,7 @@ def test_hostfiles(tmp_path, text):
     assert any("slots are not written" in note for note in listing.notes)
 
 
-def test_a_host_without_slots_is_left_out(tmp_path):
+def test_host_without_slots_is_skipped(tmp_path):
     listing = import_hostfile(written(tmp_path, "localhost\na slots=0\nb slots=1\n"))
     assert hosts_of(listing) == {"localhost": HostConfig(address="local"), "b": HostConfig(address="b")}
     assert listing.skipped == [SkippedHost("a", "it has no slots")]
@@ -170,7 +170,7 @@ def test_a_host_without_slots_is_left_out(tmp_path):
         ("a:8x\n", "line 1: 'a:8x' names no machine"),
     ],
 )
-def test_what_is_no_hostfile(tmp_path, text, told):
+def test_invalid_hostfile_is_refused(tmp_path, text, told):
     with pytest.raises(UsageError, match=re.escape(told)):
         import_hostfile(written(tmp_path, text))
 
@@ -230,7 +230,7 @@ def names_of(path, group=None):
 
 
 @pytest.mark.parametrize("text", [BASIC_INI, BASIC_YAML], ids=["ini", "yaml"])
-def test_the_basic_inventory(tmp_path, text):
+def test_basic_ansible_inventory_is_parsed(tmp_path, text):
     path = written(tmp_path, text, "hosts")  # told apart by its first line
     assert names_of(path) == ["mail", "foo", "bar", "one", "two", "three"]
     assert names_of(path, "webservers") == ["foo", "bar"]
@@ -241,7 +241,7 @@ def test_the_basic_inventory(tmp_path, text):
     assert refused.value.hint == 'did you mean "webservers"?'
 
 
-def test_groups_of_groups(tmp_path):
+def test_nested_groups_are_resolved(tmp_path):
     path = written(tmp_path, NESTED, "hosts.yml")
     assert names_of(path, "prod") == ["foo", "one", "two"]
     assert names_of(path, "test") == ["bar", "three"]
@@ -259,7 +259,7 @@ def test_groups_of_groups(tmp_path):
         ("n[:3]", "n0", "n3", 4),
     ],
 )
-def test_ranges(tmp_path, pattern, first, last, number):
+def test_host_ranges_are_expanded(tmp_path, pattern, first, last, number):
     ini = [] if pattern[0] == "[" else [written(tmp_path, f"[g]\n{pattern}\n", "a.ini")]
     for path in [*ini, written(tmp_path, f'g:\n  hosts:\n    "{pattern}":\n', "a.yml")]:
         hosts = list(read_inventory(path).hosts)
@@ -280,7 +280,7 @@ freebsd_host      ansible_python_interpreter=/usr/local/bin/python
 """
 
 
-def test_connections(tmp_path):
+def test_connection_variables_are_applied(tmp_path):
     assert hosts_of(import_inventory(written(tmp_path, CONNECTIONS))) == {
         "badwolf.example.com": HostConfig(address="badwolf.example.com", port=5309),
         "jumper": HostConfig(address="192.0.2.50", port=5555),
@@ -349,7 +349,7 @@ all: # keys must be unique, i.e. only one 'hosts' per group
 """
 
 
-def test_variables_of_groups(tmp_path):
+def test_group_variables_are_applied(tmp_path):
     users = {name: host.user for name, host in hosts_of(import_inventory(written(tmp_path, PLUGIN_INI), "web")).items()}
     assert users == {"host1": "everybody", "host2": "everybody", "tomcat1": "everybody", "tomcat2": "eva",
                      "tomcat3": "everybody", "jenkins1": "nginx"}  # fmt: skip
@@ -363,7 +363,7 @@ def test_variables_of_groups(tmp_path):
     }
 
 
-def test_groups_of_one_level_are_merged_by_name_unless_they_have_a_priority(tmp_path):
+def test_same_level_groups_merge_by_name_unless_prioritized(tmp_path):
     text = "[a_group]\nx\n[b_group]\nx\n[a_group:vars]\nansible_user=a\n[b_group:vars]\nansible_user=b\n"
     assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "b"
     text += "[a_group:vars]\nansible_group_priority=10\n"
@@ -372,13 +372,13 @@ def test_groups_of_one_level_are_merged_by_name_unless_they_have_a_priority(tmp_
     assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "b"
 
 
-def test_grandchildren_win(tmp_path):
+def test_child_group_variables_override_parents(tmp_path):
     text = "".join(f"[{parent}:children]\n{child}\n" for parent, child in ["cb", "ba", "zc"]) + "[a]\nx\n"
     text += "".join(f"[{group}:vars]\nansible_user={group}\n" for group in "zcba")
     assert hosts_of(import_inventory(written(tmp_path, text)))["x"].user == "a"
 
 
-def test_what_only_ansible_can_do_is_told(tmp_path):
+def test_unsupported_ansible_features_are_reported(tmp_path):
     text = """
 a ansible_connection=docker
 b ansible_host="{{ lookup('x') }}"
@@ -439,13 +439,13 @@ d ansible_host={{inventory_hostname}}.lan ansible_connection=ansible.builtin.ssh
         ("x.yml", "a: \a\n", "unacceptable character"),
     ],
 )
-def test_what_is_no_inventory(tmp_path, name, text, told):
+def test_invalid_inventory_is_refused(tmp_path, name, text, told):
     with pytest.raises(UsageError, match=re.escape(told)) as refused:
         import_inventory(written(tmp_path, text, name))
     assert str(tmp_path / name) in str(refused.value)
 
 
-def test_what_is_in_a_vault_stays_there(tmp_path):
+def test_vault_values_are_not_read(tmp_path):
     secret = "!vault |\n     $ANSIBLE_VAULT;1.1;AES256\n     6265"
     text = f"g:\n hosts:\n  a:\n   ansible_user: {secret}\n  b:\n   ansible_host: {secret}\n"
     listing = import_inventory(written(tmp_path, text, "hosts.yml"))
@@ -458,7 +458,7 @@ def test_what_is_in_a_vault_stays_there(tmp_path):
 # YAML
 
 
-def test_yaml_is_text():
+def test_yaml_scalars_are_read_as_text():
     text = "n: 010\non: yes\nempty:\nnone: ~\nquoted: ''\nlist: [1, x]\nhidden: !vault |\n  a\n  b\n"
     tree = {"n": "010", "on": "yes", "empty": None, "none": None, "quoted": "", "list": ["1", "x"], "hidden": "a\nb\n"}
     assert read_yaml(text) == tree
@@ -469,7 +469,7 @@ def test_yaml_is_text():
     assert read_yaml("") is None
 
 
-def test_what_is_small_and_says_much_is_refused():
+def test_yaml_expansion_bomb_is_refused():
     laughs = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n"
     laughs += "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     with pytest.raises(YamlError, match="more than 200000 values"):
@@ -501,14 +501,14 @@ READERS = {
         (b"worker-1\n" * 1_000_000, "larger than 1 MB"),
     ],
 )
-def test_what_is_no_text(home, tmp_path, name, content, told):
+def test_non_text_file_is_refused(home, tmp_path, name, content, told):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=re.escape(told)):
         READERS[name](tmp_path / name)
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_no_file(home, tmp_path, name):
+def test_missing_file_is_refused(home, tmp_path, name):
     with pytest.raises(UsageError, match="no such file") as refused:
         READERS[name](tmp_path / name)
     assert refused.value.hint == f"no file in {tmp_path} has a similar name"
@@ -516,7 +516,7 @@ def test_what_is_no_file(home, tmp_path, name):
         READERS[name](tmp_path)
 
 
-def test_a_mark_before_the_text_and_windows_ends_of_lines(home, tmp_path):
+def test_byte_order_mark_and_crlf_are_accepted(home, tmp_path):
     texts = {"hostfile": "a\r\n", "ssh": "Host a\r\n", "inventory": "a\r\n", "inventory.yml": "g:\r\n hosts: a"}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -533,7 +533,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_junk_is_refused_or_read(home, tmp_path, seed):
+def test_random_input_is_parsed_or_refused_with_file_name(home, tmp_path, seed):
     """Whatever stands there: a fleet that loads, or one error that names the file."""
     rng = random.Random(seed)
     for _ in range(10):
@@ -551,7 +551,7 @@ def test_junk_is_refused_or_read(home, tmp_path, seed):
                 assert parse_fleet(format_fleet(hosts), "fleet.toml").hosts == hosts
 
 
-def test_the_limits_hold(tmp_path, monkeypatch):
+def test_host_count_limit_is_enforced(tmp_path, monkeypatch):
     monkeypatch.setattr(import_hosts, "MAX_HOSTS", 3)
     with pytest.raises(UsageError, match="more than 3 machines"):
         merge_host_lists([import_hostfile(written(tmp_path, "a\nb\nc\nd\n"))])

@@ -76,7 +76,7 @@ LONGEST = 520  # lines of a file, but of those that are sent to hosts alone, eac
 LONGEST_RUN = 240  # lines of what a training program sees
 
 
-def test_no_file_is_too_long_to_read():
+def test_modules_do_not_exceed_length_limit():
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in MODULES.values()}
     assert {name for name, length in lengths.items() if length > LONGEST and "hosts/remote" not in name} == set()
     tree = ast.parse((SOURCE / "worker" / "run.py").read_text())
@@ -103,7 +103,7 @@ def test_imports_follow_the_table():
     assert violations == {}
 
 
-def test_no_two_files_import_each_other():
+def test_imports_have_no_cycles():
     """Nor do three in a circle; inside functions and for types neither."""
     try:
         graphlib.TopologicalSorter(GRAPH).prepare()
@@ -111,7 +111,7 @@ def test_no_two_files_import_each_other():
         pytest.fail(" is imported by ".join(error.args[1]))
 
 
-def test_a_circle_would_be_found():
+def test_import_cycle_is_detected():
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(GRAPH | {"evener.core.errors": {"evener.cli.main"}}).prepare()
 
@@ -119,7 +119,7 @@ def test_a_circle_would_be_found():
 PIPED = sorted(path for path in (SOURCE / "hosts" / "remote").glob("*.py") if path.name != "__init__.py")
 
 
-def test_what_is_piped_to_a_bare_machine_needs_nothing_there():
+def test_piped_scripts_need_only_python_3_8_standard_library():
     """Its python may be 3.8, and has nothing but the standard library."""
     for path in PIPED:
         ast.parse(path.read_text(), feature_version=(3, 8))
@@ -130,13 +130,13 @@ OF_BENCH = ("bench_local.py", "bench_fleet.py")  # which `bench` calls
 VERBS = sorted(path for path in (SOURCE / "cli").glob("*.py") if path.name not in OF_BENCH)
 
 
-def test_verbs_import_their_layer_when_called():
+def test_verbs_import_heavy_packages_lazily():
     heavy = {"numpy", "matplotlib", "rich", "psutil", "starlette", "tokenizers", "uvicorn"}
     for path in VERBS:
         assert not {name.split(".")[0] for name in imports(path, lazy=False)} & heavy, path
 
 
-def test_no_verb_reaches_torch():
+def test_no_verb_imports_torch():
     """Whatever a verb does, no file that it can come to imports torch."""
     reached, waiting = set(), [module for module in MODULES if module.startswith("evener.cli")]
     while waiting:

@@ -24,7 +24,7 @@ from tests.unit.planner import cluster_of
         ("Wi-Fi:200Mbit,6ms", 200e6 / 8 / 2, 3e-3),
     ],
 )
-def test_a_link_in_words(text, Bps, latency_s):
+def test_link_text_is_parsed(text, Bps, latency_s):
     wire = parse_link(text).wire
     assert wire.bandwidth_Bps == pytest.approx(Bps)
     assert wire.latency_s == pytest.approx(latency_s)
@@ -32,7 +32,7 @@ def test_a_link_in_words(text, Bps, latency_s):
 
 
 @pytest.mark.parametrize("text", ["1 GB", "1gb", "1gb/s", "10 Gb"])
-def test_bits_and_bytes_are_not_guessed(text):
+def test_ambiguous_bits_or_bytes_are_refused(text):
     """A factor of 8 lies between them: "1 GB" and "1gb" were taken for two links."""
     with pytest.raises(UsageError, match="bits or bytes") as told:
         parse_link(text)
@@ -44,13 +44,13 @@ def test_bits_and_bytes_are_not_guessed(text):
     ["1GbE,", "1GbE,5", "1GbE,ms", "1GbE,-1ms", "1GbE,1e9s", "1GbE,99999s", "wifi:", "wifi:fast", "nvlink:1GbE",
      "0xGbE", "x400Gbit", "9999x1Gbit", "99999999999Gbit", "1GbE:2GbE", ",5ms", ":1GbE"],
 )  # fmt: skip
-def test_what_is_no_link_is_one_line(text):
+def test_invalid_link_is_a_one_line_error(text):
     with pytest.raises(UsageError) as told:
         parse_link(text)
     assert "\n" not in str(told.value)
 
 
-def test_an_air_carries_what_all_its_hosts_send_one_after_another():
+def test_wifi_serializes_traffic_of_all_hosts():
     """n hosts in a ring send 2(n-1)/n · S each, all of it over the air twice: to the access point, and from there."""
     size, air_Bps = 100e6, 200e6 / 8
     for num in (2, 3, 4, 8):
@@ -60,7 +60,7 @@ def test_an_air_carries_what_all_its_hosts_send_one_after_another():
         assert took_s == pytest.approx(over_the_air / air_Bps, rel=0.02)
 
 
-def test_a_cable_for_each_takes_the_same_however_many_there_are():
+def test_switched_link_time_does_not_depend_on_host_count():
     wire = parse_link("117MB/s").wire
     times = []
     for num in (2, 8):
@@ -69,7 +69,7 @@ def test_a_cable_for_each_takes_the_same_however_many_there_are():
     assert times[1] / times[0] == pytest.approx((2 * 7 / 8) / (2 * 1 / 2), rel=0.02)
 
 
-def test_names_say_what_they_assume():
+def test_named_links_state_their_assumptions():
     for name in NAMED_LINKS:
         assert "assumed" in parse_link(name).assumption
     assert "2.5 ms one way" in parse_link("1Gbit,5ms").assumption

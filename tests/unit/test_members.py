@@ -32,7 +32,7 @@ A = [record(0, 0, 1), record(1, 0, 2), record(2, 0, 3), record(3, 1, 8, 5.0), re
 C = [record(0, 0, 1001), record(1, 0, 1002), record(2, 0, 1003), record(5, 3, 1010.5, 1.5), record(6, 4, 1021)]
 
 
-def test_costs_are_by_one_rank_s_own_clock_and_the_least_that_any_knows() -> None:
+def test_regroup_cost_uses_one_rank_clock_and_minimum_over_ranks() -> None:
     lost, back, again = membership_changes(EVENTS, {0: A, 2: C})
     assert (lost.gone, lost.came, lost.hosts, lost.step) == (["c"], [], ["a", "b"], 3)
     assert (back.gone, back.came) == ([], ["c"])
@@ -40,7 +40,7 @@ def test_costs_are_by_one_rank_s_own_clock_and_the_least_that_any_knows() -> Non
     assert [lost.cost_s, back.cost_s, again.cost_s] == pytest.approx([4.0, 0.5, 9.0])
 
 
-def test_it_is_told_with_what_cost_most() -> None:
+def test_membership_summary_names_largest_cost() -> None:
     text = explain_membership_changes(membership_changes(EVENTS, {0: A, 2: C}), elapsed_s=135.0)
     assert text == (
         "The membership changed 3 times: once a host was lost or left, once one joined, once all ranks restarted. "
@@ -50,7 +50,7 @@ def test_it_is_told_with_what_cost_most() -> None:
     assert explain_membership_changes([], 1.0) == ""
 
 
-def test_a_start_of_the_run_is_no_change_and_what_is_damaged_is_none() -> None:
+def test_initial_start_and_damaged_events_are_not_changes() -> None:
     assert membership_changes([world(0, "ab", 0, 0), world(0, "a", 9, 5)], {0: A}) == []
     assert (
         membership_changes([{"event": "world"}, world(0, "ab", 0, 0), {"event": "world", "hosts": 7, "number": 1}], {})

@@ -22,7 +22,7 @@ def need(shape: GPTShape, *, sequences: int = 1, accumulates: bool = False, dtyp
     return peak_memory(shape, Roster(members=[member] * num_ranks, sync=parse_sync(sync), backend="gloo"), 0, **change)
 
 
-def test_the_total_is_the_sum_of_the_causes() -> None:
+def test_memory_total_is_sum_of_parts() -> None:
     one = need(CHAR, sequences=4)
     parts = (
         one.weights,
@@ -38,14 +38,14 @@ def test_the_total_is_the_sum_of_the_causes() -> None:
     assert min(parts) >= 0
 
 
-def test_a_long_model_with_few_tokens_needs_16_bytes_a_parameter() -> None:
+def test_adam_training_needs_16_bytes_per_parameter() -> None:
     shape = preset_shape("d8", vocab_size=32768, block_size=8)
     one = need(shape)
     assert one.weights + one.gradients + one.optimizer == 16 * shape.num_params()
     assert one.activations < 0.01 * one.weights
 
 
-def test_a_tied_head_waits_for_the_embedding_and_in_fp32_for_their_sum() -> None:
+def test_tied_head_keeps_its_gradient_until_embedding_backward() -> None:
     shape = preset_shape("gpt2", vocab_size=50257, block_size=8)
     table = 4 * 50257 * 768
     assert need(shape).activations == pytest.approx(2 * table, rel=0.01)
@@ -68,7 +68,7 @@ def test_a_tied_head_waits_for_the_embedding_and_in_fp32_for_their_sum() -> None
         ),  # three masks of residuals; of 256 positions 192 are seen on average
     ],
 )
-def test_bytes_that_a_block_saves_per_token_and_width(
+def test_saved_activation_bytes_per_token_match_formula(
     name: str, layer: int, dtype_bytes: int, per_width: float
 ) -> None:
     shape = {"gpt2": GPT2, "d8": D8, "char": CHAR}[name]
@@ -79,7 +79,7 @@ def test_bytes_that_a_block_saves_per_token_and_width(
     assert sum(saved_tensor_bytes(shape, layer, tokens, dtype_bytes)) == tokens * (per_width * shape.width + statistics)
 
 
-def test_the_peak_of_a_large_vocabulary_is_its_logits() -> None:
+def test_large_vocabulary_peak_is_its_logits() -> None:
     one = need(preset_shape("gpt2", vocab_size=50257, num_layers=1), sequences=8)
     logits = 4 * 50257 * 8 * 1024
     assert 3 * logits < one.activations < 3.3 * logits  # log-softmax, its gradient, the logits' gradient
@@ -93,14 +93,14 @@ def test_activations_grow_with_the_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_recomputing_keeps_one_block_and_what_enters_the_others(dtype: str) -> None:
+def test_recompute_keeps_only_one_block_and_block_inputs(dtype: str) -> None:
     shape = preset_shape("char", vocab_size=65, num_layers=24)
     kept, again = (need(shape, sequences=16, dtype=dtype, recompute=recompute) for recompute in (False, True))
     assert again.activations < 0.15 * kept.activations
     assert again.total < kept.total
 
 
-def test_what_every_strategy_adds() -> None:
+def test_strategy_memory_overheads_match_formulas() -> None:
     one = need(GPT2)
     weights = one.weights
     ddp = need(GPT2, sync="ddp", num_ranks=4)
@@ -128,7 +128,7 @@ def test_what_every_strategy_adds() -> None:
     assert need(GPT2, sync="ddp+sparse", num_ranks=4).sync == 4 * 1024 * 768 * 4
 
 
-def test_fsdp_divides_what_lasts_and_gathers_what_is_used() -> None:
+def test_fsdp_shards_state_and_gathers_parameters() -> None:
     deep = preset_shape("d20", vocab_size=32768, block_size=8)
     one, sharded = need(deep), need(deep, sync="fsdp", num_ranks=8)
     assert sharded.weights == one.weights // 8
@@ -138,13 +138,13 @@ def test_fsdp_divides_what_lasts_and_gathers_what_is_used() -> None:
     assert sharded.total < one.total / 2
 
 
-def test_only_the_processor_has_glibcs_holes() -> None:
+def test_only_cpu_has_heap_overhead() -> None:
     assert need(CHAR).fragmentation > 0
     assert need(CHAR, device="cuda:0").fragmentation == 0
     assert need(CHAR, device="cuda:0").process == PROCESS_BYTES["cuda"]
 
 
-def test_a_rank_without_a_share_keeps_the_model_and_no_activations() -> None:
+def test_rank_without_share_keeps_model_but_no_activations() -> None:
     idle = need(CHAR, sequences=0)
     assert (idle.weights, idle.optimizer) == (need(CHAR).weights, need(CHAR).optimizer)
     assert idle.activations < 0.01 * need(CHAR, sequences=1).activations

@@ -39,7 +39,7 @@ def seen(**states: dict[str, Any]) -> RunMirror:
     return SimpleNamespace(hosts=hosts, is_done=is_done)  # type: ignore[return-value]
 
 
-def test_a_supervisor_that_was_killed_is_told_once(news: HealthMonitor) -> None:
+def test_killed_supervisor_is_reported_once(news: HealthMonitor) -> None:
     unwatched = RUNNING | {"unwatched": True}
     told = news.poll(seen(a=RUNNING, b=unwatched))
     assert [(event["event"], event["host"]) for event in told] == [("supervisor.lost", "b")]
@@ -47,14 +47,14 @@ def test_a_supervisor_that_was_killed_is_told_once(news: HealthMonitor) -> None:
 
 
 @pytest.mark.parametrize("state", [GONE_STATE, LOST])
-def test_a_run_that_is_gone_has_not_gone_on(news: HealthMonitor, state: dict[str, Any]) -> None:
+def test_lost_supervisor_of_ended_run_is_not_reported(news: HealthMonitor, state: dict[str, Any]) -> None:
     mirror = seen(a=RUNNING, b=state)
     mirror.hosts["b"].is_done = False  # as long as its last files come
     assert news.poll(mirror) == []
 
 
 @pytest.mark.parametrize("was_watched", [True, False])
-def test_only_an_end_that_somebody_saw_ends_the_others(
+def test_only_loss_of_a_watched_host_ends_others(
     news: HealthMonitor, was_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranks may have ended well."""

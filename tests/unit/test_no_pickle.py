@@ -72,7 +72,7 @@ def test_no_source_unpickles():
         ("torch.distributed.rpc.rpc_sync('b', f)", {"rpc_sync", "torch.distributed.rpc"}),
     ],
 )
-def test_what_unpickles_would_be_found(source, what):
+def test_unpickling_is_detected_in_source(source, what):
     assert unpickles(source) == what
 
 
@@ -83,13 +83,13 @@ class Attack:
         return print, ("it ran",)
 
 
-def test_nanogpt_s_table_is_read_by_an_unpickler_that_calls_nothing(capsys):
+def test_nanogpt_meta_pickle_is_loaded_without_calling_code(capsys):
     with pytest.raises(pickle.UnpicklingError):
         corpus._RestrictedUnpickler(io.BytesIO(pickle.dumps(Attack()))).load()
     assert capsys.readouterr().out == ""
 
 
-def test_torch_s_launcher_exchanges_json():
+def test_torch_launcher_exchanges_json():
     """The modules of torch that read from the store and from ranks' error files, on the path of our launcher."""
     at = "torch.distributed.elastic."
     for name in ("agent.server.api", "agent.server.local_elastic_agent", "utils.store", "rendezvous.api",

@@ -87,7 +87,7 @@ def only(pattern: str, *texts: str) -> set[str]:
     return found
 
 
-def test_the_run_is_as_fast_wherever_it_is_said(told):
+def test_throughput_is_equal_in_page_terminal_and_json(told):
     page, terminal, found, options, answer = told
     own = options["ddp, shares 12 : 4"]
     assert answer["chosen"] == own["name"]
@@ -102,7 +102,7 @@ def test_the_run_is_as_fast_wherever_it_is_said(told):
     assert page.row("tokens/s")[2] == rate
 
 
-def test_each_part_of_the_step_is_the_same_wherever_it_is_said(told):
+def test_step_parts_are_equal_in_page_terminal_and_json(told):
     page, terminal, found, options, _ = told
     for rank, name in enumerate("ab"):
         cost = found["ranks"][rank]["cost"]
@@ -130,7 +130,7 @@ def test_each_part_of_the_step_is_the_same_wherever_it_is_said(told):
     assert {row[2] for row in page.rows if row[:1] == ["exposed communication"]} == {stood}
 
 
-def test_communication_is_the_same_wherever_it_is_said(told):
+def test_communication_figures_are_equal_in_page_terminal_and_json(told):
     page, terminal, found, options, _ = told
     in_flight, sent = format_seconds(found["all_reduce_p50_s"]), format_bytes(found["ranks"][0]["bytes"])
     assert only(r"under way for (\S+ m?s)", page.said, terminal) == {in_flight}
@@ -141,14 +141,14 @@ def test_communication_is_the_same_wherever_it_is_said(told):
     assert options["ddp, shares 12 : 4"]["bytes_per_rank"] == found["ranks"][0]["bytes"]
 
 
-def test_the_loss_is_the_same_wherever_it_is_said(told):
+def test_loss_is_equal_in_page_and_json(told):
     page, _, found, _, _ = told
     assert only(r" loss (\d\.\d{4}) after 60 steps validation", page.said) == {f"{found['loss']:.4f}"}
     assert only(r"validation loss (\d\.\d{4}) after 60", page.said) == {f"{found['val_loss']:.4f}"}
     assert only(r"step 60: validation loss (\d\.\d{4})", page.said) == {f"{found['val_loss']:.4f}"}
 
 
-def test_one_host_alone_is_what_the_planner_says(told):
+def test_single_host_figures_match_planner(told):
     page, terminal, found, options, answer = told
     alone = options["a alone"]
     rate = format_count(alone["tokens_per_s"])
@@ -164,7 +164,7 @@ def test_one_host_alone_is_what_the_planner_says(told):
     }
 
 
-def test_every_other_way_is_what_the_planner_says(told):
+def test_alternative_strategy_figures_match_planner(told):
     page, _, _, options, _ = told
     shown = [row for row in page.rows if row and row[0].removesuffix(", not built yet") in options]
     assert len(shown) > 5
@@ -174,7 +174,7 @@ def test_every_other_way_is_what_the_planner_says(told):
     assert page.row("batch and accumulation × 4")[-1] == "another training run"  # as `plan` says of a larger batch
 
 
-def test_a_bench_is_the_same_on_its_page_and_in_its_table(tmp_path, write_run):
+def test_bench_figures_are_equal_in_page_and_table(tmp_path, write_run):
     shutil.copytree(RECORDS, tmp_path / "two")
     write_run(tmp_path / "one", [{}])
     write_atomic(tmp_path / "bench.json", b'{"format": 1, "series": {"verbs": ["one", "two"]}}')
@@ -186,7 +186,7 @@ def test_a_bench_is_the_same_on_its_page_and_in_its_table(tmp_path, write_run):
         assert format_seconds(run.step_p50_s) in page.said.split("waits most.")[1]  # the sum of its bar
 
 
-def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page_of_its_run(tmp_path, write_run):
+def test_fleet_bench_figures_are_equal_in_bench_page_table_and_run_page(tmp_path, write_run):
     shutil.copytree(RECORDS, tmp_path / "two")
     write_run(tmp_path / "one", [{}])
     compare_setups.write_setups(tmp_path, SetupComparison(kind="fleet", base="a", runs={"a": "one", "a + b": "two"}))
@@ -199,7 +199,7 @@ def test_a_bench_of_a_fleet_is_the_same_on_its_page_in_its_table_and_on_the_page
     assert of_run.row("step")[2] == shown["step"]
 
 
-def test_the_one_source_is_right_by_each_hosts_own_clock(tmp_path: Path) -> None:
+def test_step_time_matches_gaps_between_step_end_times(tmp_path: Path) -> None:
     """Were it wrong, it would be so everywhere: the moments at which steps ended, which it does not read, say it."""
     shutil.copytree(RECORDS, tmp_path / "run")
     summary = summarize_run(RunDir(tmp_path / "run"))

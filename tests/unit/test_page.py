@@ -76,7 +76,7 @@ def run(tmp_path, write_run):
     return make
 
 
-def test_the_page_needs_nothing_but_itself(run):
+def test_page_is_self_contained(run):
     path = write_report(run())
     page = Page(path.read_text())
     assert page.links == []
@@ -87,13 +87,13 @@ def test_the_page_needs_nothing_but_itself(run):
     assert len(page.scripts) == 1
 
 
-def test_every_figure_is_drawn(run):
+def test_every_chart_is_drawn(run):
     lines = page_of(run()).lines
     of_step = ["input", "update", "waiting for others", "exposed communication", "forward, backward"]  # the top first
     assert lines == ["training", "validation", "learning rate", "gradient norm", *3 * of_step, "in flight", "exposed"]
 
 
-def test_a_chart_has_its_points_where_its_axes_say():
+def test_chart_points_match_axis_coordinates():
     """Losses 4 and 2 after steps 1 and 11, and a validation loss of 3 in the middle of both."""
     chart = run_charts.loss_chart({0: 4.0, 10: 2.0}, [(6, 3.0)])
     text = str(render_svg(chart))
@@ -106,13 +106,13 @@ def test_a_chart_has_its_points_where_its_axes_say():
     assert first[1] == pytest.approx(10_000 * (high - 4.0) / (high - low), abs=2)
 
 
-def test_a_number_as_good_as_infinite_ends_at_the_edge():
+def test_huge_values_are_clamped_to_chart_edge():
     """Twice the largest of float64 is none any more, and a difference of two of them is needed for each place."""
     text = str(render_svg(run_charts.loss_chart({0: 4.0, 5: 1.7e308, 10: -1.7e308}, [(6, 3.0)])))
     assert 'd="M0 5000L5000 0L10000 10000"' in text
 
 
-def test_what_is_stacked_sums_to_the_step(run):
+def test_stacked_parts_sum_to_step_time(run):
     rundir = run()
     chart = run_charts.breakdown_areas(align_steps(read_records(rundir)), {0: "a", 1: "b"}).charts["a"]
     assert sum(line.y[0] for line in chart.lines) == pytest.approx(1e3 * summarize_run(rundir).step_p50_s)
@@ -127,7 +127,7 @@ def test_the_verdict_comes_first(run):
 
 
 @pytest.mark.parametrize("verdict", ["failed", "stopped", "finished", "running", HOSTILE])
-def test_hostile_names_are_text(run, verdict):
+def test_hostile_names_are_escaped(run, verdict):
     rundir = run(corpus=HOSTILE, device=HOSTILE, name=HOSTILE_NAME, verdict=verdict)
     rundir.add_event("failure", rank=1, error=HOSTILE, kind="exit", hint=HOSTILE)
     rundir.add_event(HOSTILE, what=HOSTILE)
@@ -138,7 +138,7 @@ def test_hostile_names_are_text(run, verdict):
     assert page.text.count(f"rank 1: {HOSTILE}") == {"failed": 3, "finished": 1}.get(verdict, 2)
 
 
-def test_a_hostile_name_in_a_figure_stays_in_it(tmp_path, run):
+def test_hostile_name_in_chart_is_escaped(tmp_path, run):
     run(name=HOSTILE_NAME)
     write_atomic(tmp_path / "bench.json", json.dumps({"format": 1, "series": {HOSTILE: [HOSTILE_NAME]}}).encode())
     page = page_of(RunDir(tmp_path))
@@ -148,19 +148,19 @@ def test_a_hostile_name_in_a_figure_stays_in_it(tmp_path, run):
     assert [unquote(link) for link in page.links] == [f"{HOSTILE_NAME}/report.html"]
 
 
-def test_a_name_that_a_template_lacks_is_an_error_and_no_empty_place():
+def test_undefined_template_name_raises_error():
     with pytest.raises(UndefinedError, match="is undefined"):
         render_document("run.html", title="x", figures={})
 
 
-def test_one_rank(run):
+def test_single_rank_page_omits_communication(run):
     page = page_of(run([{}]))
     assert "in flight" not in page.lines
     assert page.lines.count("forward, backward") == 1
     assert "nothing to compare" in page.text
 
 
-def test_no_steps(run):
+def test_page_without_steps_renders(run):
     page = page_of(run(steps=0, verdict="failed", evaluations={}))
     assert page.lines == []
     assert "after 0 steps, and no rank reported why" in page.text
@@ -168,7 +168,7 @@ def test_no_steps(run):
     assert page.text.count("not measured") >= 5
 
 
-def test_the_first_failure_is_told_first(run):
+def test_first_failure_is_shown_first(run):
     rundir = run(verdict="failed", evaluations={})
     rundir.add_event("failure", rank=0, error="of an earlier start", kind="RuntimeError", hint="")
     rundir.add_event("start", step=10, ranks=2)
@@ -180,7 +180,7 @@ def test_the_first_failure_is_told_first(run):
     assert "The first failure: rank 1: killed by SIGKILL evener train --resume x" in text
 
 
-def test_a_run_that_says_nothing_is_not_called_running(run):
+def test_silent_run_is_not_shown_as_running(run):
     rundir = run(verdict="running", evaluations={})
     last = rundir.records(0)[-1].ended
     speaking, silent = Page(run_page(rundir, now=last + 5)), Page(run_page(rundir, now=last + 3600))
@@ -188,11 +188,11 @@ def test_a_run_that_says_nothing_is_not_called_running(run):
     assert "no word for 1 h 00 min, 20 steps done. Its processes hang or are gone" in silent.text
 
 
-def test_a_stopped_run_says_how_to_go_on(run):
+def test_stopped_run_shows_resume_command(run):
     assert "evener train --resume" in page_of(run(verdict="stopped")).text
 
 
-def test_replicas_that_differ(run):
+def test_diverged_replicas_are_reported(run):
     rundir = run(verdict="failed")
     rundir.add_event("run.diverged", step=20, differences=[{"rank": 1, "tensor": "head.weight"}])
     text = page_of(rundir).text
@@ -200,7 +200,7 @@ def test_replicas_that_differ(run):
     assert "head.weight" in text
 
 
-def test_replicas_that_differed_and_went_back_are_no_failure(run):
+def test_recovered_divergence_is_not_a_failure(run):
     rundir = run()
     before = page_of(rundir).text.count("differ")
     rundir.add_event("run.diverged", step=20, differences=[{"rank": 1, "tensor": "head.weight"}] * 3, odd=["b"],
@@ -217,7 +217,7 @@ def test_replicas_that_differed_and_went_back_are_no_failure(run):
     assert page_of(rundir).text.count("differ") == before + 1  # the event, and no verdict
 
 
-def test_what_was_not_measured_is_said(run):
+def test_unmeasured_values_are_reported(run):
     unknown = dict.fromkeys(("data_s", "exposed_sync_s", "wait_s", "optimizer_s"))
     page = page_of(run([unknown] * 2, cpus=None, sync_s=None, losses=lambda step: None, evaluations={}))
     assert "Not measured: exposed communication, waiting for others, update, input." in page.text
@@ -225,7 +225,7 @@ def test_what_was_not_measured_is_said(run):
     assert "Loss It was not measured." in page.text
 
 
-def test_how_the_hosts_were(run):
+def test_host_vitals_show_mean_and_maximum(run):
     """In the mean and at most; the page lacks it where what a host told is damaged."""
     rundir = run()
     path = rundir.vitals_path(rundir.manifest().roster.hosts[0])
@@ -240,7 +240,7 @@ def test_how_the_hosts_were(run):
     assert "Vitals of the hosts" not in page_of(rundir).text
 
 
-def test_a_long_run_is_thinned(run):
+def test_long_run_is_downsampled(run):
     page = page_of(run(steps=3000))
     assert "Each point of a line is the mean of 6 steps." in page.text
     assert all(
@@ -249,7 +249,7 @@ def test_a_long_run_is_thinned(run):
 
 
 @pytest.mark.parametrize("ranks", [4, 16])
-def test_every_page_is_small(run, write_run, tmp_path, ranks):
+def test_page_size_is_bounded(run, write_run, tmp_path, ranks):
     """Of 10,000 steps on 4 ranks, no value like another; and of 2,500 on 16."""
     draw = random.Random(0)
     steps = 40_000 // ranks
@@ -265,7 +265,7 @@ def test_every_page_is_small(run, write_run, tmp_path, ranks):
     assert write_report(rundir).stat().st_size < 500_000
 
 
-def test_damaged_events_and_unknown_ones(run):
+def test_damaged_and_unknown_events_are_tolerated(run):
     rundir = run(evaluations={})
     for facts in ({"step": "x", "val_loss": "y"}, {"step": 3, "val_loss": None}, {}):
         rundir.add_event("evaluation", **facts)
@@ -275,7 +275,7 @@ def test_damaged_events_and_unknown_ones(run):
     assert "step 21: shares 3 : 1: b takes 2.0 times as long as before" in page_of(rundir).text
 
 
-def test_a_bench(tmp_path, run, write_run):
+def test_bench_page_renders(tmp_path, run, write_run):
     run([{}], name="verbs-1")
     run(name="verbs-2")
     write_run(tmp_path / "verbs-4", [{}] * 4, steps=0, verdict="failed")
@@ -296,14 +296,14 @@ def test_a_bench(tmp_path, run, write_run):
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b'{"format": 2, "series": {}}', b'{"format": 1, "series": [1]}', b"\xff"]
 )
-def test_a_damaged_bench_is_refused_by_name(tmp_path, content):
+def test_damaged_bench_file_is_named_in_error(tmp_path, content):
     write_atomic(tmp_path / "bench.json", content)
     with pytest.raises(CheckpointError, match=r"bench\.json"):
         write_report(RunDir(tmp_path))
     assert not (tmp_path / "report.html").exists()
 
 
-def test_the_picture(tmp_path, run):
+def test_scaling_plot_is_written(tmp_path, run):
     runs = [summarize_run(run([{}], name="1")), summarize_run(run(name="2"))]
     for name, series in (("two.png", {"verbs": runs, "python": runs[:1]}), ("empty.png", {"verbs": []})):
         scaling_png(series, tmp_path / name)
@@ -311,7 +311,7 @@ def test_the_picture(tmp_path, run):
         assert (width, height) == (1200, 750)
 
 
-def test_the_verb_writes_the_page_and_tells_its_path(run, capsys, monkeypatch):
+def test_report_writes_page_and_prints_path(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     rundir = run()
     assert report([str(rundir)], kind="html", out=None, log=None, as_json=False) == 0
@@ -321,7 +321,7 @@ def test_the_verb_writes_the_page_and_tells_its_path(run, capsys, monkeypatch):
     assert max(map(len, told.err.splitlines())) <= 100
 
 
-def test_the_verb_as_json(tmp_path, run, capsys):
+def test_report_json_has_path_and_figures(tmp_path, run, capsys):
     rundir = run(name="verbs-2")
     report([str(rundir)], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
@@ -335,7 +335,7 @@ def test_the_verb_as_json(tmp_path, run, capsys):
     assert found["explanation"][0].startswith("verbs: ")
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_non_run_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
         report([str(tmp_path)], kind="html", out=None, log=None, as_json=False)
     assert list(tmp_path.iterdir()) == []

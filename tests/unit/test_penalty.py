@@ -58,7 +58,7 @@ def compared(way: Way) -> list[tuple[dict, dict]]:
 
 
 @pytest.mark.parametrize("row", OURS, ids=lambda row: "-".join(map(str, way_of(row))))
-def test_our_own_are_those_of_the_bench(row):
+def test_own_penalties_match_bench_records(row):
     way = way_of(row)
     runs = compared(way)
     penalties = [mine["val_loss"] / theirs["val_loss"] - 1 for mine, theirs in runs]
@@ -73,20 +73,20 @@ def test_our_own_are_those_of_the_bench(row):
     assert row.max_error == (round(max(errors), 4) if errors else None)
 
 
-def test_what_the_bench_measured_is_in_the_table():
+def test_every_bench_result_is_in_penalty_table():
     ours = {way_of(row) for row in OURS}
     for way in {Way(*(row[name] for name in Way._fields)) for row in ROWS if row["shares"] != "1"}:
         if compared(way) and loss_penalty(parse_sync(way.sync), 10**6, [1, 1])[1] != "exact":
             assert way in ours
 
 
-def test_packed_has_the_loss_of_ddp_to_the_last_digit():
+def test_packed_loss_equals_ddp_bit_for_bit():
     packed, ddp = (measured(Way(sync, "1:1", 16, 2000, "bf16", "small")) for sync in ("packed", "ddp"))
     assert packed
     assert all(packed[key]["val_loss"] == ddp[key]["val_loss"] for key in packed.keys() & ddp.keys())
 
 
-def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypatch):
+def test_penalty_between_model_sizes_is_log_interpolated(monkeypatch):
     rows = (penalty._from_paper(2, 1e6, 0.02), penalty._from_paper(2, 1e8, 0.01), penalty._from_paper(4, 1e6, 0.05))
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync("diloco:30")
@@ -98,7 +98,7 @@ def test_between_two_models_a_penalty_is_on_the_line_over_the_logarithm(monkeypa
     assert loss_penalty(diloco, 10**6, [8, 8], num_steps=1200)[0] == 0.02
 
 
-def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
+def test_penalty_is_unknown_for_fewer_tokens_per_step(monkeypatch):
     name = "diloco:10:int8:streamed"
     rows = (
         penalty._from_bench(name, 0.017, 1, shares=equal(4)),
@@ -114,7 +114,7 @@ def test_what_was_measured_says_nothing_of_fewer_tokens_a_step(monkeypatch):
     assert least[0] > 0 > twice[0]  # as much for each as two have of 4096
 
 
-def test_of_runs_with_no_more_steps_and_tokens_the_one_that_lost_least_counts(monkeypatch):
+def test_lowest_loss_of_runs_not_larger_is_used(monkeypatch):
     name = "diloco:10:int8:streamed"
     rows = (penalty._from_bench(name, 0.016, 1, shape="char", shares=equal(4)),
             penalty._from_bench(name, 0.033, 1, shape="char", shares=equal(4), batch=32, steps=1000))  # fmt: skip
@@ -128,7 +128,7 @@ def test_of_runs_with_no_more_steps_and_tokens_the_one_that_lost_least_counts(mo
     assert told[1000, 4096] == (None, "its loss was measured only with 8192 tokens a step and more")
 
 
-def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monkeypatch):
+def test_penalty_does_not_fall_with_more_replicas(monkeypatch):
     """Four were measured with a small model alone, two with a larger one as well."""
     name = "diloco:10:int8:streamed"
     rows = (
@@ -149,7 +149,7 @@ def test_more_replicas_lose_no_less_than_fewer_did_of_a_model_of_that_size(monke
     assert told == [rows[0].source, rows[0].source, rows[2].source]  # of the nearer number: worth 2.4, 2.98 and 3
 
 
-def test_replicas_that_share_unequally_lose_as_much_as_they_are_worth():
+def test_penalty_of_unequal_shares_uses_effective_replica_number():
     """A rank with nothing to learn from is none. Four are on the line between two and eight, as they were published."""
     diloco, own = parse_sync("diloco:30"), parse_sync("diloco:10:int8:streamed")
     two, four, eight = (loss_penalty(diloco, 35_000_000, [1] * ranks)[0] for ranks in (2, 4, 8))
@@ -159,7 +159,7 @@ def test_replicas_that_share_unequally_lose_as_much_as_they_are_worth():
     assert found[0] == found[1] <= found[2] < found[3] < found[4]
 
 
-def test_what_a_larger_model_lost_says_nothing_where_replicas_of_a_smaller_one_were_measured(monkeypatch):
+def test_small_model_measurement_overrides_larger_model_penalty(monkeypatch):
     """Two and four of the small one, 9 : 5 : 2 of the large one alone: of one between them these are on the line."""
     name = "diloco:10:int8:streamed"
     rows = (penalty._from_bench(name, 0.01, 3), penalty._from_bench(name, 0.05, 3, shares=equal(4)),
@@ -171,7 +171,7 @@ def test_what_a_larger_model_lost_says_nothing_where_replicas_of_a_smaller_one_w
     assert own[3] == 0.01  # no less than two
 
 
-def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_where_replicas_drift():
+def test_penalty_below_smallest_measured_model_is_unknown_for_drifting_replicas():
     """They lose more. Coded gradients do not."""
     small = penalty.NUM_PARAMS["small"]
     for sync, ranks in (("diloco:10:int8:streamed", 2), ("diloco:10:int8:streamed", 4)):
@@ -183,7 +183,7 @@ def test_of_a_model_smaller_than_the_smallest_that_was_measured_nothing_is_said_
     assert loss_penalty(parse_sync("int8"), small // 100, [8, 8]) == loss_penalty(parse_sync("int8"), small, [8, 8])
 
 
-def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(monkeypatch):
+def test_negative_penalty_holds_only_near_measured_model_size(monkeypatch):
     gain, cost = -0.03, 0.004
     monkeypatch.setattr(
         penalty, "LOSS_MEASUREMENTS", (penalty._from_bench("diloco:10", gain, 3), penalty._from_bench("int8", cost, 3))
@@ -195,13 +195,13 @@ def test_a_gain_holds_for_models_of_about_the_size_with_which_it_was_measured(mo
     assert loss_penalty(parse_sync("int8"), 124 * 10**6, [8, 8])[0] == cost  # a loss holds anywhere
 
 
-def test_errors_of_coded_gradients_hold_for_any_number_of_ranks_and_steps_and_beside_tables():
+def test_compression_penalty_holds_for_any_rank_count_steps_and_sparse():
     told = loss_penalty(parse_sync("bf16"), 10**8, [8, 8])
     assert told == loss_penalty(parse_sync("bf16"), 10**8, [1] * 16, num_steps=10)
     assert told == loss_penalty(parse_sync("bf16+sparse"), 10**8, [8, 8])
 
 
-def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back():
+def test_error_beyond_measured_limit_is_reported_once_until_it_recovers():
     watch = CompressionErrorMonitor(parse_sync("int8"), 2)
     assert 0 < watch.max_error < 0.1
     within, beyond = watch.max_error / 2, 2 * watch.max_error
@@ -211,7 +211,7 @@ def test_an_error_beyond_what_was_measured_is_told_once_until_it_has_come_back()
     assert all(watch.add_sample(error) is None for error in [within] * 5 + [beyond, within] * 2)
 
 
-def test_no_run_is_called_beyond_what_was_measured_in_it():
+def test_no_bench_run_exceeds_its_own_error_limit():
     """Each of the bench's, of two ranks and of more, which code twice."""
     told = [(row["sync"], row["ranks"], error) for row in ROWS if row.get("errors")
             for watch in [CompressionErrorMonitor(parse_sync(row["sync"]), row["ranks"])] for error in row["errors"]
@@ -220,7 +220,7 @@ def test_no_run_is_called_beyond_what_was_measured_in_it():
     assert {row["ranks"] for row in ROWS if row.get("errors") and row["sync"] == "int8"} == {2, 3}
 
 
-def test_what_two_codings_lose_adds_up_as_squares_do():
+def test_two_stage_compression_errors_add_in_quadrature():
     """Where more than two ranks were measured it may be more than that; where they were not, so much."""
     int4, int8 = parse_sync("int4"), parse_sync("int8")
     assert (
@@ -237,7 +237,7 @@ def test_what_two_codings_lose_adds_up_as_squares_do():
     assert penalty.max_compression_error(powersgd, 5) == penalty.max_compression_error(powersgd, 2)
 
 
-def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something():
+def test_bf16_penalty_was_measured_with_fp32_gradients():
     """In fp32: under bf16 most of them are bf16 numbers."""
     penalty, source = loss_penalty(parse_sync("bf16"), 10**6, [8, 8])
     assert source.endswith("fp32")
@@ -255,7 +255,7 @@ def test_what_bf16_costs_was_measured_of_gradients_of_which_it_loses_something()
         (5, 1.0, "its loss was measured only of 4 equal replicas and fewer"),
     ],
 )
-def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(monkeypatch, ranks, budget, told):
+def test_more_replicas_than_measured_warn_about_loss_budget(monkeypatch, ranks, budget, told):
     name = "diloco:10:int8:streamed"
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", tuple(penalty._from_bench(name, cost, 1, shares=equal(num))
                                                    for num, cost in ((3, 0.006), (4, 0.017))))  # fmt: skip
@@ -266,12 +266,12 @@ def test_a_run_whose_replicas_become_more_may_cost_more_than_it_should(monkeypat
     assert penalty.why_no_longer_chosen(roster, RunSpec(train=train), shape) == told
 
 
-def test_where_nothing_was_measured_nothing_is_beyond_it():
+def test_unmeasured_strategy_has_no_error_limit():
     watch = CompressionErrorMonitor(parse_sync("powersgd:1"), 2)
     assert all(watch.add_sample(1e9) is None for _ in range(20))
 
 
-def test_a_limit_is_that_of_as_many_replicas_as_it_was_measured_with(monkeypatch):
+def test_error_limit_depends_on_measured_replica_count(monkeypatch):
     name = "diloco:10:int8:streamed"
     rows = tuple(penalty._from_bench(name, 0.0, 1, most, shares=equal(ranks))
                  for ranks, most in ((2, 0.01), (3, 0.02), (8, 0.012)))  # fmt: skip

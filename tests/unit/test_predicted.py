@@ -146,12 +146,12 @@ def told(summary) -> list[str]:
 # --- causes -----------------------------------------------------------------------------------------------------------
 
 
-def test_as_predicted(run):
+def test_accurate_prediction_is_reported_as_such(run):
     text = told(run())
     assert text == ["A step was predicted to take 36.10 s and took 36.10 s: as predicted within 10%."]
 
 
-def test_processors_taken(run):
+def test_lost_processors_are_named_as_cause(run):
     text = told(run(laptop={"compute_s": 64.0}, had=(4.0, 1.875)))
     assert named(text) == {"taken"}
     assert text[0] == "A step was predicted to take 36.10 s and took 1 min 10 s, 94% longer."
@@ -162,39 +162,39 @@ def test_processors_taken(run):
     assert len(text) == 3
 
 
-def test_processors_taken_and_slower_besides(run):
+def test_lost_processors_and_own_slowdown_are_separated(run):
     text = told(run(laptop={"compute_s": 90.0}, had=(4.0, 2.0)))
     assert named(text) == {"taken", "own speed"}
     assert "45.00 s more: laptop computes 2 times slower than probed" in text[1]
     assert "15.00 s more: each processor that laptop had works 1.5 times slower than probed: " in text[2]
 
 
-def test_processors_taken_in_the_course_of_the_run(run):
+def test_processors_lost_during_run_are_reported(run):
     text = told(run(laptop={"compute_s": 30.0}, slowdown=3.0, work=130.0))
     assert named(text) == {"taken"}
     assert "more of them as time went on" in text[2]
 
 
-def test_processors_taken_and_memory_full(run):
+def test_lost_processors_and_full_memory_are_reported(run):
     text = told(run(laptop={"compute_s": 60.0}, had=(4.0, 2.0), prediction=predict(memory_bytes=410_000_000)))
     assert named(text) == {"taken", "full memory"}
     assert "filled 400.0 MB of its 410.0 MB of memory" in " ".join(text)
 
 
-def test_slower_with_its_processors_at_work(run):
+def test_slowdown_with_full_processors_is_reported(run):
     text = told(run(laptop={"compute_s": 57.0}))
     assert named(text) == {"own speed"}
     assert text[2].startswith("27.00 s more: laptop computes 1.9 times slower than probed, 57.00 s a step, ")
     assert "although it ran on 4.0 processors" in text[2]
 
 
-def test_slowing_down(run):
+def test_throttling_over_time_is_reported(run):
     text = told(run(laptop={"compute_s": 30.0}, slowdown=3.0))
     assert named(text) == {"slowed"}
     assert re.search(r"from 4\d\.\d\d s in its first third to 1 min 2\d s in its last: throttled", text[2])
 
 
-def test_throttled_by_its_finding(tmp_path, run):
+def test_throttling_finding_is_attributed_to_its_host(tmp_path, run):
     run(laptop={"compute_s": 60.0})
     rundir = RunWriter(tmp_path / "run")
     rundir.add_event("cpu.throttled", host="attic", evidence="another host")
@@ -203,7 +203,7 @@ def test_throttled_by_its_finding(tmp_path, run):
     assert named(told(summarize_run(rundir))) == {"throttled"}
 
 
-def test_swapping(tmp_path, run):
+def test_swapping_is_reported(tmp_path, run):
     run(laptop={"compute_s": 60.0}, had=(4.0, 1.0))
     RunWriter(tmp_path / "run").add_event(
         "mem.swap", host="laptop", evidence="12.0 MB a second; 40 MB of memory are free"
@@ -213,7 +213,7 @@ def test_swapping(tmp_path, run):
     assert "2 times slower than probed, 60.00 s a step: it was swapping when the run began (12.0 MB a second" in text[2]
 
 
-def test_a_rate_that_was_derived(run):
+def test_derived_rate_is_named_as_cause(run):
     known = predict()
     told_so = "laptop: its rate of tiny follows from that of char, by FLOPs; evener probe host --model tiny measures it"
     cluster = msgspec.structs.replace(known.cluster, assumed=[told_so])
@@ -224,49 +224,49 @@ def test_a_rate_that_was_derived(run):
     assert named(text) == set()
 
 
-def test_fewer_threads_than_probed(run):
+def test_fewer_threads_than_probed_are_reported(run):
     text = told(run(laptop={"compute_s": 60.0}, had=(4.0, 4.0), prediction=predict(cpus=8.0)))
     assert "it was given 4 threads, and ran on 8.0 processors when it was probed" in text[2]
     assert "taken" not in named(text)
 
 
-def test_ranks_that_share_a_memory(run, contention):
+def test_shared_memory_contention_is_reported(run, contention):
     text = told(run(laptop={"compute_s": 54.0}, contention=contention(2, together_s=0.09)))
     assert named(text) == {"neighbours"}
     assert "takes it 1.8 times as long as alone" in text[2]
 
 
-def test_other_micro_batches(run):
+def test_different_micro_batch_is_reported(run):
     text = told(run(laptop={"compute_s": 54.0}, prediction=predict(laptop_is={"micro_batch": 8})))
     assert named(text) == {"micro-batch"}
     assert "in micro-batches of 256 sequences, predicted were 8" in text[2]
 
 
-def test_other_arithmetic(run):
+def test_different_dtype_is_reported(run):
     text = told(run(laptop={"compute_s": 54.0}, prediction=predict(laptop_is={"dtype": "bf16"})))
     assert named(text) == {"dtype"}
     assert "in fp32; predicted was bf16" in text[2]
 
 
-def test_processors_not_measured(run):
+def test_unmeasured_processors_give_unknown_cause(run):
     assert named(told(run(laptop={"compute_s": 54.0}, had=(4.0, None)))) == {"not known"}
     assert named(told(run(laptop={"compute_s": 54.0}, prediction=predict(cpus=None)))) == {"not known"}
 
 
-def test_a_slow_gpu(run):
+def test_slow_gpu_is_reported(run):
     text = told(
         run(laptop={"compute_s": 54.0}, had=(None, None), prediction=predict(laptop_is={"device": "cuda:0"}, cpus=None))
     )
     assert named(text) == {"gpu"}
 
 
-def test_another_share(run):
+def test_different_share_is_reported(run):
     text = told(run(laptop={"compute_s": 45.0}, tokens=(256, 768)))
     assert named(text) == {"share"}
     assert "15.00 s more: laptop computes 768 tokens a step, predicted were 512" in text[2]
 
 
-def test_slow_network(run):
+def test_slow_network_is_reported(run):
     text = told(run({"exposed_sync_s": 14.3}, {"exposed_sync_s": 14.3}, sync_s=16.0))
     assert named(text) == {"wire"}
     assert text[2].startswith("10.00 s more: the network is slower than measured: ")
@@ -274,20 +274,20 @@ def test_slow_network(run):
     assert "lacks the processors" not in text[2]
 
 
-def test_communication_without_its_processors(run):
+def test_slow_communication_names_lost_processors(run):
     slow = {"exposed_sync_s": 14.3}
     text = told(run(slow, slow | {"compute_s": 60.0}, sync_s=16.0, had=(4.0, 2.0)))
     assert named(text) == {"wire", "taken"}
     assert "or it lacks the processors that were taken from laptop" in " ".join(text)
 
 
-def test_more_bytes(run):
+def test_more_bytes_than_predicted_are_reported(run):
     text = told(run({"exposed_sync_s": 10.3}, {"exposed_sync_s": 10.3}, sync_s=12.0, sent=2 * BYTES))
     assert named(text) == {"bytes"}
     assert "6.00 s more: a rank sends 1.0 GB a step, predicted were 503.3 MB" in text[2]
 
 
-def test_less_overlap(run):
+def test_less_overlap_than_predicted_is_reported(run):
     prediction = predict(option(ATTIC | {"exposed_sync_s": 1.0}, LAPTOP | {"exposed_sync_s": 1.0}))
     text = told(run({"exposed_sync_s": 6.0}, {"exposed_sync_s": 6.0}, prediction=prediction))
     assert named(text) == {"overlap"}
@@ -297,14 +297,14 @@ def test_less_overlap(run):
     )
 
 
-def test_another_straggler(run):
+def test_different_straggler_is_reported(run):
     text = told(run({"compute_s": 50.0}))
     assert named(text) == {"own speed", "last"}
     assert "30.00 s more: attic computes 2.5 times slower" in text[2]
     assert "10.00 s less: attic was predicted to wait that long for laptop" in text[3]
 
 
-def test_the_straggler_is_faster(run):
+def test_faster_straggler_is_reported(run):
     text = told(run(laptop={"compute_s": 10.0}))
     assert named(text) == {"probe", "not last"}
     assert text[0].endswith("took 26.10 s, 28% less.")
@@ -312,38 +312,38 @@ def test_the_straggler_is_faster(run):
     assert "10.00 s more: laptop was predicted to be done last; now it waits for attic" in text[3]
 
 
-def test_more_processors_than_probed(run):
+def test_more_processors_than_probed_are_reported(run):
     text = told(run(laptop={"compute_s": 20.0}, prediction=predict(cpus=2.6)))
     assert named(text) == {"probe"}
     assert "it ran on 4.0 processors, and on 2.6 when it was probed" in " ".join(text)
 
 
-def test_late_in_turns(run):
+def test_alternating_lateness_is_reported(run):
     same = option(LAPTOP, LAPTOP)
     text = told(run({"compute_s": 24.0}, {"compute_s": 24.0}, late_s=12.0, prediction=predict(same)))
     assert named(text) == {"turns"}
     assert re.search(r"(\d\.\d\d) s more: .* each of them waits \1 s or more", text[2])
 
 
-def test_input(run):
+def test_input_wait_is_reported(run):
     text = told(run(laptop={"data_s": 9.0}))
     assert named(text) == {"input"}
     assert "9.00 s more: laptop waits 9.00 s for input, predicted were 0 µs" in text[2]
 
 
-def test_update(run):
+def test_slower_update_is_reported(run):
     text = told(run(laptop={"optimizer_s": 11.8}))
     assert named(text) == {"update"}
     assert "10.00 s more: the update takes laptop 11.80 s, predicted were 1.80 s" in text[2]
 
 
-def test_what_the_step_does_not_show(run):
+def test_hidden_difference_is_reported(run):
     text = told(run({"compute_s": 29.0}))
     assert named(text) == {"right", "own speed", "hidden"}
     assert "The step does not show it: attic computes 1.4 times slower" in text[1]
 
 
-def test_many_small_differences_are_told_as_such(run):
+def test_many_small_differences_are_summed(run):
     text = told(
         run({"exposed_sync_s": 5.8}, {"compute_s": 31.6, "exposed_sync_s": 5.8, "optimizer_s": 3.4}, sync_s=7.5)
     )
@@ -354,7 +354,7 @@ def test_many_small_differences_are_told_as_such(run):
 # --- what is not known ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_predicted(run):
+def test_missing_prediction_gives_probe_hint(run):
     summary = run(predicted=False)
     text = told(summary)
     assert len(text) == 1
@@ -365,21 +365,21 @@ def test_nothing_predicted(run):
     assert not any("predicted" in paragraph for paragraph in explain_run(summary))
 
 
-def test_another_number_of_ranks(run):
+def test_different_rank_count_is_not_compared(run):
     summary = run(prediction=predict(option(LAPTOP, name="laptop alone", hosts=("laptop",))))
     assert told(summary) == ["The prediction is of 1 rank and the run had 2 ranks: not compared."]
     assert summary.predicted is None
     assert "not compared" in run_page(RunDir(summary.run_dir), now=0.0)
 
 
-def test_no_step(tmp_path, write_run):
+def test_run_without_steps_is_not_compared(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=0, verdict="failed")
     write_plan(rundir, Plan(kind="train", spec=None, prediction=predict()))
     assert told(summarize_run(rundir)) == ["A step was predicted to take 36.10 s; none was recorded."]
     assert "Predicted and measured" in run_page(rundir, now=0.0)
 
 
-def test_parts_that_are_not_known(run):
+def test_unknown_parts_are_not_compared(run):
     prediction = predict(option(ATTIC | {"optimizer_s": None}, LAPTOP | {"optimizer_s": None}))
     text = told(run({"data_s": None}, {"data_s": None, "optimizer_s": 12.0}, prediction=prediction))
     assert named(text) == set()
@@ -391,7 +391,7 @@ def test_parts_that_are_not_known(run):
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_rows(run):
+def test_prediction_table_rows_match(run):
     summary = run(laptop={"compute_s": 60.0})
     chosen = summary.predicted
     assert [prediction_cells(row) for row in step_rows(summary, chosen)] == [
@@ -408,7 +408,7 @@ def test_rows(run):
     assert found["communication in flight"].predicted == SYNC_S
 
 
-def test_unknown_figures_are_said_to_be_so(run):
+def test_unknown_values_are_marked(run):
     prediction = predict(option(ATTIC | {"data_s": None}, LAPTOP))
     summary = run({"optimizer_s": None}, verdict="stopped", prediction=prediction)
     found = {row.name: prediction_cells(row) for row in rank_rows(summary, summary.predicted, 0)}
@@ -417,7 +417,7 @@ def test_unknown_figures_are_said_to_be_so(run):
     assert found["peak memory"][1:] == ["390.0 MB", "not measured", "–", "–"]
 
 
-def test_as_json_and_in_a_bench(run):
+def test_prediction_is_in_json_and_bench(run):
     summary = run(laptop={"compute_s": 60.0})
     predicted = summary_json(summary)["predicted"]
     assert predicted["option"] == "ddp"
@@ -433,7 +433,7 @@ def test_as_json_and_in_a_bench(run):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_it_all(run):
+def test_page_includes_prediction_comparison(run):
     summary = run(laptop={"compute_s": 60.0})
     text = run_page(RunDir(summary.run_dir), now=0.0).partition("<script")[0]
     order = ["predicted 36.10 s, +83%", "What happened, and why", "Predicted and measured",
@@ -446,6 +446,6 @@ def test_the_page_has_it_all(run):
     assert places == sorted(places)
 
 
-def test_a_page_without_prediction_says_how_to_get_one(run):
+def test_page_without_prediction_shows_probe_command(run):
     text = run_page(RunDir(run(predicted=False).run_dir), now=0.0).partition("<script")[0]
     assert "Nothing was predicted here. evener probe host" in text

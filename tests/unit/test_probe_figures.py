@@ -55,12 +55,12 @@ NCCL_TESTS = {
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_bus_factors_are_those_of_nccl_tests(collective, num_ranks):
+def test_bus_factors_match_nccl_tests(collective, num_ranks):
     assert bus_factor(collective, num_ranks) == pytest.approx(NCCL_TESTS[collective](num_ranks))
 
 
 @pytest.mark.parametrize(("gbit", "seconds"), [(1, 14.3), (10, 1.43), (400, 0.036)])
-def test_the_seeds_all_reduce_of_760m_in_bf16(gbit, seconds):
+def test_760m_bf16_all_reduce_matches_published_time(gbit, seconds):
     bandwidth_Bps = gbit * 1e9 / 8 * 0.85  # as in the seed: about 85 % effective
     wires = (LinkModel(latency_s=0.0, bandwidth_Bps=bandwidth_Bps),) * 2
     pair = Ring(hosts=("a", "b"), links=wires, reverse_links=wires, sum_Bps=(math.inf,) * 2)
@@ -69,14 +69,14 @@ def test_the_seeds_all_reduce_of_760m_in_bf16(gbit, seconds):
 
 
 @given(st.sampled_from(COLLECTIVES), st.integers(2, 512), st.integers(1, 1 << 30))
-def test_what_is_sent_is_never_less_than_it_must_be(collective, num_ranks, size_bytes):
+def test_sent_bytes_are_at_least_the_lower_bound(collective, num_ranks, size_bytes):
     perfect = bus_factor(collective, num_ranks) * size_bytes
     assert sent_bytes(collective, size_bytes, num_ranks, "nccl") == pytest.approx(perfect)
     assert sent_bytes(collective, size_bytes, num_ranks, "gloo") >= perfect * (1 - 1e-12)
     assert 0 <= reduced_bytes(collective, size_bytes, num_ranks) < size_bytes
 
 
-def test_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+def test_all_reduce_equals_reduce_scatter_plus_all_gather():
     for n in (2, 3, 8):
         halves = sent_bytes("reduce_scatter", 1e6, n, "nccl") + sent_bytes("all_gather", 1e6, n, "nccl")
         assert sent_bytes("all_reduce", 1e6, n) == pytest.approx(halves)
@@ -84,7 +84,7 @@ def test_all_reduce_is_a_reduce_scatter_and_an_all_gather():
 
 
 @pytest.mark.parametrize(("num_ranks", "times"), [(2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4)])
-def test_a_broadcast_of_gloo_is_a_binomial_tree(num_ranks, times):
+def test_gloo_broadcast_is_binomial_tree(num_ranks, times):
     assert sent_bytes("broadcast", 100, num_ranks) == 100 * times
 
 
@@ -135,7 +135,7 @@ def row(collective, size_bytes, time_s, num_wrong=0):
         ([(0, 0), (0, 0), (0, 0)], (0, 0), [2, 6, 6]),
     ],
 )
-def test_of_two_directions_at_once_of_which_tcp_keeps_one_low_the_fairest_measurement_counts(tries, seen, lasted_s):
+def test_fairest_duplex_measurement_is_used(tries, seen, lasted_s):
     lasted = []
 
     def flow(which):
@@ -151,7 +151,7 @@ def test_of_two_directions_at_once_of_which_tcp_keeps_one_low_the_fairest_measur
     assert lasted[::2] == lasted[1::2] == lasted_s
 
 
-def test_the_paragraph_says_what_is_reached_and_from_where_on_latency_counts():
+def test_summary_states_peak_bandwidth_and_latency_bound_size():
     wire_Bps = 117.5e6
     rows = [
         row("all_reduce", 1024, 0.3e-3),
@@ -182,7 +182,7 @@ def test_a_slow_stack_and_a_wrong_result_are_findings():
     assert "net.stack-loss" not in {finding.check for finding in bandwidth_findings(slow, here)}
 
 
-def test_the_columns_are_those_of_nccl_tests():
+def test_columns_match_nccl_tests():
     one, wrong = row("all_reduce", 1 << 20, 9.2e-3), row("all_reduce", 1 << 30, 9.2, num_wrong=1 << 28)
     judged, all_wrong = collective_efficiencies([one, wrong], world(), 117.5e6)
     columns = [title for title, _, _ in COLLECTIVES_COLUMNS]
@@ -200,7 +200,7 @@ def test_the_columns_are_those_of_nccl_tests():
     assert len({len(line) for line in lines}) == 1
 
 
-def test_sizes_as_people_write_them():
+def test_human_readable_sizes_are_parsed():
     assert _buffer_sizes("1KiB", "256MiB", 4)[-1] == 1 << 28
     assert len(_buffer_sizes("1KiB", "256MiB", 4)) == 10
     assert _parse_bytes("--min-size", "1.5GiB") == 3 << 29
@@ -211,7 +211,7 @@ def test_sizes_as_people_write_them():
         _buffer_sizes("2MiB", "1MiB", 2)
 
 
-def test_figures_come_back_from_the_fleet_file(tmp_path: Path):
+def test_measurements_round_trip_through_fleet_file(tmp_path: Path):
     file = tmp_path / "fleet.toml"
     file.write_text('# mine\n[hosts.a]\naddress = "local"  # here\n[hosts.b]\naddress = "b"\n')
     link = HostLink(
@@ -230,7 +230,7 @@ def test_figures_come_back_from_the_fleet_file(tmp_path: Path):
     assert "# here" in file.read_text()
 
 
-def test_the_roofline_tells_arithmetic_from_memory():
+def test_roofline_separates_compute_bound_from_memory_bound():
     d8 = preset_shape("d8", vocab_size=32768)
     one = roofline(d8, 2048, matmul_flops=1e12, copy_Bps=60e9, element_bytes=4)
     assert one.bound_by(1.0) == "arithmetic"  # training at full block on 24 cores: the wall is not the memory
@@ -239,7 +239,7 @@ def test_the_roofline_tells_arithmetic_from_memory():
 
 
 @pytest.mark.parametrize(("took_s", "bound"), [(0.804, "overhead"), (0.03, "memory"), (0.005, "memory")])
-def test_a_pass_of_which_little_is_explained_is_bound_by_neither(took_s, bound):
+def test_overhead_dominated_pass_is_bound_by_neither(took_s, bound):
     """A pass of 804 ms with 4.44 ms of arithmetic: two threads of a tiny model that shared one core."""
     assert Roofline(arithmetic_s=0.00444, memory_s=0.0123).bound_by(took_s) == bound
 
@@ -270,19 +270,19 @@ def test_all_hosts_use_one_backend(gpus, device, backend, settled):
         _resolve_backend(CollectiveBenchSpec(), places[:1])
 
 
-def test_a_fleet_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path):
+def test_unwritable_fleet_file_is_a_one_line_error(tmp_path: Path):
     with pytest.raises(UsageError, match="No such file"):
         update_fleet_file(tmp_path / "absent.toml", rates={})
 
 
-def test_a_pass_is_what_its_tokens_take_and_what_it_takes_besides():
+def test_pass_fit_recovers_fixed_cost_and_rate():
     line = {tokens: 0.02 + tokens / 5000 for tokens in (256, 2048, 16384)}
     assert fit_micro_batch_time(line) == pytest.approx((0.02, 5000.0))
     assert fit_micro_batch_time({64: 0.001, 128: 0.002}) == (0.0, 64000.0)
 
 
 @given(st.floats(1e-4, 1), st.floats(1e-4, 1), st.floats(1e-3, 1))
-def test_the_large_pass_is_predicted_as_it_was_measured(one_s, between_s, large_s):
+def test_pass_fit_predicts_large_pass_exactly(one_s, between_s, large_s):
     """Whatever disturbed the others: no rate that is infinite or negative comes of it."""
     pass_s, tokens_per_s = fit_micro_batch_time({256: one_s, 1024: between_s, 4096: large_s})
     assert pass_s >= 0
@@ -290,7 +290,7 @@ def test_the_large_pass_is_predicted_as_it_was_measured(one_s, between_s, large_
     assert pass_s + 4096 / tokens_per_s == pytest.approx(large_s)
 
 
-def test_a_pass_that_costs_more_per_token_when_it_is_large_has_no_cost_of_its_own():
+def test_superlinear_pass_has_no_fixed_cost():
     """Activations that outgrow the cache bend the line the other way: the large pass is the one that trains."""
     assert fit_micro_batch_time({256: 0.08, 4096: 1.6}) == pytest.approx((0.0, 2560.0))
 
@@ -309,7 +309,7 @@ SUSTAINED = SustainedThroughput(
 )  # fmt: skip
 
 
-def test_the_planner_keeps_the_line_or_says_that_there_is_none():
+def test_planner_uses_pass_fit_or_reports_none():
     rate = model_rate(SUSTAINED)
     assert (rate.pass_s, rate.tokens_per_s) == pytest.approx((0.02, 2560.0))
     assert (rate.update_s, rate.dtype, rate.cpus) == (0.01, "bf16", 1.9)
@@ -320,7 +320,7 @@ def test_the_planner_keeps_the_line_or_says_that_there_is_none():
 @pytest.mark.parametrize(
     ("ranks", "threads", "probe_threads"), [(None, None, None), (2, None, None), (2, 3, 6), (None, 3, 3)]
 )
-def test_the_probe_has_the_threads_of_all_ranks_of_its_host(ranks, threads, probe_threads):
+def test_probe_uses_threads_of_all_ranks_of_host(ranks, threads, probe_threads):
     """None: all cores, as the launcher divides them among ranks."""
     place = msgspec.defstruct("Place", [("host", HostConfig)])(
         HostConfig(address="local", ranks=ranks, threads=threads)

@@ -16,7 +16,7 @@ STATED = [row for found in ROWS.values() for row in found if row.is_stated]
 
 
 @pytest.mark.parametrize("name", ["published", "fast"])
-def test_the_page_is_up_to_date(name):
+def test_generated_page_is_up_to_date(name):
     module = MODULE if name == "published" else runpy.run_path(str(DOCS / f"{name}.py"))
     assert (DOCS / f"{name}.md").read_text() == module["page"](), "make docs writes it anew"
 
@@ -28,11 +28,11 @@ def test_every_published_figure_is_on_the_page():
 
 
 @pytest.mark.parametrize("row", STATED, ids=[row.name for row in STATED])
-def test_a_figure_whose_interconnect_is_stated_comes_out_within_a_tenth(row):
+def test_prediction_is_within_10_percent_when_interconnect_is_known(row):
     assert row.error == pytest.approx(0.0, abs=0.10)
 
 
-def test_which_interconnects_are_stated():
+def test_number_of_rows_with_known_interconnect_is_fixed():
     """An empty list would pass every test above."""
     assert len(STATED) == 42
 
@@ -43,7 +43,7 @@ def test_a_throttled_gpu_sets_the_step():
 
 
 @pytest.mark.parametrize("row", ROWS["Collectives"], ids=[row.name for row in ROWS["Collectives"]])
-def test_the_curve_of_nccl_passes_near_published_figures(row):
+def test_nccl_curve_matches_published_figures(row):
     """But for 32 KiB on 4 nodes: one digit, and slower than a message 32 times as large."""
     if row.name == "4 nodes of 8xB200, 32,768 B":
         assert row.error > 10
@@ -52,7 +52,7 @@ def test_the_curve_of_nccl_passes_near_published_figures(row):
 
 
 @pytest.mark.parametrize("terms", [(1e-5, 1e-8, 1e-11), (0.0, 1e-8, 1e-11), (1e-5, 0.0, 1e-11), (0.0, 0.0, 1e-11)])
-def test_a_fit_finds_the_terms_it_was_made_of(terms):
+def test_nccl_fit_recovers_its_terms(terms):
     a, b, c = terms
     points = [(1 << i, a + b * math.sqrt(1 << i) + c * (1 << i)) for i in range(10, 34, 2)]
     curve = MODULE["fit_nccl"](points, 4)
@@ -61,7 +61,7 @@ def test_a_fit_finds_the_terms_it_was_made_of(terms):
     assert curve.bandwidth_Bps == pytest.approx(1 / c, rel=1e-6)
 
 
-def test_a_fit_of_noise_has_no_negative_term():
+def test_nccl_fit_of_noise_has_no_negative_term():
     rng = random.Random(3)
     for num in (1, 2, 3, 5, 9):
         points = [(1 << rng.randrange(10, 30), rng.random()) for _ in range(num)]

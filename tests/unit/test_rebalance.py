@@ -126,7 +126,7 @@ def bursts(rng: random.Random, factor: float) -> Speed:
     noise=[(independent, 0.02), (independent, 0.1), (independent, 0.3), (spikes, 0.03)],
     seed=range(4),
 )
-def test_noise_changes_nothing(fleet, noise, seed):
+def test_noise_does_not_change_shares(fleet, noise, seed):
     (hosts, batch), (kind, size) = fleet, noise
     run = Simulated(hosts, batch, noise=kind(random.Random(seed), size)).go(2000)
     assert len(run.changes) <= 3  # in 2000 steps; nearly always none
@@ -136,7 +136,7 @@ def test_noise_changes_nothing(fleet, noise, seed):
 
 @pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize(("kind", "size"), [(drifting, 0.05), (drifting, 0.2), (bursts, 1.7), (spikes, 0.15)])
-def test_a_restless_machine_is_soon_left_alone(seed, kind, size):
+def test_noisy_machine_rebalances_rarely(seed, kind, size):
     """What lasts for a while may be answered; never more often than RECENT allows: gains of 4 %, 4, 8, 16, 32, 64."""
     run = Simulated("ab", 24, noise=kind(random.Random(seed), size)).go(2000)
     steps = list(run.lasting)
@@ -147,7 +147,7 @@ def test_a_restless_machine_is_soon_left_alone(seed, kind, size):
 
 
 @pairwise(fleet=[("ab", 24), ("abc", 48), ("abcdefgh", 64)], spread=[0.0, 0.02, 0.05], seed=range(3), lag=[0, 1])
-def test_a_host_cut_to_half_is_answered_within_ten_steps(fleet, spread, seed, lag):
+def test_host_cut_to_half_speed_is_rebalanced_within_ten_steps(fleet, spread, seed, lag):
     hosts, batch = fleet
     at, noise = 60, independent(random.Random(seed), spread)
     run = Simulated(hosts, batch, cut(1, at, 0.5), noise, lag=lag).go(200)
@@ -161,14 +161,14 @@ def test_a_host_cut_to_half_is_answered_within_ten_steps(fleet, spread, seed, la
     assert len(run.lasting) <= 3
 
 
-def test_a_host_that_is_fast_again_gets_back_what_it_had():
+def test_recovered_host_regains_its_share():
     run = Simulated("ab", 24, cut(1, 60, 0.5, until=120)).go(300)
     assert [change.shares for change in run.changes.values()] == [[16, 8], [12, 12]]
     assert [step - at for step, at in zip(run.changes, (60, 120), strict=True)] == [6, 6]
     assert run.changes[126].reason.startswith("b is 2.0 times as fast as before")
 
 
-def test_unequal_hosts_find_their_shares_from_equal_ones():
+def test_unequal_hosts_converge_to_proportional_shares():
     run = Simulated("abc", 60, lambda rank, step: (3.0, 2.0, 1.0)[rank]).go(40)
     assert [change.shares for change in run.changes.values()] == [[30, 20, 10]]
     assert min(run.changes) <= 12
@@ -177,12 +177,12 @@ def test_unequal_hosts_find_their_shares_from_equal_ones():
     )
 
 
-def test_a_few_percent_are_not_worth_a_change():
+def test_few_percent_imbalance_is_not_rebalanced():
     assert not Simulated("ab", 240, lambda rank, step: (1.0, 0.95)[rank]).go(300).changes
 
 
 @pytest.mark.parametrize("pass_sequences", [2.0, 5.0, 12.0])
-def test_what_a_pass_costs_is_learned_and_shares_come_to_rest(pass_sequences):
+def test_pass_cost_is_learned_and_shares_settle(pass_sequences):
     """Seen from 16 of 24, as if sequences cost alike, 17 would be better, and from 17 again 16."""
     for slow in (0.31, 0.4, 0.45, 0.6, 0.8):
         run = Simulated("ab", 24, lambda rank, step, slow=slow: (1.0, slow)[rank], micro_batch=16,
@@ -191,14 +191,14 @@ def test_what_a_pass_costs_is_learned_and_shares_come_to_rest(pass_sequences):
         assert run.efficiency(100) > 0.9
 
 
-def test_whole_micro_batches_alone_move():
+def test_shares_move_in_whole_micro_batches():
     run = Simulated("ab", 64, cut(1, 60, 0.3), whole=8).go(150)
     assert [change.shares for change in run.changes.values()] == [[48, 16]]
     one_each = Simulated("ab", 16, cut(1, 60, 0.6), whole=8).go(150)
     assert not one_each.changes  # both on one rank would be slower
 
 
-def test_steps_of_shares_that_are_no_more_do_not_count():
+def test_stale_duplicate_and_unmeasured_steps_are_ignored():
     """As told twice, late, or not measured."""
     balancer = LoadBalancer(roster("ab", 24))
     for step in range(9):
@@ -224,7 +224,7 @@ MEASURED_MS = [  # of a sequence, by step, on hosts of 1, 1/2 and 1/4 core
 ]
 
 
-def test_a_busy_moment_does_not_tell_what_a_pass_costs():
+def test_short_disturbance_does_not_change_estimated_pass_cost():
     """Something took all longer from step 15 to 21, while the third came to have 1.8 sequences for 2: they took as
     long as 2 had. Were that what a pass costs, it would get 2.1 of them, and all would wait for it.
     """
@@ -240,7 +240,7 @@ def test_a_busy_moment_does_not_tell_what_a_pass_costs():
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_an_update_takes_a_part_of_the_step_that_no_share_changes(told):
+def test_update_time_is_separated_from_sequence_time(told):
     """As measured on 1, 1/2 and 1/4 core. All are done at t where Σ (t - update) / sequence is the batch."""
     sequences_s, updates_s = (0.126, 0.273, 0.611), (0.016, 0.032, 0.075)
     now = roster("abc", 16, every=10)
@@ -260,7 +260,7 @@ def test_an_update_takes_a_part_of_the_step_that_no_share_changes(told):
 # --- ranks without a share --------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_holds_all_up_waits_and_is_tried_until_it_is_fast_again():
+def test_very_slow_host_gets_no_share_and_is_retried_until_fast():
     """b takes as long for one sequence as a for forty."""
     run = Simulated("ab", 24, cut(1, 60, 1 / 40, until=500)).go(800)
     steps = list(run.changes)
@@ -275,7 +275,7 @@ def test_a_host_that_holds_all_up_waits_and_is_tried_until_it_is_fast_again():
     assert run.efficiency(70) > 0.95
 
 
-def test_a_trial_that_is_dear_comes_seldom():
+def test_expensive_retries_are_rare():
     """Of a host that takes 400 times as long: a trial costs 15 steps, and no more than one in fifty goes for it."""
     run = Simulated("ab", 24, cut(1, 60, 1 / 400)).go(3000)
     trials = [step for step, change in run.changes.items() if change.shares == [23, 1]]
@@ -283,13 +283,13 @@ def test_a_trial_that_is_dear_comes_seldom():
     assert run.efficiency(70) > 0.95
 
 
-def test_trials_are_seen_where_news_is_late():
+def test_recovered_host_regains_share_with_delayed_reports():
     run = Simulated("abc", 24, cut(2, 60, 1 / 40, until=150), lag=1).go(300)
     assert run.changes[max(run.changes)].shares == [8, 8, 8]
     assert run.efficiency(250) == 1.0
 
 
-def test_nobody_is_tried_where_nothing_can_be_given():
+def test_host_is_not_retried_when_no_share_can_be_given():
     run = Simulated("ab", 8, cut(1, 60, 1 / 40), whole=4).go(300)
     assert run.changes[min(run.changes)].shares == [8, 0]
     lone = Simulated("ab", 8, cut(1, 60, 1 / 40), whole=4)
@@ -299,7 +299,7 @@ def test_nobody_is_tried_where_nothing_can_be_given():
 # --- replicas that drift ----------------------------------------------------------------------------------------------
 
 
-def test_shares_of_a_round_are_finer_than_a_sequence_a_step():
+def test_round_shares_are_finer_than_one_sequence_per_step():
     """Of 16 sequences hosts of 1 : 1/2 : 1/4 have 9 1/7, 4 4/7 and 2 2/7 at best. In whole ones the best are 9 : 5 : 2,
     and the second takes 5 / (4 4/7) times as long: 0.914 of what they can.
     """
@@ -317,7 +317,7 @@ def test_shares_of_a_round_are_finer_than_a_sequence_a_step():
     ("batch", "slow", "pass_sequences", "micro_batch"),
     [(8, 1 / 3, 1.0, 1000), (8, 1 / 3, 0.5, 1000), (16, 0.8, 2.0, 8), (16, 0.5, 2.0, 4), (16, 0.7, 4.0, 8)],
 )
-def test_steps_of_a_round_tell_what_a_pass_costs(seed, batch, slow, pass_sequences, micro_batch):
+def test_round_steps_reveal_pass_cost(seed, batch, slow, pass_sequences, micro_batch):
     """A host with 1.5 sequences a step has one or two; were their times taken for in proportion, it would come and go.
     Just above a micro-batch some of a round's steps have one more pass, not all of them.
     """
@@ -332,7 +332,7 @@ def test_steps_of_a_round_tell_what_a_pass_costs(seed, batch, slow, pass_sequenc
     of_round=[(10, 0.0), (10, 0.02), (10, 0.05), (30, 0.02)],
     seed=range(3),
 )
-def test_a_drifting_host_cut_to_half_is_answered_within_ten_steps(fleet, of_round, seed):
+def test_local_update_host_cut_to_half_is_rebalanced_within_ten_steps(fleet, of_round, seed):
     (hosts, batch), (every, spread) = fleet, of_round
     at, noise = 60, independent(random.Random(seed), spread)
     run = Simulated(hosts, batch, cut(1, at, 0.5), noise, every=every).go(300)
@@ -345,12 +345,12 @@ def test_a_drifting_host_cut_to_half_is_answered_within_ten_steps(fleet, of_roun
 
 @pytest.mark.parametrize("spread", [0.02, 0.1])
 @pytest.mark.parametrize("hosts", ["ab", "abcd"])
-def test_noise_changes_no_shares_of_a_round(hosts, spread):
+def test_noise_does_not_change_round_shares(hosts, spread):
     assert not Simulated(hosts, 16, noise=independent(random.Random(1), spread), every=10).go(2000).changes
 
 
 @pytest.mark.parametrize("every", [2, 10, 100])
-def test_a_drifting_host_that_holds_all_up_is_tried_with_a_sequence_a_step(every):
+def test_slow_local_update_host_is_retried_with_one_sequence_per_step(every):
     run = Simulated("ab", 24, cut(1, 60, 1 / 40, until=500), every=every).go(800)
     assert [change.shares for change in run.lasting.values()] == [[24 * every, 0], [12 * every, 12 * every]]
     trial = (23 * every, every)
@@ -358,7 +358,7 @@ def test_a_drifting_host_that_holds_all_up_is_tried_with_a_sequence_a_step(every
     assert 500 <= max(run.lasting) <= 500 + TRIAL_INTERVAL_STEPS + 1
 
 
-def test_hosts_of_a_hundredth_come_back():
+def test_two_very_slow_hosts_both_recover():
     """Both have none, and neither keeps the other's recovery from being heard."""
     speeds = cut(1, 0, 1 / 50, until=300), cut(2, 0, 1 / 80, until=300)
     run = Simulated("abc", 16, lambda rank, step: speeds[rank - 1](rank, step) if rank else 1.0, every=10).go(1500)

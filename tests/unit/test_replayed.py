@@ -58,7 +58,7 @@ AT_ONCE = [0.0, 0.0, 0.0, 1e-2, 2e-2, 2e-2]
         ([*off(LOSSES[:4], [1e-2] * 4), None, 2.5], NORMS, {}, "data", 10),  # what came first
     ],
 )
-def test_what_differs_first_says_where_to_look(losses, norms, more, kind, step):
+def test_first_difference_determines_replay_verdict(losses, norms, more, kind, step):
     found = compare_replay(points(losses, norms), REPLAYED, FP32_TOLERANCE, **more)
     assert (found.kind, found.step) == (kind, step), found.sentence
     assert found.is_match == (kind == "agree")
@@ -66,7 +66,7 @@ def test_what_differs_first_says_where_to_look(losses, norms, more, kind, step):
     assert "\n" not in found.sentence
 
 
-def test_a_replay_that_is_not_finite():
+def test_non_finite_replay_is_reported():
     replay = [*REPLAYED[:2], ReplayPoint(step=12, loss=None, grad_norm=1.0)]  # it ends there
     assert "replayed loss is not finite" in compare_replay(points(), replay, FP32_TOLERANCE).sentence
     both = compare_replay([*points()[:2], ReplayPoint(step=12, loss=None, grad_norm=1.0)], replay, FP32_TOLERANCE)
@@ -74,7 +74,7 @@ def test_a_replay_that_is_not_finite():
     assert "here either" in both.sentence
 
 
-def test_one_ranks_records_alone():
+def test_single_rank_record_difference_is_attributed():
     recorded = {0: points(), 1: points(off(LOSSES, [0, 0, 1e-3, 0, 0, 0]))}
     found = compare_replay_by_rank(recorded, REPLAYED, FP32_TOLERANCE)
     assert (found.kind, found.step, found.rank) == ("record", 12, 1)
@@ -82,7 +82,7 @@ def test_one_ranks_records_alone():
     assert compare_replay_by_rank({0: points(), 1: points()}, REPLAYED, FP32_TOLERANCE).is_match
 
 
-def test_the_tolerance_follows_from_the_arithmetic():
+def test_tolerance_depends_on_dtype_and_strategy():
     assert replay_tolerance({"fp32"}, ["ddp"]) == replay_tolerance({"fp32"}, ["none", "packed"]) == FP32_TOLERANCE
     assert replay_tolerance({"fp32", "bf16"}, ["ddp"]) == BF16_TOLERANCE
     lossy = replay_tolerance({"fp32"}, ["ddp", "powersgd:4+sparse"])
@@ -96,7 +96,7 @@ def test_the_tolerance_follows_from_the_arithmetic():
     assert compare_replay(points(off(LOSSES, [1e-1] * 6)), REPLAYED, lossy).kind == "data"
 
 
-def test_a_steep_place_is_told():
+def test_gradient_norm_jump_is_reported():
     norms = [*NORMS[:3], 80.0, *NORMS[4:]]
     found = compare_replay(points(off(LOSSES, AT_ONCE), norms), points(norms=norms), FP32_TOLERANCE)
     assert found.kind == "jump"

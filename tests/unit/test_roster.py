@@ -37,7 +37,7 @@ GPU_1, T4_1 = (msgspec.structs.replace(seat, device="cuda:1") for seat in (GPU, 
 
 
 @given(st.integers(1, 400), st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda w: sum(w) > 1e-3))
-def test_weighted_shares_keep_the_batch_and_the_quota(batch, weights):
+def test_weighted_shares_sum_to_batch_and_stay_within_one_of_quota(batch, weights):
     """Hamilton's method: whole numbers that sum to the batch, none a whole sequence away from its quota."""
     shares = weighted_shares(batch, weights)
     assert sum(shares) == batch
@@ -46,7 +46,7 @@ def test_weighted_shares_keep_the_batch_and_the_quota(batch, weights):
         assert share == 0 or weight > 0
 
 
-def test_the_nearest_shares_of_all():
+def test_weighted_shares_minimize_squared_distance_to_quota():
     """Against all divisions of small batches: none is nearer to the quotas, in the sum of squares."""
     for batch, weights in itertools.product((1, 5, 7), ([3, 1], [1, 1, 1], [2, 0, 1.5])):
         quotas = [batch * weight / sum(weights) for weight in weights]
@@ -59,12 +59,12 @@ def test_the_nearest_shares_of_all():
 
 
 @pytest.mark.parametrize("text", [*SYNC_EXAMPLES, "diloco:100:int4:streamed", "diloco:2:int8", "powersgd:16"])
-def test_a_strategys_name_is_written_as_it_was_read(text):
+def test_strategy_name_round_trips(text):
     assert str(parse_sync(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "DDP", "powersgd", "powersgd:0", "diloco", "diloco:0", "ddp:2", "diloco:5:int2"])
-def test_a_strategy_that_nobody_knows_is_refused(text):
+def test_unknown_strategy_is_refused(text):
     with pytest.raises(UsageError, match="no such strategy") as caught:
         parse_sync(text)
     hints = {"diloco": "diloco:H, synchronizing every H steps", "powersgd": "powersgd:R of rank R"}
@@ -72,19 +72,19 @@ def test_a_strategy_that_nobody_knows_is_refused(text):
 
 
 @pytest.mark.parametrize("text", ["", "3", "a:b", "-1:2", "0:0", "nan:1", "inf:1", "3;1"])
-def test_shares_that_are_none_are_refused(text):
+def test_invalid_shares_are_refused(text):
     spec = RunSpec(machine=MachineSpec(shares=text or " "))
     with pytest.raises(UsageError, match="--shares"):
         initial_roster(spec, [CPU, CPU], None)
 
 
-def test_shares_that_are_not_numbers_of_ranks():
+def test_wrong_number_of_shares_is_refused():
     assert parse_shares("3:1") == [3, 1]
     with pytest.raises(UsageError, match="3 shares for 2 ranks"):
         initial_roster(RunSpec(machine=MachineSpec(shares="3:1:1")), [CPU, CPU], None)
 
 
-def test_a_share_of_less_than_a_sequence_is_refused():
+def test_share_below_one_sequence_is_refused():
     with pytest.raises(UsageError, match="--shares 1000:1: rank 1's share of 16 sequences is less than one"):
         initial_roster(RunSpec(machine=MachineSpec(shares="1000:1")), [CPU, CPU], None)
     with pytest.raises(UsageError, match="more than the 2 sequences"):
@@ -107,7 +107,7 @@ def test_a_share_of_less_than_a_sequence_is_refused():
         ([T4, T4, OLD], ["fp32"] * 3, "gloo"),
     ],
 )
-def test_each_has_its_own_arithmetic_and_all_one_backend(seats, dtypes, backend):
+def test_dtype_is_per_rank_and_backend_is_common(seats, dtypes, backend):
     roster = initial_roster(RunSpec(), seats, 64)
     assert [member.dtype for member in roster.members] == dtypes
     assert roster.dtypes_text == " and ".join(dict.fromkeys(dtypes))
@@ -132,7 +132,7 @@ def test_nccl_without_a_gpu_for_every_rank_is_refused(seats, where):
     assert choose_backend([GPU, GPU_1, T4], "nccl") == "nccl"
 
 
-def test_devices_of_a_hosts_ranks():
+def test_devices_of_host_ranks_are_resolved():
     gpus = HostConfig(address="x", devices="auto")
     assert rank_devices("x", gpus, 2, MachineSpec(device="cpu", ranks=3)) == ["cpu"] * 3  # the flag wins
     assert rank_devices("x", HostConfig(address="x", devices="cpu"), 2, MachineSpec()) == ["cpu"]
@@ -142,7 +142,7 @@ def test_devices_of_a_hosts_ranks():
 
 
 @pytest.mark.parametrize("shares", [[92, 45, 23], [91, 46, 23], [155, 5, 0], [54, 53, 53], [0, 160, 0]])
-def test_steps_of_a_round_have_its_shares_together_and_each_nearly_its_part(shares):
+def test_round_steps_sum_to_round_shares_near_quota(shares):
     spec = parse_args(["--batch", "16", "--sync", "diloco:10:int8"])
     roster = initial_roster(spec, [CPU] * 3, 64).with_shares(shares, from_step=7)
     assert (roster.epoch, roster.batch, sum(roster.shares)) == (1, 16, 16)
@@ -160,7 +160,7 @@ def test_steps_of_a_round_have_its_shares_together_and_each_nearly_its_part(shar
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 7, 12, 100, 500])
-def test_steps_of_any_round_are_its_batch_and_every_rank_near_its_part(num_steps):
+def test_every_round_step_sums_to_batch_near_quota(num_steps):
     rng = random.Random(num_steps)
     for num_ranks in (1, 2, 3, 8, 64):
         weights = [rng.random() + 0.01 for _ in range(num_ranks)]
@@ -175,7 +175,7 @@ def test_steps_of_any_round_are_its_batch_and_every_rank_near_its_part(num_steps
             assert all(abs(have - (num + 1) * share / num_steps) < 3 for num, have in enumerate(done))
 
 
-def test_a_roster_says_everybodys_part_and_survives_the_disk():
+def test_roster_round_trips_through_file():
     roster = initial_roster(parse_args(["--batch", "11", "--shares", "3:0:1", "--micro-batch", "4"]), [CPU] * 3, 64)
     assert roster.shares == [8, 0, 3]
     assert [member.micro_batch_sizes for member in roster.members] == [[4, 4], [], [3]]
@@ -188,7 +188,7 @@ def test_a_roster_says_everybodys_part_and_survives_the_disk():
     assert later.members[1].micro_batch == 4
 
 
-def test_a_rank_is_called_by_its_host_where_there_are_several():
+def test_rank_name_includes_host_when_several_hosts():
     def names(*hosts):
         members = [Member(rank=i, host=host, device="cpu", dtype="fp32", share=1, micro_batch=1)
                    for i, host in enumerate(hosts)]  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_rank_is_called_by_its_host_where_there_are_several():
     assert names("attic", "attic") == ["rank 0", "rank 1"]
 
 
-def test_weights_are_added_up_as_exact_numbers_are_on_every_python():
+def test_weight_sums_do_not_depend_on_python_version():
     """What sum() makes of these floats depends on the Python that adds them."""
     weights, batch = [24.0, 1.2, 24.0, 11.6], 24
     exact = [batch * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]

@@ -19,7 +19,7 @@ def record(step: int) -> StepRecord:
     )  # fmt: skip
 
 
-def test_a_half_written_last_line_is_passed_over(tmp_path):
+def test_partial_last_line_is_skipped(tmp_path):
     run = RunDir(tmp_path)
     lines = b"".join(msgspec.json.encode(record(step)) + b"\n" for step in range(3))
     write_atomic(run.steps_path(0), lines[:-10])
@@ -33,7 +33,7 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
         run.records(0)
 
 
-def test_records_of_steps_to_be_made_again_are_dropped(tmp_path):
+def test_records_of_repeated_steps_are_dropped(tmp_path):
     run = RunWriter(tmp_path)
     write_atomic(run.steps_path(0), b"".join(msgspec.json.encode(record(step)) + b"\n" for step in range(5)))
     run.truncate_records(0, 3)
@@ -41,7 +41,7 @@ def test_records_of_steps_to_be_made_again_are_dropped(tmp_path):
     assert run.recorded_ranks() == [0]
 
 
-def test_an_unmeasured_part_survives_the_file_as_none(tmp_path):
+def test_unmeasured_part_is_read_as_none(tmp_path):
     run = RunDir(tmp_path)
     write_atomic(run.steps_path(0), msgspec.json.encode(record(0)) + b"\n")
     (read,) = run.records(0)
@@ -49,7 +49,7 @@ def test_an_unmeasured_part_survives_the_file_as_none(tmp_path):
     assert read.cost.compute_s == 1.0
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+def test_folder_is_written_atomically(tmp_path):
     def fail(folder):
         (folder / "a").write_text("x")
         raise OSError("no space")
@@ -61,7 +61,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_following_a_file_gives_whole_lines_once(tmp_path):
+def test_follow_yields_each_complete_line_once(tmp_path):
     path = tmp_path / "log"
     lines = follow_lines(path)
     assert next(lines) == []
@@ -73,7 +73,7 @@ def test_following_a_file_gives_whole_lines_once(tmp_path):
     assert next(lines) == []
 
 
-def test_what_is_no_run_is_said_to_be_none(tmp_path):
+def test_non_run_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
         RunDir(tmp_path).manifest()
     (tmp_path / "manifest.json").write_text("{")

@@ -48,14 +48,14 @@ def names(*args):
     return [row["run"].removeprefix("runs/") for row in runs(*args)["runs"]]
 
 
-def test_a_row_has_what_the_run_came_to(place):
+def test_listing_row_has_run_outcome(place):
     fast = next(row for row in runs()["runs"] if row["run"] == "runs/fast")
     assert (fast["model"], fast["data"], fast["state"], fast["ranks"]) == ("char", "verbs", "finished", 2)
     assert (fast["steps"], fast["loss"], fast["val_loss"], fast["best_val_loss"]) == (20, 2.0, 1.25, 1.1)
     assert fast["begun"] == STARTED
 
 
-def test_sorted_by_what_one_looks_for_first(place):
+def test_listing_sorts_by_column(place):
     assert names("finished", "--sort", "tokens/s") == ["fast", "slow"]
     assert names("finished", "--sort", "-tokens/s") == ["slow", "fast"]
     assert names("finished", "--sort", "loss") == ["slow", "fast"]
@@ -65,7 +65,7 @@ def test_sorted_by_what_one_looks_for_first(place):
     assert told.value.hint == 'did you mean "loss"?'
 
 
-def test_searched_in_names_models_data_and_states(place):
+def test_listing_filters_by_name_model_data_and_state(place):
     assert names("PYTHON") == ["slow"]
     assert names("stopped") == ["kept", "left"]
     assert names("stopped", "kep") == ["kept"]
@@ -73,7 +73,7 @@ def test_searched_in_names_models_data_and_states(place):
     assert names("nothing such") == []
 
 
-def test_what_it_takes_on_the_disk_is_what_du_says(place):
+def test_disk_usage_matches_du(place):
     folder = place / "runs/fast"
     (folder / "large").write_bytes(b"x" * 300_000)
     os.link(folder / "large", folder / "again")  # once on the disk
@@ -83,7 +83,7 @@ def test_what_it_takes_on_the_disk_is_what_du_says(place):
     assert run_table.disk_bytes(folder) == int(said.split()[0]) >= 300_000
 
 
-def test_nothing_is_removed_unless_it_is_said(place):
+def test_prune_without_yes_removes_nothing(place):
     before = sorted(place.rglob("*"))
     told = runs("--prune")
     assert [(one["run"], one["why"]) for one in told["pruned"]] == [
@@ -97,14 +97,14 @@ def test_nothing_is_removed_unless_it_is_said(place):
     assert "runs/broke" in shown
 
 
-def test_what_was_named_is_removed_and_nothing_else(place):
+def test_prune_removes_exactly_listed_runs(place):
     named = [one["run"] for one in runs("--prune")["pruned"]]
     assert [one["run"] for one in runs("--prune", "--yes")["pruned"]] == named
     assert sorted(path.name for path in (place / "runs").iterdir()) == ["bench", "fast", "goes", "kept", "slow"]
     assert (place / "runs/bench/a").is_dir()  # its bench's page needs it
 
 
-def test_runs_with_weights_go_when_they_are_short_or_old_and_never_one_that_may_go_on(place):
+def test_prune_removes_short_or_old_runs_but_never_resumable_ones(place):
     assert [one["run"] for one in runs("kept", "--prune", "--fewer-than", "8")["pruned"]] == []
     assert runs("kept", "--prune", "--fewer-than", "9")["pruned"][0]["why"] == "stopped after 8 steps"
     days = (time.time() - STARTED) / run_table.DAY_S
@@ -116,7 +116,7 @@ def test_runs_with_weights_go_when_they_are_short_or_old_and_never_one_that_may_
 
 
 @pytest.mark.parametrize("name", ["host/attached", "hosts/carry.lock", "loggers/wandb.lock"])
-def test_a_run_at_which_somebody_is_stays(place, name):
+def test_locked_run_is_not_pruned(place, name):
     lock = place / "runs/left" / name
     write_atomic(lock, b"")
     with lock.open() as held:
@@ -127,11 +127,11 @@ def test_a_run_at_which_somebody_is_stays(place, name):
     assert [one["run"] for one in runs("--prune", "--yes")["pruned"]] == ["runs/left"]
 
 
-def test_a_link_to_a_run_elsewhere_stays(place):
+def test_symlinked_run_is_not_pruned(place):
     (place / "runs/link").symlink_to(place / "runs/left")
     assert "runs/link" not in [one["run"] for one in runs("--prune", "--yes")["pruned"]]
 
 
-def test_yes_without_prune_is_a_slip(place):
+def test_yes_without_prune_is_refused(place):
     with pytest.raises(UsageError, match="need --prune"):
         CliRunner().invoke(app, ["runs", "--yes"], catch_exceptions=False)

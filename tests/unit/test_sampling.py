@@ -78,7 +78,7 @@ CHECKS = [distinct_as_by_chance, steps_share_as_by_chance, steps_are_uncorrelate
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("check", CHECKS)
-def test_steps_are_independent(check, batch):
+def test_samples_of_different_steps_are_uncorrelated(check, batch):
     check(uniform_indices, batch)
 
 
@@ -90,13 +90,13 @@ def test_overlapping_steps_are_caught(check, batch):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_steps_that_come_twice_are_caught(batch):
+def test_repeated_steps_are_detected(batch):
     with pytest.raises(AssertionError):
         steps_are_uncorrelated(lambda n, seed, step, count: uniform_indices(n, seed, step // 2, count), batch)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_uniform_draws_are_uniform_from_end_to_end(batch):
+def test_uniform_samples_cover_full_range_evenly(batch):
     samples = drawn(uniform_indices, batch, num_items=50)
     assert samples.dtype == np.int64
     counts = np.bincount(samples.ravel(), minlength=50)
@@ -105,7 +105,7 @@ def test_uniform_draws_are_uniform_from_end_to_end(batch):
 
 
 @pytest.mark.parametrize("sampler", [uniform_indices, lambda n, seed, step, count: epoch_indices(n, seed, 0, count)])
-def test_seeds_differ(sampler):
+def test_different_seeds_give_independent_samples(sampler):
     """Seeds next to each other agree in as many places as chance has it."""
     samples = np.stack([sampler(50, seed, 0, 50) for seed in range(400)])
     equal = int((samples[1:] == samples[:-1]).sum())
@@ -113,7 +113,7 @@ def test_seeds_differ(sampler):
     assert not np.array_equal(sampler(1000, 2**63 - 1, 0, 8), sampler(1000, 2**63 - 2, 0, 8))
 
 
-def test_late_steps_are_steps_too():
+def test_large_step_numbers_are_independent():
     late = [uniform_indices(NUM_ITEMS, 1, step, 4096) for step in (2**31 - 2, 2**31 - 1)]
     assert len(np.intersect1d(*late)) < 4096**2 / NUM_ITEMS + 5 * 4096 / math.sqrt(NUM_ITEMS)
 
@@ -123,7 +123,7 @@ def test_late_steps_are_steps_too():
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("num_items", [1, 2, 7, 1000, 1023])
-def test_every_item_comes_once_an_epoch(num_items, batch):
+def test_every_item_appears_once_per_epoch(num_items, batch):
     """Whether batches lie across the ends of epochs, or hold several."""
     num_epochs = 3
     steps = -(-num_epochs * num_items // batch)
@@ -134,7 +134,7 @@ def test_every_item_comes_once_an_epoch(num_items, batch):
 
 
 @pytest.mark.parametrize("batch", [12, 64, 480])
-def test_an_epoch_that_is_not_one_is_caught(batch):
+def test_incomplete_epoch_is_detected(batch):
     """What was drawn, 2,000 samples of 2,000 items, misses some."""
     old = np.concatenate([overlapping(2000, 5, step, batch) for step in range(-(-2000 // batch))])[:2000]
     assert len(np.unique(old)) < 1200
@@ -149,7 +149,7 @@ def test_any_number_of_items_is_permuted(num_items, seed, epoch):
 
 @settings(deadline=None, max_examples=num_examples(25, 100))
 @given(st.integers(1, 50), st.integers(0, 200), st.integers(0, 100), st.integers(0, 100))
-def test_parts_are_parts_of_the_same(num_items, first, count, more):
+def test_split_range_equals_whole_range(num_items, first, count, more):
     whole = epoch_indices(num_items, 3, first, count + more)
     assert np.array_equal(whole[:count], epoch_indices(num_items, 3, first, count))
     assert np.array_equal(whole[count:], epoch_indices(num_items, 3, first + count, more))
@@ -166,13 +166,13 @@ def test_orders_are_equally_likely():
         chi_squared_is_small(counts)
 
 
-def test_any_item_may_stand_at_any_place():
+def test_item_positions_are_uniform():
     orders = epoch_indices(30, 0, 0, 30 * 1000).reshape(1000, 30)
     counts = np.stack([np.bincount(orders[:, place], minlength=30) for place in range(30)])
     chi_squared_is_small(counts)
 
 
-def test_an_order_is_as_good_as_random():
+def test_epoch_order_is_uncorrelated():
     """Items in a row, and the same place in two epochs: uncorrelated; who was at the same place or a neighbour before
     is so no more often than by chance, which has 1 and 2 of them an epoch."""
     n, num_epochs = 5000, 40
@@ -202,7 +202,7 @@ def test_memory_does_not_grow_with_the_data():
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize(("num_positions", "block_size"), [(10_000, 64), (10_048, 64), (50, 64), (64, 64), (127, 64)])
-def test_blocks_of_an_epoch_lie_end_to_end(num_positions, block_size, batch):
+def test_epoch_blocks_tile_the_data(num_positions, block_size, batch):
     num_blocks, num_epochs = max(1, num_positions // block_size), 3
     steps = -(-num_epochs * num_blocks // batch)
     stream = np.concatenate(
@@ -216,7 +216,7 @@ def test_blocks_of_an_epoch_lie_end_to_end(num_positions, block_size, batch):
 
 
 @pytest.mark.parametrize(("num_positions", "block_size"), [(23, 5), (4, 5), (1, 5), (640, 64)])
-def test_offsets_reach_both_ends_and_are_equally_likely(num_positions, block_size):
+def test_block_offsets_are_uniform(num_positions, block_size):
     num_blocks = max(1, num_positions // block_size)
     positions = epoch_positions(num_positions, block_size, 9, 0, num_blocks * 3000).reshape(3000, num_blocks)
     assert positions.min() == 0
@@ -230,7 +230,7 @@ def test_offsets_reach_both_ends_and_are_equally_likely(num_positions, block_siz
 # A resumed run goes on with the very same samples
 
 
-def test_the_samples_are_those_of_the_named_versions():
+def test_samples_match_versioned_known_values():
     """epochs-1 and uniform-2 of rundir.SAMPLERS, on any machine and with any numpy."""
     assert uniform_indices(1_003_790, 1337, 7, 4).tolist() == [1268, 410095, 273842, 691919]
     assert epoch_positions(1_003_790, 64, 1337, 15_683, 4).tolist() == [325952, 442945, 676417, 45953]

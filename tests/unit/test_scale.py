@@ -66,25 +66,25 @@ def changed(scenario=PLAIN, **fields):
 
 
 @pytest.mark.parametrize("num", [1, 2, 8, 64, 4096])
-def test_the_mean_of_the_longest_of_n_exponentials_is_a_harmonic_number(num):
+def test_mean_of_slowest_exponential_is_harmonic_number(num):
     slowest = MaxDistribution(lambda x: num * math.log(-math.expm1(-x)))
     assert slowest.mean() == pytest.approx(math.fsum(1 / i for i in range(1, num + 1)), rel=1e-9)
     assert slowest.quantile(0.5) == pytest.approx(-math.log(-math.expm1(math.log(0.5) / num)), rel=1e-9)
 
 
-def test_the_mean_of_the_longer_of_two_lognormals():
+def test_mean_of_slower_of_two_lognormals_matches_closed_form():
     """2·E[X]·Φ(σ/√2), from E[max(X, Y)] = 2·E[X; X > Y]."""
     point = simulate_scaling(changed(jitter=0.5), [2])[0]
     spread = math.sqrt(math.log1p(0.5**2))
     assert point.cost.compute_s + point.cost.wait_s == pytest.approx(1 + math.erf(spread / 2), rel=1e-9)
 
 
-def test_one_rank_waits_for_nobody_however_much_it_varies():
+def test_single_rank_never_waits():
     for jitter in (0.01, 0.1, 1.0, 3.0):
         assert simulate_scaling(changed(jitter=jitter), [1])[0].cost.wait_s == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_integral_agrees_with_drawn_steps():
+def test_slowest_rank_integral_matches_simulation():
     scenario = changed(jitter=0.1, slow_share=0.05, slow_factor=1.5)
     draw = random.Random(42)
     variance = math.log1p(0.1**2)
@@ -101,7 +101,7 @@ def test_the_integral_agrees_with_drawn_steps():
 
 
 @pytest.mark.parametrize("num", [1, 3, 100])
-def test_fixed_times_with_slow_ranks(num):
+def test_slow_rank_probability_matches_closed_form(num):
     """One of n is slow with probability 1 - (1-s)ⁿ, and then the step takes as long as it does."""
     point = simulate_scaling(changed(slow_share=0.01, slow_factor=2.0), [num])[0]
     assert point.cost.compute_s == pytest.approx(1.01)
@@ -113,14 +113,14 @@ def test_fixed_times_with_slow_ranks(num):
 # Communication
 
 
-def test_nothing_is_lost_where_nothing_costs():
+def test_zero_overhead_gives_full_efficiency():
     for point in simulate_scaling(PLAIN, COUNTS):
         assert point.efficiency == point.goodput == 1.0
         assert (point.cost.exposed_sync_s, point.cost.wait_s) == (0.0, 0.0)
         assert point.tokens_per_s == pytest.approx(point.ranks * 16_000 / 1.1)
 
 
-def test_exposed_is_the_last_bucket_or_what_backward_cannot_hold():
+def test_exposed_communication_matches_formula():
     """Equal buckets, ready evenly: max(last bucket, all - backward·(1 - first part))."""
     for num in (1, 3, 20):
         for all_s in (0.1, 0.9, 1.0, 1.4, 5.0):
@@ -142,7 +142,7 @@ def test_backward_of_the_last_micro_batch_hides_communication():
 @pytest.mark.parametrize("per_node", [1, 2, 8])
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 16])
 @pytest.mark.parametrize("size", [1e4, 25e6, 1e9])
-def test_an_all_reduce_costs_what_the_planner_says(per_node, num_nodes, size):
+def test_all_reduce_cost_matches_planner(per_node, num_nodes, size):
     if per_node * num_nodes == 1:
         return
     inner, outer = LinkModel(latency_s=3e-6, bandwidth_Bps=230e9), LinkModel(latency_s=1e-5, bandwidth_Bps=50e9)
@@ -163,7 +163,7 @@ def test_small_messages_take_the_tree_and_large_ones_the_ring():
     assert all_reduce_s(1e11, 512, scenario)[1] == "ring"
 
 
-def test_published_bus_bandwidth_between_nodes():
+def test_inter_node_bus_bandwidth_matches_published_value():
     """4 nodes of 8 B200, eight adapters of 400 Gbit/s each, 16 GiB: 381.8 GB/s.   [ml-engineering]"""
     fabric = changed(
         inner=LinkModel(latency_s=3.4e-6, bandwidth_Bps=900e9), outer=LinkModel(latency_s=9.6e-6, bandwidth_Bps=400e9)
@@ -206,7 +206,7 @@ def test_4096_ranks_take_less_than_a_tenth_of_a_second():
 
 
 @pytest.mark.parametrize(("mtbf_min", "published_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
-def test_daly_s_published_intervals(mtbf_min, published_min):
+def test_checkpoint_interval_matches_daly(mtbf_min, published_min):
     """Checkpoints of 5 minutes, figures 3 to 5 of Daly 2006."""
     assert checkpoint_interval_s(5 * 60, mtbf_min * 60) / 60 == pytest.approx(published_min, rel=0.01)
 
@@ -219,7 +219,7 @@ def test_no_other_interval_loses_less(mtbf_s):
     )
 
 
-def test_rare_failures_cost_what_young_says():
+def test_checkpoint_overhead_matches_young():
     """Checkpoint and half an interval of lost work: √(2δ/M), to first order."""
     lost = 1 - useful_time_fraction(checkpoint_interval_s(1.0, 1e8), 1.0, 0.0, 1e8)
     assert lost == pytest.approx(math.sqrt(2 / 1e8), rel=0.01)
@@ -236,7 +236,7 @@ def test_nodes_fail_independently():
 # The rule of thumb
 
 
-def test_at_the_bandwidth_found_the_efficiency_is_as_asked():
+def test_required_bandwidth_gives_requested_efficiency():
     for overlap in (False, True):
         scenario = changed(nanogpt_scenario(), overlap=overlap)
         for ranks, (low, _) in RULE_OF_THUMB.items():
@@ -245,7 +245,7 @@ def test_at_the_bandwidth_found_the_efficiency_is_as_asked():
             assert simulate_scaling(changed(scenario, **wire), [ranks])[0].efficiency == pytest.approx(low, abs=2e-3)
 
 
-def test_blocking_at_8_is_one_line_of_arithmetic():
+def test_blocking_bandwidth_at_8_ranks_matches_closed_form():
     """Nothing hidden, no latency: 2·7/8·S/β = (1/e - 1)·step."""
     scenario = changed(nanogpt_scenario(), overlap=False, inner=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
     step_s = 60 * 1024 / 150_000 + scenario.update_s
@@ -254,26 +254,26 @@ def test_blocking_at_8_is_one_line_of_arithmetic():
         assert required_bandwidth_Bps(scenario, 8, efficiency) == pytest.approx(exact, rel=1e-4)
 
 
-def test_jitter_found_gives_the_efficiency_asked_for():
+def test_required_jitter_gives_requested_efficiency():
     found = required_jitter(nanogpt_scenario(), 64, 0.65)
     assert simulate_scaling(changed(nanogpt_scenario(), jitter=found), [64])[0].efficiency == pytest.approx(
         0.65, abs=1e-4
     )
 
 
-def test_what_cannot_be_reached_is_none():
+def test_unreachable_target_is_none():
     assert required_bandwidth_Bps(changed(nanogpt_scenario(), jitter=0.5), 64, 0.7) is None
     assert required_jitter(changed(nanogpt_scenario(), inner=ETHERNET), 8, 0.8) is None
 
 
-def test_overlap_needs_less_bandwidth_and_the_rule_is_not_of_nvlink():
+def test_overlap_needs_less_bandwidth_than_blocking():
     for reading in explain_rule(nanogpt_scenario()):
         for blocking, overlapped in zip(reading.blocking_Bps, reading.overlapped_Bps, strict=True):
             assert overlapped < blocking < 20e9
         assert reading.expected > 0.98
 
 
-def test_the_rule_is_told_with_its_assumptions():
+def test_scaling_rule_is_printed_with_assumptions():
     told = " ".join(describe_rule(nanogpt_scenario()))
     for part in ("5 micro-batches of 12 × 1024", "497.8 MB", "150k tokens/s", "80% to 90% at 8", "60% to 70% at 64"):
         assert part in told
@@ -283,7 +283,7 @@ def test_the_rule_is_told_with_its_assumptions():
 # What a person sees
 
 
-def test_the_table_has_a_row_a_count():
+def test_scaling_table_has_one_row_per_rank_count():
     table = scaling_rows(simulate_scaling(REAL, COUNTS))
     assert [row[0] for row in table] == [str(num) for num in COUNTS]
     assert {len(row) for row in table} == {len(SCALING_COLUMNS)}
@@ -295,7 +295,7 @@ def test_the_table_has_a_row_a_count():
     [(REAL, COUNTS), (changed(REAL, kind="strong"), COUNTS), (PLAIN, [1]), (REAL, [3, 100])],
     ids=["weak", "strong", "alone", "two"],
 )
-def test_pictures_are_drawn(tmp_path, scenario, counts):
+def test_scaling_plots_are_written(tmp_path, scenario, counts):
     points = simulate_scaling(scenario, counts)
     for draw in (efficiency_png, breakdown_png):
         draw(points, tmp_path / "scale.png", title="a < b")
@@ -316,11 +316,11 @@ def test_pictures_are_drawn(tmp_path, scenario, counts):
         ("outer", LinkModel(latency_s=-1.0, bandwidth_Bps=1.0)),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(field, value):
+def test_invalid_scenario_is_a_one_line_error(field, value):
     with pytest.raises(UsageError, match=field):
         simulate_scaling(changed(**{field: value}), [1])
 
 
-def test_no_ranks_cannot_train():
+def test_zero_ranks_are_refused():
     with pytest.raises(UsageError, match="0 ranks"):
         simulate_scaling(PLAIN, [1, 0])

@@ -60,14 +60,14 @@ def test_equal_hosts_and_a_fast_link_train_together():
     assert found.option("ddp").rejected_because == ""
 
 
-def test_a_slow_link_is_not_worth_it():
+def test_slow_link_recommends_single_host():
     found = predict(JOB, cluster(1000.0, 1000.0, 1000.0, wire=SLOW))
     assert found.recommended == "a alone"
     assert found.verdict.startswith("Don't distribute this: a alone trains")
     assert found.option("ddp").rejected_because.startswith("slower: a alone trains")
 
 
-def test_a_slow_host_helps_with_the_share_that_it_can_take():
+def test_slow_host_helps_with_suitable_share():
     equal = predict(changed(JOB, shares="equal"), cluster(60.0, 28.0))
     assert "b is the straggler" in told(equal)[0]
     assert not any("break even" in line for line in told(equal))  # with shares by speed it does, over any link
@@ -85,7 +85,7 @@ def test_a_slow_host_helps_with_the_share_that_it_can_take():
     assert asked.option("ddp").step_s == found.option("ddp").step_s
 
 
-def test_a_host_that_is_too_slow_for_any_share_is_left_out_with_both_figures():
+def test_too_slow_host_is_left_out_with_both_throughputs():
     found = predict(JOB, cluster(60.0, 2.0))
     assert found.chosen == "ddp, shares 23 : 1"  # the best with it
     assert found.verdict == "Leave b out: with it 48 tokens/s, without 60 tokens/s."
@@ -95,7 +95,7 @@ def test_a_host_that_is_too_slow_for_any_share_is_left_out_with_both_figures():
     assert told.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
 
 
-def test_the_slowest_of_three_is_left_out_and_two_go_on():
+def test_slowest_of_three_is_left_out():
     found = predict(JOB, cluster(100.0, 100.0, 4.0))
     assert found.recommended == "ddp without c"
     assert found.option(found.recommended).roster.hosts == ["a", "b"]
@@ -103,7 +103,7 @@ def test_the_slowest_of_three_is_left_out_and_two_go_on():
     assert list(reasons_left_out(found)) == ["c"]
 
 
-def test_a_rank_without_a_share_is_priced_as_one_that_waits():
+def test_rank_without_share_is_priced_as_waiting():
     found = predict(changed(JOB, shares="1:0"), cluster(1000.0, 1000.0))
     chosen = found.option("ddp, shares 24 : 0")
     assert chosen.ranks[1].cost.compute_s == 0.0
@@ -111,7 +111,7 @@ def test_a_rank_without_a_share_is_priced_as_one_that_waits():
     assert chosen.is_built
 
 
-def test_what_is_faster_and_of_unknown_loss_is_not_recommended(monkeypatch):
+def test_faster_strategy_of_unknown_loss_is_not_recommended(monkeypatch):
     rows = tuple(row for row in penalty.LOSS_MEASUREMENTS if row.sync != "powersgd:4")
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     found = predict(JOB, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=2e7)))
@@ -122,7 +122,7 @@ def test_what_is_faster_and_of_unknown_loss_is_not_recommended(monkeypatch):
     assert re.fullmatch(r"costs \d\.\d% of loss, more than 1\.0%", found.option("int4").rejected_because)
 
 
-def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
+def test_strategy_above_loss_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.plan.cost_model.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
@@ -135,7 +135,7 @@ def test_a_penalty_above_the_budget_is_rejected(monkeypatch):
     assert short.option("diloco:30").rejected_because == "its loss was measured only with 1200 steps and more"
 
 
-def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
+def test_host_with_too_little_memory_is_reported():
     found = predict(JOB, cluster(1000.0, 1000.0, memory_bytes=500_000_000))
     assert found.recommended == ""
     assert found.verdict.startswith(
@@ -151,7 +151,7 @@ def test_a_host_that_cannot_hold_the_model_is_said_with_its_memory():
     assert found.recommended == "ddp without a"  # and not without the slowest, which has room
 
 
-def test_from_the_break_even_link_on_several_hosts_are_clearly_faster_than_one():
+def test_several_hosts_beat_one_above_break_even_link():
     start = cluster(1000.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=3e6))
     (line,) = [line for line in told(predict(JOB, start)) if "several hosts break even at" in line]
     text = re.search(r"even at (\S+) between", line)[1]
@@ -161,7 +161,7 @@ def test_from_the_break_even_link_on_several_hosts_are_clearly_faster_than_one()
     assert speeds[0] > 1020.0 > speeds[1]
 
 
-def test_what_is_advised_is_as_much_better_as_was_said():
+def test_advice_gives_the_stated_speedup():
     start = cluster(20000.0, 12000.0, 12000.0, 3000.0, wire=parse_link("2.5GbE").wire)
     job = job_of(preset_shape("gpt2", 50257, 1024), batch=64, model="gpt2")
     for advice in collect_advice(predict(job, start)):
@@ -201,13 +201,13 @@ def test_a_larger_batch_is_weighed_by_the_noise_scale():
     assert batch(little) is None
 
 
-def test_one_host_has_nothing_to_distribute():
+def test_single_host_has_nothing_to_distribute():
     found = predict(JOB, cluster(1000.0))
     assert found.verdict == "a with 1 rank trains 1.0k tokens/s."
     assert [option.name for option in found.options] == ["a alone"]
 
 
-def test_more_ranks_than_sequences_is_a_mistake():
+def test_more_ranks_than_sequences_is_refused():
     with pytest.raises(UsageError, match="3 ranks, more than the 2 sequences"):
         predict(changed(JOB, batch=2), cluster(1.0, 1.0, 1.0))
 
@@ -222,7 +222,7 @@ def test_the_ring_avoids_the_slow_link():
     assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
-def test_shares_that_are_told_are_read_in_the_files_order():
+def test_given_shares_keep_fleet_file_order():
     """With them no ring is looked for: ranks are counted as the file lists their hosts."""
     found = cluster(1000.0, 500.0, 250.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
     slow = msgspec.structs.replace(found, wires={"b": {"a": LinkModel(latency_s=0.0, bandwidth_Bps=1e8)}})
@@ -237,19 +237,19 @@ def test_shares_that_are_told_are_read_in_the_files_order():
     assert recommended_flags(other) == "--shares auto"
 
 
-def test_many_shares_are_named_by_who_chose_them():
+def test_many_shares_are_named_by_their_origin():
     five = cluster(1000.0, 900.0, 800.0, 700.0, 600.0)
     asked = predict(changed(JOB, shares="1:1:1:1:2"), five)
     assert asked.chosen == "ddp, shares as asked"
     assert asked.option("ddp, shares by speed").tokens_per_s > asked.option(asked.chosen).tokens_per_s
 
 
-def test_replicas_that_never_exchange_are_not_one_model():
+def test_none_strategy_on_several_replicas_is_refused():
     with pytest.raises(UsageError, match="never synchronize"):
         predict(changed(JOB, sync="none"), cluster(1.0, 1.0))
 
 
-def test_the_strategy_that_was_asked_for_is_priced_beside_ddp():
+def test_requested_strategy_is_priced_with_ddp():
     found = predict(changed(JOB, sync="fsdp"), cluster(1000.0, 1000.0, wire=SLOW))
     assert found.chosen == "fsdp"
     assert len({option.name for option in found.options}) == len(found.options)
@@ -257,14 +257,14 @@ def test_the_strategy_that_was_asked_for_is_priced_beside_ddp():
     assert found.option("ddp").is_built
 
 
-def test_an_exact_strategy_that_is_faster_is_recommended_with_its_flag():
+def test_faster_exact_strategy_is_recommended_with_its_flag():
     bf16 = changed(JOB, dtype="bf16", loss_budget=0.0)
     found = predict(bf16, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=2e7)))
     assert found.recommended == "packed"
     assert recommended_flags(found) == "--sync packed"
 
 
-def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothing(monkeypatch):
+def test_auto_takes_fastest_within_budget_else_ddp(monkeypatch):
     slow, fast = (cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=Bps)) for Bps in (2e7, 1e12))
     auto = changed(JOB, sync="auto", dtype="bf16")
     exact = changed(auto, loss_budget=0.0)
@@ -285,7 +285,7 @@ def test_auto_takes_the_fastest_within_the_budget_and_ddp_where_that_gains_nothi
     assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
 
 
-def test_what_is_not_exact_has_to_gain_something_and_what_costs_loss_more():
+def test_lossy_strategy_needs_a_minimum_speedup():
     option = predict(JOB, cluster(1000.0, 1000.0)).options[0]
     exact, lossless, lossy = (
         msgspec.structs.replace(option, name=name, tokens_per_s=rate, loss_penalty=cost, loss_source=source)
@@ -319,7 +319,7 @@ def let_lose(monkeypatch: pytest.MonkeyPatch, sync: str, two: float, three: floa
         for shares, cost in (("1:1", two), ("1:1:1", three))))  # fmt: skip
 
 
-def test_a_host_is_left_out_with_which_too_much_of_the_loss_would_be_lost(monkeypatch):
+def test_host_is_left_out_when_loss_budget_would_be_exceeded(monkeypatch):
     """Three replicas that drift lose more than two."""
     name = "diloco:10:int8:streamed"
     let_lose(monkeypatch, name, two=0.005, three=0.02)
@@ -343,7 +343,7 @@ def test_a_host_is_left_out_with_which_too_much_of_the_loss_would_be_lost(monkey
 
 @pytest.mark.parametrize("rates", [(4000.0, 1000.0, 4000.0, 4000.0, 4000.0), (900.0, 800.0, 3000.0, 700.0),
                                    (2000.0, 1900.0, 1800.0, 1700.0, 1600.0, 1500.0, 1400.0)])  # fmt: skip
-def test_of_many_hosts_two_whose_replicas_lose_little_are_not_forgotten(monkeypatch, rates):
+def test_two_host_set_is_considered_when_larger_sets_lose_too_much(monkeypatch, rates):
     """The larger sets are faster, and lose too much."""
     way = "diloco:10:int8:streamed"
     let_lose(monkeypatch, way, two=0.005, three=0.03)
@@ -356,7 +356,7 @@ def test_of_many_hosts_two_whose_replicas_lose_little_are_not_forgotten(monkeypa
     assert set(reasons_left_out(found)) == set(slow.host_names) - set(best.roster.hosts)
 
 
-def test_where_a_host_is_too_small_it_alone_is_left_out():
+def test_only_host_with_too_little_memory_is_left_out():
     hosts = resized(
         cluster(*[4000.0] * 4, wire=LinkModel(latency_s=0.0, bandwidth_Bps=125e6), memory_bytes=8_000_000_000),
         "d",
@@ -366,7 +366,7 @@ def test_where_a_host_is_too_small_it_alone_is_left_out():
     assert list(reasons_left_out(found)) == ["d"]
 
 
-def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was():
+def test_lossy_strategy_needs_a_loss_budget():
     slow = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     auto = changed(JOB, sync="auto", steps=2000)
     drifting = predict(auto, slow)
@@ -379,7 +379,7 @@ def test_without_a_budget_what_is_not_exact_is_not_chosen_whatever_its_loss_was(
 
 @pytest.mark.parametrize(("budget", "steps"), [(0.0, 2000), (0.5, 2000), (1.0, 2000), (2.0, 1000), (5.0, 200)])
 @pytest.mark.parametrize("bandwidth_Bps", [1e6, 1e7, 1e8])
-def test_no_way_that_may_be_taken_is_faster_than_the_one_that_auto_takes(bandwidth_Bps, budget, steps):
+def test_auto_is_as_fast_as_any_allowed_strategy(bandwidth_Bps, budget, steps):
     """Whatever a person could ask for, of what somebody measured."""
     hosts = cluster(600.0, 300.0, wire=LinkModel(latency_s=1e-4, bandwidth_Bps=bandwidth_Bps))
     job = job_of(PRESETS["d8"], batch=16, steps=steps, loss_budget=budget)
@@ -391,7 +391,7 @@ def test_no_way_that_may_be_taken_is_faster_than_the_one_that_auto_takes(bandwid
             assert option.tokens_per_s <= 1.06 * found.option(found.chosen).tokens_per_s, name
 
 
-def test_buckets_are_small_where_a_link_is_slow_and_large_where_every_message_costs():
+def test_buckets_are_small_on_slow_link_and_large_on_high_latency_link():
     """What is left to send when backward is over: bucket after bucket, each when it is ready and the one before has
     gone. On a long link each message waits for its answer."""
     job = job_of(SHAPE, batch=16)
@@ -415,14 +415,14 @@ def test_buckets_are_small_where_a_link_is_slow_and_large_where_every_message_co
     assert predict(job, cluster(3400.0)).options[0].roster.bucket_bytes == 0
 
 
-def test_a_small_gain_is_none_and_says_so():
+def test_small_gain_is_not_recommended():
     found = predict(JOB, cluster(1000.0, 10.2, wire=FAST))
     assert found.recommended == "a alone"
     at_par = predict(changed(JOB, batch=2), cluster(1000.0, 507.0))  # one sequence each: no other division helps
     assert at_par.verdict == "a is enough: both hosts together train 1.0k tokens/s, it alone 1.0k tokens/s."
 
 
-def test_latency_is_blamed_where_it_is_to_blame():
+def test_high_latency_is_named_as_cause():
     far = LinkModel(latency_s=1.0, bandwidth_Bps=1e9)
     found = predict(JOB, cluster(1000.0, 1000.0, wire=far))
     blamed = "More bandwidth would not make several hosts faster: every message takes 1.00 s one way"
@@ -430,12 +430,12 @@ def test_latency_is_blamed_where_it_is_to_blame():
     assert any("--batch" in line for line in told(found))
 
 
-def test_equal_hosts_are_no_stragglers_where_a_batch_does_not_divide():
+def test_equal_hosts_are_not_stragglers_when_batch_does_not_divide():
     found = predict(changed(JOB, batch=25), cluster(1000.0, 1000.0))
     assert "25 sequences are not divided equally by 2: others wait for a" in told(found)[0]
 
 
-def test_what_if_changes_one_thing_at_a_time():
+def test_what_if_changes_one_factor_at_a_time():
     found = what_if_options(
         predict(JOB, cluster(1000.0, 500.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=5e7)))
     )
@@ -446,7 +446,7 @@ def test_what_if_changes_one_thing_at_a_time():
     assert len({option.step_s for option in found[:2]}) == 2
 
 
-def test_thirty_two_hosts_take_a_moment():
+def test_planning_32_hosts_takes_less_than_a_second():
     hosts = uniform_cluster({f"n{i}": 100.0 for i in range(32)}, FAST)
     assert in_loops(lambda: predict(changed(JOB, batch=512), hosts)) < 500  # a second
 
@@ -460,7 +460,7 @@ def test_a_share_above_a_micro_batch_is_avoided():
 
 
 @pytest.mark.parametrize(("memory_bytes", "micro_batch"), [(None, 64), (10**12, 64), (2_000_000_000, 8), (1, 1)])
-def test_micro_batches_fit_into_the_memory_that_is_known(memory_bytes, micro_batch):
+def test_micro_batch_fits_known_memory(memory_bytes, micro_batch):
     """The largest of 64, 32, 16 … sequences of 256 tokens; what was told holds, whether it fits or not."""
     asked = job_of(SHAPE, batch=128)
     found = cluster(1000.0, 1000.0, memory_bytes=memory_bytes)
@@ -497,7 +497,7 @@ def job(model: str = "char", **shape: int) -> Job:
     return job_of(msgspec.structs.replace(PRESETS[model], **shape), model=model, batch=24, micro_batch=12)
 
 
-def test_what_was_probed_is_used_as_it_is():
+def test_probed_rates_are_used_unchanged():
     found = build_cluster(fleet(), job())
     assert found.assumed == []
     host = found.hosts["a"]
@@ -508,7 +508,7 @@ def test_what_was_probed_is_used_as_it_is():
     assert build_cluster(slow_memory, job()).hosts["b"].bound_by == "memory"
 
 
-def test_another_vocabulary_changes_the_rate_by_its_flops():
+def test_vocabulary_size_scales_rate_by_flops():
     bigger = job(vocab_size=5000)
     found = build_cluster(fleet(), bigger)
     ratio = PRESETS["char"].flops_per_token() / bigger.shape.flops_per_token()
@@ -516,7 +516,7 @@ def test_another_vocabulary_changes_the_rate_by_its_flops():
     assert found.assumed == []
 
 
-def test_another_model_is_derived_and_marked():
+def test_rate_of_other_model_is_derived_and_marked():
     found = build_cluster(fleet(), job("gpt2"))
     (line,) = [line for line in found.assumed if "evener probe host --model gpt2" in line]
     assert line.startswith("a and b: its rate of gpt2 follows from that of char")
@@ -528,7 +528,7 @@ def dtypes(fleet: Fleet, **flags: object) -> set[str]:
     return {member.dtype for member in asked.initial_roster(build_cluster(fleet, asked).seats).members}
 
 
-def test_another_arithmetic_is_derived_and_marked():
+def test_rate_of_other_dtype_is_derived_and_marked():
     assert dtypes(fleet()) == {"bf16"}
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
     assert dtypes(mixed) == {"bf16", "fp32"}  # each its own
@@ -540,7 +540,7 @@ def test_another_arithmetic_is_derived_and_marked():
     assert found.assumed == ["a: was measured in bf16; fp32 is taken to run at 50% of that"]
 
 
-def test_hosts_compute_in_the_type_that_suits_each():
+def test_each_host_computes_in_its_own_dtype():
     mixed = fleet(b=msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")}))
     found = predict(job(), build_cluster(mixed, job()))
     assert found.option("ddp").roster.dtypes_text == "bf16 and fp32"
@@ -550,7 +550,7 @@ def test_hosts_compute_in_the_type_that_suits_each():
     assert found.option("a alone").tokens_per_s == pytest.approx(in_fp32.tokens_per_s)
 
 
-def test_what_was_found_on_the_hosts_counts_before_what_was_measured():
+def test_detected_hardware_overrides_measured_dtype():
     """Measured in fp32, and the launcher finds units for bf16: the run will compute in it."""
     in_fp32 = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")})
     known = msgspec.structs.replace(fleet(b=in_fp32), rates={name: {"cpu": in_fp32} for name in "ab"})
@@ -563,7 +563,7 @@ def test_what_was_found_on_the_hosts_counts_before_what_was_measured():
         build_cluster(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
 
 
-def test_gpus_and_processors_together():
+def test_gpus_and_cpus_are_planned_as_launched():
     """As the launcher has it."""
     gpu = msgspec.structs.replace(PROBED, name="H200")
     both = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cpu": PROBED}, "b": {"cpu": PROBED}})
@@ -586,19 +586,19 @@ def test_gpus_and_processors_together():
     assert build_cluster(two_on_one, job()).hosts["b"].tokens_per_s == {"bf16": 500.0}
 
 
-def test_a_narrower_model_is_derived_and_marked():
+def test_rate_of_narrower_model_is_derived_and_marked():
     found = build_cluster(fleet(), job(width=192, num_heads=6))
     assert any("follows from that of the preset, by FLOPs" in line for line in found.assumed)
 
 
-def test_a_declared_rate_is_enough():
+def test_declared_rate_is_sufficient():
     declared = fleet(b=Rates(models={"char": ModelRate(tokens_per_s=30.0)}))
     found = build_cluster(declared, job())
     assert found.hosts["b"].tokens_per_s == {"fp32": 30.0}  # whatever it was measured in
     assert any("b: the weight update is assumed to be part" in line for line in found.assumed)
 
 
-def test_what_nobody_measured_is_asked_for():
+def test_missing_measurement_is_requested():
     with pytest.raises(NotMeasuredError, match="b: nobody measured how fast it trains") as told:
         build_cluster(fleet(b=Rates()), job())
     assert "evener probe host --model char" in told.value.hint
@@ -609,14 +609,14 @@ def test_what_nobody_measured_is_asked_for():
     assert "evener probe wire" in told.value.hint
 
 
-def test_one_direction_stands_for_the_other_and_says_so():
+def test_missing_link_direction_is_assumed_symmetric_and_stated():
     whole = fleet()
     found = build_cluster(msgspec.structs.replace(whole, links={"a": whole.links["a"]}), job())
     assert found.wires["b"]["a"] == found.wires["a"]["b"]
     assert found.assumed == ["b → a is assumed to be as fast as a → b"]
 
 
-def test_ranks_of_one_processor_divide_it():
+def test_ranks_of_one_cpu_share_its_rate():
     asked = changed(job(), ranks=2)
     found = build_cluster(fleet(), asked)
     assert len(found.seats) == 4
@@ -626,7 +626,7 @@ def test_ranks_of_one_processor_divide_it():
     assert len(priced(asked, found).ranks) == 4
 
 
-def test_train_leaves_out_what_makes_it_slower_and_says_why():
+def test_train_leaves_out_slowing_host_with_reason():
     slow = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=20.0)})
     asked, known = job(), fleet(b=slow)
     seats = build_cluster(known, asked).seats
@@ -646,7 +646,7 @@ def test_train_leaves_out_what_makes_it_slower_and_says_why():
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-1GbE", "0G", "1", "1e9", "GbE", "1GbE!", "1 lightyear/s", "nan", "--x"])
-def test_a_link_that_nobody_knows_is_one_line(text):
+def test_unknown_link_is_a_one_line_error(text):
     with pytest.raises(UsageError) as told:
         parse_link(text)
     assert "\n" not in str(told.value)
@@ -666,11 +666,11 @@ def test_a_link_that_nobody_knows_is_one_line(text):
         ("wi-fi", NAMED_LINKS["wifi"].wire.bandwidth_Bps),
     ],
 )
-def test_a_link_by_its_name(text, Bps):
+def test_named_link_has_its_bandwidth(text, Bps):
     assert parse_link(text).wire.bandwidth_Bps == pytest.approx(Bps)
 
 
-def test_equal_shares_and_those_of_a_round_are_two_options():
+def test_equal_and_per_round_shares_are_separate_options():
     """110, 110, 90 and 90 of 16 sequences: 4.4 and 3.6 in the mean, which rounded are equal ones."""
     wire = LinkModel(latency_s=1e-4, bandwidth_Bps=1e9)
     machines = cluster(1100.0, 1100.0, 900.0, 900.0, wire=wire)

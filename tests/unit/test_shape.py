@@ -9,7 +9,7 @@ from evener.core.errors import UsageError
 from evener.core.shape import PRESETS, GPTShape, preset_shape
 
 
-def test_d8_has_the_parameters_of_nanochats_d8_without_its_234_scalars_and_gates():
+def test_d8_parameter_count_matches_nanochat():
     shape = preset_shape("d8", vocab_size=32768)
     assert shape.num_params() == 125_829_120 == 125_829_354 - 234
     assert shape.params_by_group() == {
@@ -23,7 +23,7 @@ def test_d8_has_the_parameters_of_nanochats_d8_without_its_234_scalars_and_gates
     }
 
 
-def test_gpt2_has_the_published_parameters():
+def test_gpt2_parameter_count_matches_published():
     assert preset_shape("gpt2", vocab_size=50257).num_params() == 124_439_808
 
 
@@ -31,18 +31,18 @@ def test_gpt2_has_the_published_parameters():
     ("layers", "heads", "width", "published"),
     [(24, 16, 1024, 354_823_168), (36, 20, 1280, 774_030_080), (48, 25, 1600, 1_557_611_200)],
 )
-def test_the_larger_gpt2s_too(layers, heads, width, published):
+def test_larger_gpt2_parameter_counts_match_published(layers, heads, width, published):
     shape = preset_shape("gpt2", vocab_size=50257, num_layers=layers, num_heads=heads, width=width)
     assert shape.num_params() == published
 
 
-def test_char_has_what_nanogpt_reports():
+def test_char_parameter_count_matches_nanogpt():
     shape = preset_shape("char", vocab_size=65)
     without_positions = shape.num_params() - shape.params_by_group()["position embeddings"]
     assert f"{without_positions / 1e6:.2f}M" == "10.65M"
 
 
-def test_depth_is_nanochats_dial():
+def test_depth_sets_width_like_nanochat():
     assert {name: (PRESETS[name].width, PRESETS[name].num_heads) for name in ("d4", "d8", "d9", "d12", "d20")} == {
         "d4": (256, 2),
         "d8": (512, 4),
@@ -53,12 +53,12 @@ def test_depth_is_nanochats_dial():
 
 
 @pytest.mark.parametrize(("name", "layers"), [("d8", [1, 3, 5, 7]), ("d9", [0, 2, 4, 6, 8]), ("gpt2", [])])
-def test_value_embeddings_alternate_and_end_with_the_last_layer(name, layers):
+def test_value_embeddings_alternate_ending_with_last_layer(name, layers):
     shape = PRESETS[name]
     assert [layer for layer in range(shape.num_layers) if shape.has_value_embedding(layer)] == layers
 
 
-def test_flops_count_matrix_products_alone():
+def test_flops_count_only_matrix_products():
     shape = preset_shape("gpt2", vocab_size=50257)
     matmul_params = 12 * 12 * 768**2 + 50257 * 768  # the blocks' matrices and the tied head's
     assert shape.flops_per_token() == 6 * matmul_params + 12 * 12 * 768 * 1024
@@ -70,13 +70,13 @@ def test_flops_count_matrix_products_alone():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_possible_and_survives_json(name):
+def test_every_preset_is_valid_and_round_trips(name):
     shape = preset_shape(name, vocab_size=300)
     assert shape.vocab_size == 300
     assert msgspec.json.decode(msgspec.json.encode(shape), type=GPTShape) == shape
 
 
-def test_overrides():
+def test_preset_overrides_are_applied():
     shape = preset_shape("char", 65, 128, num_layers=3, dropout=0)
     assert (shape.block_size, shape.num_layers, shape.dropout) == (128, 3, 0.0)
 
@@ -101,7 +101,7 @@ def test_overrides():
         ({"vocab_size": -1}, "vocab_size is -1", "at least 1"),
     ],
 )
-def test_impossible_shapes(changes, message, hint):
+def test_invalid_shapes_are_refused(changes, message, hint):
     with pytest.raises(UsageError) as caught:
         preset_shape("tiny", **{"vocab_size": 256} | changes)
     assert message in str(caught.value)
@@ -109,7 +109,7 @@ def test_impossible_shapes(changes, message, hint):
     assert hint in caught.value.hint
 
 
-def test_unknown_preset():
+def test_unknown_preset_gets_did_you_mean_hint():
     with pytest.raises(UsageError, match='unknown model preset "gtp2"') as caught:
         preset_shape("gtp2", vocab_size=50257)
     assert caught.value.hint == 'did you mean "gpt2"?'

@@ -15,7 +15,7 @@ def fitted(values: list[float], n: int, span: float) -> float:
     return float(np.polyval(np.polyfit(places, values, 1, w=np.sqrt(weights)), n))
 
 
-def test_it_is_numpys_weighted_fit():
+def test_smoothing_matches_numpy_weighted_fit():
     rng = random.Random(3)
     values = [rng.random() for _ in range(20)]
     spans = [min(MIN_SPAN, FIRST_SPAN + SPAN_GROWTH * n) for n in range(20)]
@@ -23,14 +23,14 @@ def test_it_is_numpys_weighted_fit():
     assert local_linear_fit(values) == pytest.approx(fits)
 
 
-def test_it_leaves_the_values_on_neither_side():
+def test_smoothing_stays_within_value_range():
     """A line through a slow first step would go on below all others, to rates that are negative."""
     values = [10.0, *5 * [0.1]]
     assert min(local_linear_fit(values)) == pytest.approx(0.1)
     assert min(kernel_average(values)) > 0.1
 
 
-def test_an_average_is_the_weighted_mean_by_definition():
+def test_average_matches_weighted_mean_definition():
     """Σ w_i x_i / Σ w_i with w_i = exp(-|n - i| / span), written out."""
     rng = random.Random(3)
     values, span = [rng.random() for _ in range(20)], 4.0
@@ -40,5 +40,5 @@ def test_an_average_is_the_weighted_mean_by_definition():
 
 
 @pytest.mark.parametrize("values", [[], [1.5], [1.5, 2.5]])
-def test_of_few_points_it_is_the_points(values):
+def test_smoothing_few_points_returns_them(values):
     assert local_linear_fit(values) == pytest.approx(values)

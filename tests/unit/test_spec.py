@@ -13,13 +13,13 @@ from evener.core.errors import UsageError
 from evener.core.run_spec import FLAGS, RunSpec, make_spec, parse_args, to_flags
 
 
-def test_every_leaf_is_a_flag_with_help():
+def test_every_setting_is_a_flag_with_help():
     assert FLAGS["steps"].name == "--steps"
     assert FLAGS["micro_batch"].section == "train"
     assert all(flag.help for flag in FLAGS.values())
 
 
-def test_flags_win_over_the_file(tmp_path):
+def test_flags_override_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('out = "runs/x"\n[train]\nsteps = 7\nlr = 0.5\n[model]\nmodel = "tiny"\n')
     spec = parse_args([str(file), "--steps", "9", "--recompute", "--ranks=2"])
@@ -46,7 +46,7 @@ def test_flags_win_over_the_file(tmp_path):
         st.none() | st.text(min_size=1).filter(lambda text: text.strip() and "\0" not in text),
     )
 )
-def test_to_flags_and_back(spec):
+def test_spec_round_trips_through_flags(spec):
     assert parse_args(to_flags(spec)) == spec
 
 
@@ -75,7 +75,7 @@ def test_to_flags_and_back(spec):
         (["--steps", "3", "stray"], "stray: expected a flag", ""),
     ],
 )
-def test_a_wrong_flag_is_refused_in_one_line(args, message, hint):
+def test_invalid_flag_is_a_one_line_error(args, message, hint):
     with pytest.raises(UsageError) as caught:
         parse_args(args)
     assert str(caught.value).startswith(message)
@@ -96,7 +96,7 @@ def test_a_wrong_flag_is_refused_in_one_line(args, message, hint):
         ("[train", "not TOML", ""),
     ],
 )
-def test_a_wrong_file_is_refused_in_one_line(tmp_path, text, message, hint):
+def test_invalid_file_is_a_one_line_error(tmp_path, text, message, hint):
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -105,6 +105,6 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, text, message, hint):
     assert caught.value.hint.startswith(hint)
 
 
-def test_not_a_number_is_refused():
+def test_nan_is_refused():
     with pytest.raises(UsageError):
         parse_args(["--lr", str(math.nan)])

@@ -57,7 +57,7 @@ Host local
 """
 
 
-def test_the_hosts_of_ssh(home, tmp_path):
+def test_ssh_config_hosts_are_read(home, tmp_path):
     ssh = home / ".ssh"
     (ssh / "conf.d").mkdir()
     (ssh / "conf.d" / "2.conf").write_text("Host two one\n HostName later.lan\n")
@@ -85,7 +85,7 @@ def test_the_hosts_of_ssh(home, tmp_path):
     assert "inner" not in config.aliases  # its Host line stands where only `one` comes to
 
 
-def test_a_file_that_ssh_does_not_read_is_written_out(home, tmp_path):
+def test_settings_of_a_file_ssh_does_not_read_are_copied(home, tmp_path):
     vagrant = """Host default
   HostName 127.0.0.1
   User vagrant
@@ -124,7 +124,7 @@ def test_a_file_that_ssh_does_not_read_is_written_out(home, tmp_path):
         ("Host a\n HostName 'b c'\n", "Host a: HostName 'b c' is neither a name"),
     ],
 )
-def test_what_ssh_refuses_too(home, tmp_path, text, told):
+def test_config_refused_by_ssh_is_refused(home, tmp_path, text, told):
     path = tmp_path / "list"
     path.write_text(text.format(path))
     with pytest.raises(UsageError, match=re.escape(told)):
@@ -167,7 +167,7 @@ def random_config(rng, folder):
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
 @pytest.mark.parametrize("seed", range(60))
-def test_ssh_itself_says_the_same(home, tmp_path, seed):
+def test_settings_match_ssh(home, tmp_path, seed):
     aliases = random_config(random.Random(seed), tmp_path)
     config = parse_ssh_config(tmp_path / "config")
     for alias in aliases[seed % 2 :: 2]:

@@ -12,7 +12,7 @@ WAYS = [(3, "ddp", 0), (61, "ddp", 20), (61, "diloco:10", 0), (7, "diloco:10", 0
 
 
 @pytest.mark.parametrize(("steps", "sync", "since"), WAYS)
-def test_it_is_that_of_the_summary(tmp_path, write_run, steps, sync, since):
+def test_streaming_p50_equals_summary_p50(tmp_path, write_run, steps, sync, since):
     run = write_run(tmp_path / "run", [{}, {"compute_s": 0.15}], steps=steps)
     lines = [msgspec.structs.replace(record, wall_s=record.wall_s * (1 + 0.01 * (7 * record.step % 13)))
              for record in run.records(0)]  # fmt: skip

@@ -66,7 +66,7 @@ HOLES = {
 
 
 @pytest.mark.parametrize("kept", HOLES.values(), ids=HOLES)
-def test_all_figures_are_those_of_the_common_steps(run, kept):
+def test_summary_uses_only_steps_common_to_all_ranks(run, kept):
     common = sorted(set(kept[0]) & set(kept[1]))
     found = summarize_run(run(lambda rank: kept[rank]))
     expected = summarize_run(run(lambda rank: common, name="expected"))
@@ -83,7 +83,7 @@ def test_all_figures_are_those_of_the_common_steps(run, kept):
 
 
 @pytest.mark.parametrize("kept", HOLES.values(), ids=HOLES)
-def test_pictures_show_a_step_where_it_belongs(run, kept):
+def test_charts_place_steps_correctly(run, kept):
     common = sorted(set(kept[0]) & set(kept[1]))
     taken = [step + 1 for step in common]  # behind each
     rundir = run(lambda rank: kept[rank])
@@ -111,7 +111,7 @@ def test_losses_of_runs_are_compared_step_by_step(run):
     assert "all 29 common steps are equal to the last digit" in " ".join(scaling_explanation([whole, late]).conclusion)
 
 
-def test_a_rank_that_recorded_nothing_leaves_nothing_to_compare(run):
+def test_rank_without_records_leaves_no_common_steps(run):
     rundir = run(lambda rank: range(STEPS if rank == 0 else 0))
     summary = summarize_run(rundir)
     assert (summary.num_steps, summary.step_p50_s, summary.losses) == (0, None, {})
@@ -119,7 +119,7 @@ def test_a_rank_that_recorded_nothing_leaves_nothing_to_compare(run):
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (1, 4), (4, 2)])
-def test_rates_are_of_the_ranks_that_there_are_now(tmp_path, write_run, before, now):
+def test_rates_use_current_rank_count(tmp_path, write_run, before, now):
     """A run that went on with another number of processes after half of its steps."""
     rundir = write_run(tmp_path / "now", [{"compute_s": 0.02}] * now, steps=STEPS)
     earlier = write_run(tmp_path / "before", [{"compute_s": 0.3}] * before, steps=STEPS // 2)
@@ -134,7 +134,7 @@ def test_rates_are_of_the_ranks_that_there_are_now(tmp_path, write_run, before, 
 
 
 @pytest.mark.parametrize("since", [0, 25])
-def test_figures_are_those_since_the_settings_changed(tmp_path, write_run, since):
+def test_figures_cover_steps_since_settings_changed(tmp_path, write_run, since):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=STEPS, sync_s=0.01)
     for rank in range(2):
         lossy = Fidelity(error=0.1, cosine=0.9)
@@ -159,7 +159,7 @@ def test_figures_are_those_since_the_settings_changed(tmp_path, write_run, since
     assert text.count("; since step 26") == bool(since)
 
 
-def test_where_nothing_followed_a_change_of_settings_it_says_so(tmp_path, write_run):
+def test_no_steps_after_settings_change_is_reported(tmp_path, write_run):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=STEPS)
     rundir.write_manifest(msgspec.structs.replace(rundir.manifest(), since=STEPS))
     summary, window = summarize_run(rundir), f"since step {STEPS + 1}, where its ranks or settings changed"
@@ -168,14 +168,14 @@ def test_where_nothing_followed_a_change_of_settings_it_says_so(tmp_path, write_
     assert f"No step was recorded {window}, so there is nothing to explain." in run_page(rundir, now=0.0)
 
 
-def test_of_a_step_that_was_taken_twice_the_later_record_counts(run):
+def test_later_record_of_repeated_step_wins(run):
     rundir = run(lambda rank: range(2))
     (first, _), (other, _) = (rundir.records(rank) for rank in range(2))
     again = msgspec.structs.replace(first, loss=99.0)
     assert align_steps({0: [first, again], 1: [other]}) == [{0: again, 1: other}]
 
 
-def test_the_noise_scale_is_the_ratio_of_means_and_says_what_a_larger_batch_costs(run):
+def test_noise_scale_is_ratio_of_means_with_batch_cost(run):
     """At a scale of as many tokens as a batch has, twice the batch needs 3/4 of the steps and 3/2 of the tokens."""
     rundir = run(lambda rank: range(STEPS))
     records = rundir.records(0)
@@ -202,7 +202,7 @@ def test_the_noise_scale_is_the_ratio_of_means_and_says_what_a_larger_batch_cost
     assert change_request(asked, {"model": "gpt2"}, None).job.noise_tokens is None
 
 
-def test_where_replicas_agree_every_so_many_steps_a_step_is_the_mean_of_a_round(tmp_path, write_run):
+def test_local_update_step_is_mean_of_round(tmp_path, write_run):
     """Every fourth step sends, for 0.3 s: a median step would have none of it."""
     rundir = write_run(tmp_path / "run", [{}, {}], steps=22, sync_s=0.0, cpus=[0.99, 0.99])
     manifest = rundir.manifest()

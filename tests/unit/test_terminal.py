@@ -40,7 +40,7 @@ TITLES = ("way", "step", "more", "why not")
 ROWS = [("ddp", "1 s", "9", "too slow by far"), ("int8", "20 ms", "10", "")]
 
 
-def test_a_table_that_fits():
+def test_fitting_table_prints_whole():
     assert shown(40, TITLES, ROWS, wrap_last=True) == [
         "way    step  more  why not",
         "──────────────────────────────────",
@@ -49,7 +49,7 @@ def test_a_table_that_fits():
     ]
 
 
-def test_a_text_goes_below_its_row_and_keeps_its_words():
+def test_text_column_wraps_below_its_row():
     assert shown(18, TITLES, ROWS[:1], wrap_last=True) == [
         "way  step  more",
         "    why not",
@@ -60,20 +60,20 @@ def test_a_text_goes_below_its_row_and_keeps_its_words():
     ]
 
 
-def test_what_matters_least_goes_first_and_is_named():
+def test_least_important_column_is_dropped_and_named():
     assert shown(11, TITLES[:3], [row[:3] for row in ROWS], droppable=("more",)) == [
         "way    step", "───────────", "ddp     1 s", "int8  20 ms",
         "not shown", "in 11", "columns:", "more",
     ]  # fmt: skip
 
 
-def test_what_may_not_go_begins_on_a_line_of_its_own():
+def test_required_columns_wrap_to_own_line():
     assert shown(13, TITLES[:3], [row[:3] for row in ROWS]) == [
         "way", "     step  more", "─────────────", "ddp", "      1 s     9", "int8", "    20 ms    10",
     ]  # fmt: skip
 
 
-def test_a_pipe_gets_every_row_in_one_line(monkeypatch):
+def test_pipe_gets_each_row_on_one_line(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     written = io.StringIO()
     where = Console(file=written)
@@ -94,7 +94,7 @@ def written(columns, show):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("hosts", [["attic", "laptop"], ["attic", "laptop", "tower"], [f"node{i}" for i in range(12)]])
-def test_the_doctor_cuts_no_name(hosts, columns):
+def test_doctor_never_truncates_host_names(hosts, columns):
     """The first host lets nobody in; the second was not reached."""
     facts = {name: checks.facts(name, number) for number, name in enumerate(hosts) if name != "laptop"}
     ways = {name: checks.way(number) for number, name in enumerate(hosts) if name in facts}
@@ -115,7 +115,7 @@ def test_the_doctor_cuts_no_name(hosts, columns):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("kind", ["fleet", "strategies"])
-def test_a_bench_tells_speed_and_loss_in_any_terminal(tmp_path, kind, columns):
+def test_bench_shows_speed_and_loss_at_any_width(tmp_path, kind, columns):
     label = "attic + laptop, GPU" if kind == "fleet" else "diloco:10:int8:streamed"
     runs = {name: summarize_run(RunDir(write_run(tmp_path / f"{i}", [{}] * (i + 1)).path))
             for i, name in enumerate(["attic, 1 process", label])}  # fmt: skip
@@ -126,7 +126,7 @@ def test_a_bench_tells_speed_and_loss_in_any_terminal(tmp_path, kind, columns):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_probe_tells_how_fast_a_wire_is_in_any_terminal(columns):
+def test_wire_probe_shows_bandwidth_at_any_width(columns):
     link = HostLink(goodput_Bps=117e6, duplex_Bps=112.5e6, parallel_Bps=1.175e8, rtt_s=2e-4, rtt_p95_s=4e-4)
     wires = [
         LinkProbeResult(source=source, target=target, link=link, goodput_p05_Bps=1e8, mean_Bps=1.1e8, num_pings=30,
@@ -140,7 +140,7 @@ def test_a_probe_tells_how_fast_a_wire_is_in_any_terminal(columns):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_probe_tells_how_fast_a_collective_is_in_any_terminal(columns):
+def test_collective_probe_shows_bandwidth_at_any_width(columns):
     world = probed.world()
     judged = collective_efficiencies([probed.row("all_reduce", 1 << 28, 2.3)], world, 117.5e6)[0]
 
@@ -158,7 +158,7 @@ def test_a_probe_tells_how_fast_a_collective_is_in_any_terminal(columns):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_probe_tells_what_a_device_can_do_in_any_terminal(columns):
+def test_device_probe_shows_rates_at_any_width(columns):
     rates = Rates(name="AMD EPYC 9654 96-Core Processor", matmul_flops={"fp32": 2.8e10, "bf16": 1.4e11}, copy_Bps=1e10,
                   triad_Bps=1e10, sum_Bps={"fp32": 4e10}, sync_Bps=2e9, loopback_Bps=1e9, memory_bytes=10**11,
                   coding_Bps=dict.fromkeys(("bf16", "int8", "int4", "packed", "powersgd:4", "powersgd:32"), 1e9),
@@ -174,7 +174,7 @@ def test_a_probe_tells_what_a_device_can_do_in_any_terminal(columns):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_the_next_step_of_a_finding_can_be_pasted(columns):
+def test_finding_fix_can_be_pasted(columns):
     fix = "on attic: sudo sysctl -w net.ipv4.tcp_congestion_control=bbr; or for good: " + "echo it " * 9
     one = Finding(check="link.idle", severity="warning", host="attic", peer="laptop", evidence="slow, " * 20, fix=fix)
     *lines, hint = written(columns, lambda where: print_findings(where, [one])).splitlines()
@@ -184,7 +184,7 @@ def test_the_next_step_of_a_finding_can_be_pasted(columns):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_lab_tells_who_is_dead(monkeypatch, capsys, columns):
+def test_lab_status_shows_dead_host(monkeypatch, capsys, columns):
     host = {"name": "a", "address": "10.77.0.1", "up_bps": 10**9, "down_bps": None, "policed": True, "mtu": 1500,
             "cpus": 0.5, "cores": [0, 1], "processes": 0, "pid": 12370, "state": "dead"}  # fmt: skip
     up = SimpleNamespace(is_alive=lambda: True, rootless=False, state=SimpleNamespace(fleet_file="/home/me/lab.toml"))

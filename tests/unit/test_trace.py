@@ -95,7 +95,7 @@ def process_of(trace: traces.Trace, name: str) -> str:
     return found
 
 
-def test_parts_sum_to_the_records(run):
+def test_trace_parts_sum_to_records(run):
     trace = traced(run)
     for rank, name in enumerate(("a", "b")):
         found = traces.step_parts_s(trace, process_of(trace, name))
@@ -107,7 +107,7 @@ def test_parts_sum_to_the_records(run):
                 assert took_s == pytest.approx(records[step]["cost"][part], rel=0.01, abs=2e-7)
 
 
-def test_clocks_are_joined_and_the_error_is_told(run):
+def test_rank_clocks_are_aligned_within_stated_error(run):
     """In truth both leave bucket 1 at the same moment: so they do in the trace, within the error that it tells."""
     trace = traced(run)
     ends = [[one.end for one in trace.of(process_of(trace, name), "bucket 1")] for name in ("a", "b")]
@@ -123,7 +123,7 @@ def test_clocks_are_joined_and_the_error_is_told(run):
     assert told["b"] in process_of(trace, "b")
 
 
-def test_arrows_lead_from_who_came_last_to_who_waited(run):
+def test_arrows_lead_from_last_rank_to_waiting_ranks(run):
     trace = traced(run)
     assert len(trace.arrows) == 2 * len(KEPT)
     records = [run.records(rank) for rank in range(2)]
@@ -138,7 +138,7 @@ def test_arrows_lead_from_who_came_last_to_who_waited(run):
     assert len(clear) > 10
 
 
-def test_bandwidths_are_those_of_nccl_tests(run):
+def test_trace_bandwidths_match_nccl_tests_definitions(run):
     """Of two ranks busbw is algbw · 2(n-1)/n = algbw, over the time of the one that waits for nobody."""
     trace = traced(run, step_range=range(45, 46))
     (bucket,) = trace.of(process_of(trace, "a"), "bucket 0")
@@ -146,7 +146,7 @@ def test_bandwidths_are_those_of_nccl_tests(run):
     assert bucket.args["algbw (GB/s)"] == bucket.args["busbw (GB/s)"] == pytest.approx(400_000 / 0.004 / 1e9)
 
 
-def test_the_predicted_step_runs_beside(run):
+def test_predicted_step_is_in_trace(run):
     option = summarize_run(run).predicted
     trace = traced(run)
     process = process_of(trace, "predicted")
@@ -159,7 +159,7 @@ def test_the_predicted_step_runs_beside(run):
         assert inside[-1].end - inside[-1].begin == pytest.approx(1e9 * rank.cost.compute_s, abs=250)
 
 
-def test_what_is_not_recorded_is_told(run):
+def test_unrecorded_steps_are_reported(run):
     trace = traced(run)
     assert trace.other["steps not recorded"] == "1-39"
     (gap,) = [one for one in trace.of(process_of(trace, "a"), "step") if one.cat == "not recorded"]
@@ -172,12 +172,12 @@ def test_what_is_not_recorded_is_told(run):
     assert refused.value.hint == "recorded are 0, 40-59"
 
 
-def test_the_newest_steps_are_shown_where_there_are_many(run):
+def test_trace_is_limited_to_newest_steps(run):
     assert read_timeline(run, max_steps=3).shown_ranges == [(57, 59)]
     assert read_timeline(run, step_range=range(0, 43)).shown_ranges == [(0, 0), (40, 42)]
 
 
-def test_a_rank_without_a_record_of_a_step_is_shown_as_it_was(run):
+def test_step_missing_on_one_rank_is_marked_as_not_recorded(run):
     lines = run.steps_path(1).read_bytes().splitlines(keepends=True)
     write_atomic(run.steps_path(1), b"".join(lines[:-1]))
     trace = traced(run)
@@ -186,7 +186,7 @@ def test_a_rank_without_a_record_of_a_step_is_shown_as_it_was(run):
     assert trace.of(process_of(trace, "b"), "step")[-2].name == "waiting or exposed communication"
 
 
-def test_the_verb(run, monkeypatch):
+def test_trace_command_writes_trace(run, monkeypatch):
     monkeypatch.chdir(run.path.parent)
     done = CliRunner().invoke(app, ["trace", "run"])
     assert done.exit_code == 0
@@ -204,18 +204,18 @@ def test_the_verb(run, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", ["x", "5:", "7:7", "9:3", "-1:4", ""])
-def test_steps_that_are_none_are_refused(run, steps):
+def test_invalid_steps_are_refused(run, steps):
     done = CliRunner().invoke(app, ["trace", str(run), "--steps", steps])
     assert isinstance(done.exception, UsageError)
 
 
-def test_a_run_of_before_says_that_it_has_no_spans(tmp_path):
+def test_run_without_spans_is_refused(tmp_path):
     shutil.copytree(RECORD, tmp_path / "run")
     with pytest.raises(UsageError, match="no spans were recorded"):
         read_timeline(RunDir(tmp_path / "run"))
 
 
-def test_the_checker_finds_what_is_wrong(run, tmp_path):
+def test_trace_checker_detects_each_fault(run, tmp_path):
     """One fault at a time."""
     write_trace(run, read_timeline(run), tmp_path / "t.json")
     whole = json.loads((tmp_path / "t.json").read_bytes())
@@ -250,7 +250,7 @@ def test_the_checker_finds_what_is_wrong(run, tmp_path):
             print(name, traces.read(tmp_path / "spoilt.json"))
 
 
-def test_the_page_shows_one_step(run):
+def test_page_shows_median_step(run):
     """The pieces lie where the spans say: in per cent of the axis, which ends where the last rank does."""
     timeline = read_timeline(run, max_steps=20)
     found = typical_step_gantt(timeline, {0: "a", 1: "b"})
@@ -280,6 +280,6 @@ def test_the_page_shows_one_step(run):
     assert "<span>evener</span> <span>trace</span>" in page
 
 
-def test_a_page_without_spans_has_no_picture_of_a_step(tmp_path):
+def test_page_without_spans_omits_step_picture(tmp_path):
     shutil.copytree(RECORD, tmp_path / "run")
     assert "One step" not in run_page(RunDir(tmp_path / "run"), now=0.0)

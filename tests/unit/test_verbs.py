@@ -148,14 +148,14 @@ PARTS = """
 
 
 @pytest.mark.parametrize(("lemma", "tense", "aspect", "more", "subject", "rest", "expected"), KNOWN)
-def test_sentence_is_what_a_person_writes(
+def test_sentences_match_expected_english(
     lemma: str, tense: Tense, aspect: Aspect, more: dict[str, str], subject: str | NounPhrase, rest: str, expected: str
 ) -> None:
     assert build_sentence(lemma, VerbFeatures(tense=tense, aspect=aspect, **more), subject, rest) == expected
 
 
 @pytest.mark.parametrize("forms", re.findall(r"\S+ \S+ \S+ \S+ \S+", PARTS))
-def test_principal_parts(forms: str) -> None:
+def test_principal_parts_match(forms: str) -> None:
     parts = principal_parts(forms.split()[0])
     assert [parts.base, parts.third, parts.past, parts.participle, parts.ing] == forms.split()
 
@@ -189,7 +189,7 @@ def test_the_lexicon_has_200_verbs_each_in_one_frame() -> None:
         ("write", VerbFeatures(tense="future", aspect="progressive", voice="passive"), "will be being written"),
     ],
 )
-def test_what_english_does_not_say_is_refused(lemma: str, features: VerbFeatures, reason: str) -> None:
+def test_ungrammatical_sentence_is_refused(lemma: str, features: VerbFeatures, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         build_sentence(lemma, features, "she")
 
@@ -204,11 +204,11 @@ def test_what_english_does_not_say_is_refused(lemma: str, features: VerbFeatures
         ("one-eyed cat", "a one-eyed cat"), ("ordinary day", "an ordinary day"), ("uninvited man", "an uninvited man"),
     ],
 )  # fmt: skip
-def test_a_and_an_follow_the_sound(noun: str, expected: str) -> None:
+def test_article_follows_sound(noun: str, expected: str) -> None:
     assert with_indefinite_article(noun) == expected
 
 
-def test_plurals() -> None:
+def test_plurals_match() -> None:
     nouns = "child box knife party key potato photo sheep woman apple_pie bus wolf ax dish day"
     assert [pluralize_noun(noun.replace("_", " ")) for noun in nouns.split()] == [
         "children", "boxes", "knives", "parties", "keys", "potatoes", "photos", "sheep", "women", "apple pies",
@@ -241,7 +241,7 @@ def test_every_verb_makes_a_sentence_of_every_kind_that_it_has() -> None:
         assert len(made) >= 30, verb.lemma
 
 
-def test_the_corpus_reads_as_english() -> None:
+def test_generated_corpus_is_well_formed_english() -> None:
     drawn = list(generate_sentences(seed=7, num=20_000))
     assert len({one.text for one in drawn}) == len(drawn)
     known = re.compile(r"[A-Z][A-Za-z' ,19]*[.?]")
@@ -284,7 +284,7 @@ def test_an_empty_split_is_refused(num: int, val_fraction: float) -> None:
         make_verb_corpus(seed=0, num=num, val_fraction=val_fraction)
 
 
-def test_more_sentences_than_the_grammar_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_sentences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verbs, "VERBS", {"blush": VERBS["blush"]})
     monkeypatch.setattr(verbs, "PEOPLE", ("man",))
     monkeypatch.setattr(verbs, "_MAX_REPEATS", 2000)
@@ -293,5 +293,5 @@ def test_more_sentences_than_the_grammar_has_are_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("module", [english, lexicon, verbs])
-def test_examples_in_docstrings(module: object) -> None:
+def test_docstring_examples_pass(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]

@@ -72,12 +72,12 @@ def look(what: dict, second: float, pid: int = 7) -> ProcessSample:
         (AGENT, AGENT, None),  # a script without a pulse, of which nothing is known
     ],
 )
-def test_who_holds_the_others_up(a, b, expected):
+def test_hang_names_blocking_rank(a, b, expected):
     hang = watched(a=a, b=b).detect_hang()
     assert (hang and describe_hang(hang)) == expected
 
 
-def test_the_launcher_may_be_stopped_too():
+def test_stopped_launcher_is_named():
     watch = HangDetector(TWO)
     for second in range(20):
         watch.observe("a", second, {0: look(WAITS, second), None: look(STOPPED, second, pid=42)})
@@ -90,7 +90,7 @@ def test_the_launcher_may_be_stopped_too():
 @pytest.mark.parametrize(
     ("what", "after_s"), [(STOPPED, HANG_AFTER_S), (DISK, DISK_WAIT_AFTER_S), (SLEEPS, HANG_AFTER_S)]
 )
-def test_it_takes_a_while_and_no_longer(what, after_s):
+def test_hang_is_reported_after_its_timeout(what, after_s):
     """Both wait for the same thing before, each for its own time: only the last stretch counts."""
     watch, first = HangDetector(TWO), None
     for tenth in range(1200):
@@ -107,14 +107,14 @@ def test_it_takes_a_while_and_no_longer(what, after_s):
     assert first == pytest.approx(30 + after_s, abs=0.3)
 
 
-def test_what_goes_on_is_forgotten():
+def test_hang_is_cleared_when_rank_progresses():
     watch = watched(a=WAITS, b=STOPPED)
     assert watch.detect_hang() is not None
     watch.observe("b", 1061.0, {1: look(COMPUTES, 61)})
     assert watch.detect_hang() is None
 
 
-def test_healthy_runs_on_a_busy_machine_give_no_finding():
+def test_healthy_busy_runs_report_no_hang():
     """Steps of 0.1 to 30 s, looks that come late, ranks that wait for the slowest: twenty runs of ten minutes."""
     for seed in range(20):
         draw = random.Random(seed)
@@ -135,7 +135,7 @@ def test_healthy_runs_on_a_busy_machine_give_no_finding():
             assert watch.detect_hang() is None
 
 
-def test_ranks_wait_for_each_other_only_while_nothing_travels():
+def test_ranks_hang_only_when_no_bytes_move():
     """A slow link for a minute, then nothing; the one that is where only it waits is named."""
     watch = HangDetector({"a": 2, "b": 1})
     for second in range(100):
@@ -153,7 +153,7 @@ def test_ranks_wait_for_each_other_only_while_nothing_travels():
     assert (hang.host, hang.rank, hang.cause) == ("b", 2, "crossed")
 
 
-def test_who_waited_long_and_works_again_is_busy_at_once():
+def test_rank_that_resumes_computing_is_busy_at_once():
     """Half an hour at a barrier, for the other's evaluation; then it computes, and the other waits."""
     watch = HangDetector(TWO)
     for second in range(1800):
@@ -172,7 +172,7 @@ def test_who_waited_long_and_works_again_is_busy_at_once():
         assert watch.detect_hang() is None
 
 
-def test_of_ranks_that_nobody_sees_nothing_is_said():
+def test_unobservable_ranks_are_not_reported_as_hung():
     """A host without /proc, one that is not reached: it may well compute."""
     watch = HangDetector({"a": 2, "b": 1})
     for second in range(60):
@@ -181,7 +181,7 @@ def test_of_ranks_that_nobody_sees_nothing_is_said():
     assert not watch.has_sampled_all_ranks
 
 
-def test_a_machine_out_of_reach_for_which_the_others_wait():
+def test_unreachable_host_is_reported_only_when_others_wait():
     """Nothing that they sent need be lost. A rank that computes waits for nobody."""
     for other, expected in (
         (WAITS, "a waits, and b cannot be reached: it is off, or a link is down"),
@@ -198,7 +198,7 @@ def test_a_machine_out_of_reach_for_which_the_others_wait():
         assert watch.detect_hang() is None
 
 
-def test_a_machine_that_acknowledges_nothing_is_told_of():
+def test_host_that_acknowledges_nothing_is_reported():
     """Whatever the ranks look like; not for a moment's loss, and not of machines that have no part in the run."""
     watch = HangDetector(TWO, {"10.0.0.1": "a", "10.0.0.2": "b"})
     for second in range(60):
@@ -214,7 +214,7 @@ def test_a_machine_that_acknowledges_nothing_is_told_of():
     assert watch.detect_hang() is None
 
 
-def test_for_hosts_that_have_no_part_any_more_nobody_waits():
+def test_removed_host_does_not_cause_hang():
     """The others go on without b: neither that it is off, nor that it answers nothing, holds anybody up."""
     watch = HangDetector({"a": 1, "b": 1, "c": 1}, {"10.0.0.2": "b"})
     watch.mark_unreachable("b")

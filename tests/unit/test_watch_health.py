@@ -100,12 +100,12 @@ def run(tmp_path, write_run) -> RunWriter:
 SOON = STARTED + 60 * STEP_S + 1
 
 
-def test_one_that_is_well(run):
+def test_healthy_run_is_healthy(run):
     found = assess_health(read(run), SOON)
     assert (found.state, found.message, found.hint) == ("healthy", "step 60 of 60.", "")
 
 
-def test_one_that_became_slow_says_on_whom_and_in_what(run):
+def test_slowdown_names_rank_and_part(run):
     add_steps(run, 12, compute_s=0.3)
     found = assess_health(read(run), SOON + 4)
     assert found.state == "slow"
@@ -113,7 +113,7 @@ def test_one_that_became_slow_says_on_whom_and_in_what(run):
     assert "2.2 times as long as the run's average (138 ms)" in found.message
 
 
-def test_one_that_is_slower_than_predicted(run):
+def test_run_slower_than_predicted_is_slow(run):
     predict(run, step_s=0.05)
     found = assess_health(read(run), SOON)
     assert found.state == "slow"
@@ -121,7 +121,7 @@ def test_one_that_is_slower_than_predicted(run):
     assert "100 ms instead of 45 ms" in found.message
 
 
-def test_one_that_is_as_predicted(run):
+def test_run_as_predicted_is_healthy(run):
     predict(run, step_s=0.09)
     reader = read(run)
     assert assess_health(reader, SOON).state == "healthy"
@@ -130,7 +130,7 @@ def test_one_that_is_as_predicted(run):
     assert facts["tokens/s"].note == "predicted 11.4k, −14%"
 
 
-def test_one_that_hangs_names_the_rank_until_it_goes_on(run):
+def test_hang_names_rank_until_it_recovers(run):
     hang = {"host": "laptop", "rank": 1, "error": "rank 1 on laptop is stopped, by a signal or a debugger",
             "hint": "on laptop: kill -CONT 17"}  # fmt: skip
     run.add_event("run.hang", **hang)
@@ -140,7 +140,7 @@ def test_one_that_hangs_names_the_rank_until_it_goes_on(run):
     assert assess_health(read(run), SOON).state != "stuck"
 
 
-def test_a_step_taken_since_says_that_it_goes_on(tmp_path, write_run):
+def test_step_after_hang_clears_it(tmp_path, write_run):
     """Whoever told that it hung may have gone away."""
     run = write_run(tmp_path / "run", [{}], verdict="running")
     line = msgspec.json.encode({"event": "run.cut-off", "time": STARTED + 0.5, "error": "x", "hint": "y"})
@@ -148,7 +148,7 @@ def test_a_step_taken_since_says_that_it_goes_on(tmp_path, write_run):
     assert assess_health(read(run), STARTED + 5).state == "healthy"
 
 
-def test_one_that_says_nothing_any_more(run):
+def test_run_without_new_records_is_reported_silent(run):
     found = assess_health(read(run), SOON + 3600)
     assert found.state == "no word"
     assert "for 1 h 00 min, after 60 steps" in found.message
@@ -157,7 +157,7 @@ def test_one_that_says_nothing_any_more(run):
     assert assess_health(read(run), time.time() + 3600).command == f"evener train --resume {run.path}"
 
 
-def test_who_lost_a_peer_is_not_the_one_that_failed(run):
+def test_root_cause_is_shown_over_peer_loss(run):
     """It is the first to tell; the host of the other one says why a moment later."""
     run.write_manifest(msgspec.structs.replace(run.manifest(), verdict="failed"))
     torchs = "[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:19. This is typically caused by a crash. GLHF!"
@@ -173,7 +173,7 @@ def test_who_lost_a_peer_is_not_the_one_that_failed(run):
 
 
 @pytest.mark.parametrize(("verdict", "mark"), [("finished", "done"), ("stopped", "idle"), ("failed", "bad")])
-def test_one_that_is_over(tmp_path, write_run, verdict, mark):
+def test_finished_run_shows_verdict(tmp_path, write_run, verdict, mark):
     run = write_run(tmp_path / "run", [{}], verdict=verdict)
     reader = read(run)
     found = assess_health(reader, SOON)
@@ -185,13 +185,13 @@ def view_sign(mark: str) -> str:
     return {"done": "✓", "idle": "■", "bad": "✗"}[mark]
 
 
-def test_one_that_has_not_begun(tmp_path):
+def test_run_without_records_is_starting(tmp_path):
     reader = RunReader(RunDir(tmp_path))
     assert assess_health(reader, SOON).state == "starting"
     assert "it has not reported anything yet" in state_fragments(reader, SOON)["state"]
 
 
-def test_what_is_left(run, tmp_path, write_run):
+def test_remaining_time_is_estimated(run, tmp_path, write_run):
     """40 of 100 steps of 0.105 s."""
     other = write_run(tmp_path / "other", [{}, {}], steps=60, verdict="running")
     manifest = other.manifest()
@@ -203,7 +203,7 @@ def test_what_is_left(run, tmp_path, write_run):
     assert run_view.time_left_s(read(run)) == 0.0
 
 
-def test_curves_over_tokens_and_time(run):
+def test_loss_curve_uses_tokens_or_time_axis(run):
     """Each of 60 steps takes 1024 tokens and 0.105 s."""
     reader = read(run)
     assert run_view.loss_plot(reader, "tokens").chart.lines[-1].x[-1] == 60 * 1024
@@ -213,7 +213,7 @@ def test_curves_over_tokens_and_time(run):
     assert run_view.throughput_plot(reader).chart.lines[-1].y[-1] == pytest.approx(1024 / 0.105)
 
 
-def test_who_takes_part(run):
+def test_host_list_follows_membership(run):
     run.add_event("start", step=0, ranks=2, sync="ddp")
     assert run_view.host_rows(read(run))[0][:3] == ["h", "0, 1", "16 of 16"]
     run.add_event("rebalanced", step=30, shares=[11, 5], why="laptop is slow")
@@ -222,7 +222,7 @@ def test_who_takes_part(run):
     assert [(row[0], row[-1]) for row in rows] == [("h", "is away"), ("other", "takes part")]
 
 
-def test_how_the_machines_are_just_now(run):
+def test_only_recent_vitals_are_shown(run):
     """A line that is being written is no news, nor is what a machine told a while ago."""
     one = Vitals(time=SOON - 4, busy=0.25, memory_bytes=3 * 10**9, memory_total_bytes=8 * 10**9, sent_Bps=11.5e6)
     lines = [msgspec.structs.replace(one, time=SOON - 9, busy=0.9), one]
@@ -249,7 +249,7 @@ EVENT = st.fixed_dictionaries({"event": st.sampled_from(NAMES), "time": st.float
 
 @settings(deadline=None, max_examples=num_examples(40, 150), suppress_health_check=SHARED_FOLDER)
 @given(st.lists(EVENT, max_size=6), st.sampled_from(["running", "failed"]))
-def test_no_event_ends_the_page(tmp_path, write_run, events, verdict):
+def test_malformed_events_do_not_break_page(tmp_path, write_run, events, verdict):
     """Whatever types its facts have: a disk that was full, another version, somebody's own program."""
     run = write_run(tmp_path / "run", [{}, {}], verdict=verdict)
     run.events_path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
@@ -259,7 +259,7 @@ def test_no_event_ends_the_page(tmp_path, write_run, events, verdict):
     assert "evener_steps" in exposition_text({"run": reader})
 
 
-def test_beside_each_other_they_tell_what_they_cost(run):
+def test_comparison_shows_energy_cost_only_when_known(run):
     """60 steps on one host of 400 W that costs 36 an hour; of none of them, no such column."""
     assert "kWh" not in comparison_fragments({"one": read(run)}, "step", SOON)["figures"]
     predict(run, 0.1, watts=400.0, price_per_h=36.0)

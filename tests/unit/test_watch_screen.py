@@ -34,7 +34,7 @@ def read(*runs) -> dict[str, RunReader]:
 
 @pytest.mark.parametrize("size", [(80, 24), (60, 20), (200, 50), (40, 12)])
 @pytest.mark.parametrize("ranks", [1, 2, 16])
-def test_all_of_it_fits(tmp_path, write_run, size, ranks):
+def test_screen_fits_terminal(tmp_path, write_run, size, ranks):
     name = "a-run-with-a-very-long-name-" * 4
     run = write_run(tmp_path / name, [{}] * ranks, verdict="failed", evaluations=dict.fromkeys(range(1, 40), 2.0))
     run.add_event("failure", rank=0, error="no room " * 60, kind="exit", hint="free some " * 30)
@@ -45,7 +45,7 @@ def test_all_of_it_fits(tmp_path, write_run, size, ranks):
         assert "failed" in "\n".join(lines)
 
 
-def test_it_shows_the_state_the_curve_the_ranks_and_what_happens(tmp_path, write_run):
+def test_screen_shows_state_curve_ranks_and_events(tmp_path, write_run):
     slow = {"compute_s": 0.2, "wait_s": 0.0}
     run = write_run(tmp_path / "mine", [{"wait_s": 0.1}, slow], verdict="running", steps=50, evaluations={10: 2.0})
     lines = shown(read(run))
@@ -60,7 +60,7 @@ def test_it_shows_the_state_the_curve_the_ranks_and_what_happens(tmp_path, write
     assert "evaluation: step 10: validation loss 2.0000" in text
 
 
-def test_a_curve_is_where_its_values_are():
+def test_plotted_curve_matches_values():
     """Of a sine: its crest is in the middle of the first half, its trough in that of the second."""
     xs = list(range(200))
     lines = terminal_dashboard.braille_plot(xs, [math.sin(2 * math.pi * x / 199) for x in xs], 40, 5)
@@ -72,7 +72,7 @@ def test_a_curve_is_where_its_values_are():
     assert sum(trough) / len(trough) == pytest.approx(29, abs=1)
 
 
-def test_a_pipe_gets_a_line_of_each_run_and_an_end(tmp_path, write_run, capsys):
+def test_pipe_gets_one_line_per_run(tmp_path, write_run, capsys):
     write_run(tmp_path / "a", [{}])
     write_run(tmp_path / "b", [{}], verdict="stopped")
     status = watch([str(tmp_path / "a"), str(tmp_path / "b")], host="127.0.0.1", terminal=True, port=None)
@@ -82,6 +82,6 @@ def test_a_pipe_gets_a_line_of_each_run_and_an_end(tmp_path, write_run, capsys):
     assert b == f"b: stopped, after 20 steps  loss {3 / 20:.4f}"
 
 
-def test_what_is_no_run_is_said(tmp_path):
+def test_non_run_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not a run directory"):
         watch([str(tmp_path)], host="127.0.0.1", terminal=True, port=None)

@@ -81,7 +81,7 @@ PATHS = ["/", "/runs/one", "/compare?run=one", "/stream?page=/runs/one", "/statu
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_is_told_without_the_token(serve, path):
+def test_requests_without_token_are_refused(serve, path):
     client, *_ = serve()
     answers = [client.get(path), client.get(path, headers={"cookie": "evener_watch_7447=wrong"}),
                client.get(path + ("&" if "?" in path else "?") + "token=" + "u" * 43),
@@ -91,7 +91,7 @@ def test_nothing_is_told_without_the_token(serve, path):
     assert all("one" not in answer.text.split() and "loss" not in answer.text for answer in answers)
 
 
-def test_the_token_becomes_a_cookie_that_no_script_reads(serve):
+def test_token_becomes_http_only_cookie(serve):
     client, *_ = serve()
     answer = client.get(f"/runs/one?axis=time&token={TOKEN}")
     assert (answer.status_code, answer.headers["location"]) == (303, "/runs/one?axis=time")
@@ -104,13 +104,13 @@ def test_the_token_becomes_a_cookie_that_no_script_reads(serve):
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7447", "127.0.0.1.evil.example", "", "[::2]:7447"])
-def test_another_name_of_this_machine_is_refused(serve, host):
+def test_foreign_host_header_is_refused(serve, host):
     """A site whose name points here would otherwise read the page [DNS rebinding]."""
     client = let_in(serve()[0])
     assert client.get("/runs/one", headers={"host": host}).status_code == 421
 
 
-def test_every_answer_says_what_it_may_do(serve):
+def test_every_response_has_security_headers(serve):
     client, *_ = serve()
     for answer in (client.get("/"), let_in(client).get("/runs/one"), client.get("/nothing"), client.get("/static/x")):
         assert SECURITY_HEADERS.items() <= dict(answer.headers).items()
@@ -119,7 +119,7 @@ def test_every_answer_says_what_it_may_do(serve):
     assert "unsafe-eval" not in policy
 
 
-def test_the_token_is_kept_for_this_user_alone(tmp_path, monkeypatch):
+def test_token_file_is_private_to_user(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     token = user_token()
     path = tmp_path / "evener" / "watch.token"
@@ -138,7 +138,7 @@ def test_the_token_is_kept_for_this_user_alone(tmp_path, monkeypatch):
     [{}, {"x-evener": "1"}, {"origin": BASE}, {"x-evener": "1", "origin": "http://evil.example"},
      {"x-evener": "1", "origin": "null"}, {"x-evener": "1", "origin": "http://127.0.0.1:80"}],
 )  # fmt: skip
-def test_another_site_cannot_press_a_button(serve, headers):
+def test_cross_site_post_is_refused(serve, headers):
     pressed = []
     client, *_ = serve(
         actions=RunActions(stop=lambda reader: pressed.append(reader) or "", can_control=lambda reader: True)
@@ -147,7 +147,7 @@ def test_another_site_cannot_press_a_button(serve, headers):
     assert pressed == []
 
 
-def test_paths_lead_nowhere(serve, tmp_path):
+def test_path_traversal_is_refused(serve, tmp_path):
     """Names of files, ways out of a folder, noise: what is served are runs by their keys, and our own files."""
     (tmp_path / "secret").write_text("secret-word")
     client = let_in(serve()[0])
@@ -172,7 +172,7 @@ def test_paths_lead_nowhere(serve, tmp_path):
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
-def test_the_page_loads_nothing_of_others_and_is_small(serve):
+def test_page_loads_only_own_small_files(serve):
     client = let_in(serve(steps=3000)[0])
     answer = client.get("/runs/one")
     page = Page(answer.text)
@@ -184,7 +184,7 @@ def test_the_page_loads_nothing_of_others_and_is_small(serve):
     assert all("//" not in re.sub(r"//www\.w3\.org|^\s*//.*$| // .*$", "", one.text, flags=re.M) for one in files)
 
 
-def test_hostile_names_are_text(serve):
+def test_hostile_names_are_escaped(serve):
     client, _, (run,) = serve(HOSTILE, corpus=HOSTILE, device=HOSTILE, verdict="failed")
     run.add_event("failure", rank=1, error=HOSTILE, kind="exit", hint=HOSTILE)
     run.add_event(HOSTILE, what=HOSTILE)
@@ -197,7 +197,7 @@ def test_hostile_names_are_text(serve):
     assert home.text.count("&lt;script&gt;alert(1)") > 4
 
 
-def test_the_first_failure_stands_at_the_top_with_what_mends_it(serve):
+def test_first_failure_is_at_top_with_its_fix(serve):
     client, _, (run,) = serve(verdict="failed")
     run.add_event("start", step=0, ranks=2, sync="ddp")
     run.add_event("failure", rank=1, error="killed by SIGKILL", kind="exit", hint="was there enough memory?")
@@ -217,7 +217,7 @@ def events_of(text: str) -> list[dict]:
     return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
 
 
-def test_a_stream_begins_with_everything_and_ends_with_the_server(serve):
+def test_stream_starts_complete_and_ends_on_shutdown(serve):
     """The client still listens when the hub closes."""
     client, hub, _ = serve()
     let_in(client).get("/runs/one")
@@ -234,7 +234,7 @@ def test_a_stream_begins_with_everything_and_ends_with_the_server(serve):
     assert {"state", "facts", "loss", "speed", "strips", "events"} <= first["pieces"].keys()
 
 
-def test_pieces_are_made_again_when_the_run_has_gone_on(serve, write_run):
+def test_page_parts_are_updated_when_run_progresses(serve, write_run):
     _, hub, (run,) = serve()
     shown = PageView("run", ("one",))
     hub.discover_runs()
@@ -261,7 +261,7 @@ def test_runs_are_listed_and_compared(serve):
     assert client.get("/compare?run=nothing").status_code == 404
 
 
-def test_what_was_asked_differently_is_told_alone(serve, tmp_path, write_run):
+def test_comparison_shows_only_differing_settings(serve, tmp_path, write_run):
     client, _, (_, b) = serve("a", "b")
     manifest = json.loads(b.manifest_path.read_text())
     manifest["spec"]["train"]["lr"] = 0.007
@@ -271,7 +271,7 @@ def test_what_was_asked_differently_is_told_alone(serve, tmp_path, write_run):
     assert cells == ["setting", "a", "b", "--lr", "0.0003", "0.007"]
 
 
-def test_stop_is_passed_on_and_what_it_says_is_told(serve):
+def test_stop_request_is_forwarded_and_its_result_shown(serve):
     stopped = []
 
     def stop(reader: RunReader) -> str:
@@ -285,7 +285,7 @@ def test_stop_is_passed_on_and_what_it_says_is_told(serve):
     assert client.post("/runs/c/stop", headers={"x-evener": "1", "origin": BASE}).status_code == 404
 
 
-def test_what_a_model_writes_stands_on_its_page(serve):
+def test_generated_samples_are_shown_escaped_newest_first(serve):
     """As text, whatever it writes; that of a later checkpoint above."""
     texts = {100: "once", 200: HOSTILE}
 
@@ -307,7 +307,7 @@ def test_what_a_model_writes_stands_on_its_page(serve):
     assert text.index("after step 200") < text.index("after step 100")
 
 
-def test_a_stop_that_fails_says_why(serve):
+def test_failed_stop_shows_reason(serve):
     def stop(reader: RunReader) -> str:
         raise HostError("attic cannot be reached", check="ssh.auth", host="attic", hint="is it on?")
 
@@ -316,7 +316,7 @@ def test_a_stop_that_fails_says_why(serve):
     assert (answer.status_code, answer.json()["told"]) == (409, "attic cannot be reached; is it on?")
 
 
-def test_prometheus_reads_the_metrics(serve):
+def test_metrics_parse_with_prometheus_and_match_records(serve):
     """By its own parser; what stands there is what the records hold."""
     client, *_ = serve("one", 'two"\\x')
     text = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
@@ -335,7 +335,7 @@ def test_prometheus_reads_the_metrics(serve):
     assert len(states) == 1
 
 
-def test_whoever_was_asked_to_write_goes_on_while_somebody_looks_and_it_can(serve):
+def test_sampling_continues_per_checkpoint_while_viewed_and_stops_on_failure(serve):
     """After each checkpoint; not where it failed, until it is asked again."""
     written, can = [], [True]
 

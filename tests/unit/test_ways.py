@@ -24,7 +24,7 @@ def host(**interfaces: tuple[str, InterfaceKind]) -> HostFacts:
     )
 
 
-def test_a_network_is_as_good_as_its_poorest_way() -> None:
+def test_network_order_follows_its_slowest_interface() -> None:
     """a is wired to both networks, b to one of them by Wi-Fi: they meet on the other, and neither half way."""
     facts = {
         "a": host(eth0=("10.0.0.1", "wired"), eth1=("10.1.0.1", "wired")),

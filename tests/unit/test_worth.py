@@ -45,7 +45,7 @@ def alone(rate):
     return format_count(TOKENS / (TOKENS / rate + 0.05))
 
 
-def test_two_equal_hosts_on_a_fast_link(told):
+def test_two_equal_hosts_on_fast_link_are_worth_it(told):
     found, run = told(500.0, 500.0)
     assert found.message.startswith("It was worth it: a and b trained ")
     assert f"; a alone would have trained {alone(500.0)} tokens/s: together they are " in found.message
@@ -54,7 +54,7 @@ def test_two_equal_hosts_on_a_fast_link(told):
     assert text.index("It was worth it") < text.index("tokens/s</dt>")
 
 
-def test_a_link_that_is_too_slow(told):
+def test_too_slow_link_is_not_worth_it(told):
     found, _ = told(500.0, 500.0, bandwidth_Bps=1e6)
     assert found.message.startswith("It was not worth it: ")
     assert " over 8 Mbit/s; a alone would have trained " in found.message
@@ -63,7 +63,7 @@ def test_a_link_that_is_too_slow(told):
     assert "--steps 20 " in found.command
 
 
-def test_a_slow_host_beside_a_fast_one(told):
+def test_slow_host_with_equal_share_is_not_worth_it(told):
     """Half of the batch each: all wait for the host of a tenth of the speed."""
     found, _ = told(1000.0, 100.0, job=changed(JOB, shares="equal"))
     assert f"; a alone would have trained {alone(1000.0)} tokens/s: a alone is " in found.message
@@ -71,12 +71,12 @@ def test_a_slow_host_beside_a_fast_one(told):
     assert times == pytest.approx(5.0, rel=0.1)  # the whole batch in the time of a tenth, beside a half of it
 
 
-def test_a_host_that_brings_nothing(told):
+def test_host_without_gain_makes_no_difference(told):
     found, _ = told(1000.0, 1000.0, bandwidth_Bps=3.75 * SHAPE.num_params() / (TOKENS / 2000.0))
     assert found.message.startswith("It made no difference: a and b trained ")
 
 
-def test_processes_of_one_host_are_told_how_to_find_out(told):
+def test_processes_of_one_host_get_measurement_hint(told):
     wire = LinkModel(latency_s=0.0, bandwidth_Bps=1e9)
     found, _ = told(500.0, devices=("cpu", "cpu"), local=wire)
     assert found.message.startswith("2 processes on a trained ")
@@ -84,12 +84,12 @@ def test_processes_of_one_host_are_told_how_to_find_out(told):
     assert found.command.endswith("--model char --batch 24 --ranks 1 --ranks 2")
 
 
-def test_one_process(told):
+def test_single_process_names_no_other_host(told):
     found, _ = told(500.0)
     assert found.text == f"a alone trained {alone(500.0)} tokens/s; no other machine took part."
 
 
-def test_of_a_model_of_the_users_own_only_the_whole_is_known(told):
+def test_custom_model_reports_only_total_throughput(told):
     _, run = told(500.0, 500.0)
     run.write_manifest(msgspec.structs.replace(run.manifest(), shape=None))
     summary = summarize_run(run)

@@ -84,7 +84,7 @@ def exchanges(rank: Rank) -> int:
 
 
 @pytest.mark.parametrize("lost_at", range(EXCHANGES))
-def test_whoever_was_further_in_a_checkpoint_does_all_of_it_again(pair: tuple[Rank, Rank], lost_at: int) -> None:
+def test_rank_further_in_a_checkpoint_repeats_it_after_regroup(pair: tuple[Rank, Rank], lost_at: int) -> None:
     """One of them has had the answer of all to what the other has not, as it is when a third one dies."""
     one, other = pair
     is_saved = one.attempt(lost_at + 1)

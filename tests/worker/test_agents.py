@@ -34,7 +34,7 @@ def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MakeHosts]
         one.close()
 
 
-def test_a_rank_that_is_killed_is_started_again_with_the_others(hosts: MakeHosts) -> None:
+def test_killed_rank_restarts_with_the_others(hosts: MakeHosts) -> None:
     fleet = hosts("abc")
     fleet.until_in(0, "abc")
     fleet.kill_rank("b")
@@ -45,7 +45,7 @@ def test_a_rank_that_is_killed_is_started_again_with_the_others(hosts: MakeHosts
 
 
 @pytest.mark.parametrize(("gone", "left"), [("a", "bc"), ("b", "ac")])
-def test_whoever_loses_its_power_the_others_go_on_and_take_it_back(hosts: MakeHosts, gone: str, left: str) -> None:
+def test_others_continue_without_lost_host_and_let_it_rejoin(hosts: MakeHosts, gone: str, left: str) -> None:
     fleet = hosts("abc")
     fleet.until_in(0, "abc")
     fleet.kill(gone)
@@ -58,7 +58,7 @@ def test_whoever_loses_its_power_the_others_go_on_and_take_it_back(hosts: MakeHo
     assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
 
 
-def test_an_agent_that_is_killed_comes_back(hosts: MakeHosts) -> None:
+def test_restarted_agent_rejoins(hosts: MakeHosts) -> None:
     """Its supervisor starts it again, before anybody has missed it."""
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
@@ -80,7 +80,7 @@ def test_an_agent_that_is_killed_comes_back(hosts: MakeHosts) -> None:
     ],
     ids=["stopped", "idle"],
 )
-def test_a_rank_that_holds_the_others_up_is_named_and_all_begin_again(
+def test_hanging_rank_is_named_and_all_ranks_restart(
     hosts: MakeHosts, tmp_path: Path, pulses: dict[str, Pulse], what: str
 ) -> None:
     fleet = hosts("ab", pulses)
@@ -96,7 +96,7 @@ def test_a_rank_that_holds_the_others_up_is_named_and_all_begin_again(
     assert [fleet.wait(name) for name in "ab"] == [0, 0]
 
 
-def test_of_a_host_that_is_added_whoever_was_not_told_hears_from_the_others(hosts: MakeHosts, tmp_path: Path) -> None:
+def test_added_host_is_propagated_to_agents_that_were_not_notified(hosts: MakeHosts, tmp_path: Path) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
     fleet.parts |= {"c": HostEntry(address="127.0.0.3", num_ranks=1)}
@@ -111,7 +111,7 @@ def test_of_a_host_that_is_added_whoever_was_not_told_hears_from_the_others(host
     assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
 
 
-def test_what_fails_always_ends(hosts: MakeHosts) -> None:
+def test_permanent_failure_ends_all_agents(hosts: MakeHosts) -> None:
     """What the ranks say would fail in any world, at once."""
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
@@ -120,7 +120,7 @@ def test_what_fails_always_ends(hosts: MakeHosts) -> None:
 
 
 @pytest.mark.parametrize(("status", "times"), [("2", 1), ("1", 4)])
-def test_what_fails_always_on_one_host_the_others_do_without(
+def test_host_that_always_fails_leaves_and_others_continue(
     hosts: MakeHosts, tmp_path: Path, status: str, times: int
 ) -> None:
     """At once where its ranks refuse after all have trained; else after the fourth time in a row."""
@@ -139,7 +139,7 @@ def test_what_fails_always_on_one_host_the_others_do_without(
     assert [fleet.wait(name) for name in "ab"] == [0, 0]
 
 
-def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(hosts: MakeHosts, tmp_path: Path) -> None:
+def test_host_without_disk_space_rejoins_when_space_is_free(hosts: MakeHosts, tmp_path: Path) -> None:
     """What its agent writes down fits there all the time."""
     fleet = hosts("abc")
     fleet.until_in(0, "abc")
@@ -159,7 +159,7 @@ def test_whose_disk_has_no_room_for_checkpoints_is_back_when_it_has(hosts: MakeH
     assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
 
 
-def test_without_room_on_the_first_of_two_the_other_goes_on(hosts: MakeHosts, tmp_path: Path) -> None:
+def test_second_host_continues_when_first_has_no_disk_space(hosts: MakeHosts, tmp_path: Path) -> None:
     """It is no cut: the first says so."""
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
@@ -171,7 +171,7 @@ def test_without_room_on_the_first_of_two_the_other_goes_on(hosts: MakeHosts, tm
     assert [fleet.wait(name) for name in "ab"] == [0, 0]
 
 
-def test_where_all_leave_the_run_has_failed(hosts: MakeHosts) -> None:
+def test_run_fails_when_all_hosts_leave(hosts: MakeHosts) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
     fleet.kill_rank("a")
@@ -180,7 +180,7 @@ def test_where_all_leave_the_run_has_failed(hosts: MakeHosts) -> None:
     assert EXIT_RUN_FAILED in [fleet.wait(name) for name in "ab"]  # of whoever was the last
 
 
-def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: MakeHosts, tmp_path: Path) -> None:
+def test_excluded_host_leaves_and_stays_out(hosts: MakeHosts, tmp_path: Path) -> None:
     """Also where it was in the next world already, and where its supervisor starts its agent again."""
     fleet = hosts("abc")
     fleet.until_in(0, "abc")
@@ -195,7 +195,7 @@ def test_a_host_that_is_kept_out_leaves_and_stays_away(hosts: MakeHosts, tmp_pat
     assert [fleet.wait(name) for name in "ab"] == [0, 0]
 
 
-def test_one_host_of_two_waits_without_the_first(hosts: MakeHosts) -> None:
+def test_one_of_two_hosts_waits_without_quorum(hosts: MakeHosts) -> None:
     fleet = hosts("ab")
     fleet.until_in(0, "ab")
     fleet.freeze("a")

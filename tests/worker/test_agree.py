@@ -43,14 +43,14 @@ SAME = RankFingerprint(
         ({"first_step": 20}, "checkpoint.mismatch", "the step to go on from (0 and 20)"),
     ],
 )
-def test_the_odd_one_is_named(change: dict[str, Any], check: str, what: str) -> None:
+def test_mismatching_rank_is_named(change: dict[str, Any], check: str, what: str) -> None:
     ranks = [SAME, *(msgspec.structs.replace(SAME, rank=rank, host=host) for rank, host in ((1, "a"), (2, "b")))]
     assert find_mismatch(ranks) is None
     ranks[2] = msgspec.structs.replace(ranks[2], **change)
     assert find_mismatch(ranks) == (check, what, "rank 2 on b and rank 0 on a", 2)
 
 
-def test_whose_it_is_most_of_them_tell() -> None:
+def test_mismatch_is_attributed_to_the_minority() -> None:
     one, other = SAME, msgspec.structs.replace(SAME, code_hash="x")
     for ranks, odd in (([one, other, one], 1), ([one, other, other], 0), ([one, other], None)):
         found = find_mismatch([msgspec.structs.replace(each, rank=rank) for rank, each in enumerate(ranks)])
@@ -58,7 +58,7 @@ def test_whose_it_is_most_of_them_tell() -> None:
         assert found[3] == odd
 
 
-def test_places_are_a_hosts_own() -> None:
+def test_host_specific_paths_are_not_compared() -> None:
     """Each host has its corpus, its weights and its run somewhere else."""
     specs = [parse_args(["--model=gpt2", f"--init-from=/{host}/w", f"--data=/{host}/d", f"--out=/{host}/r"])
              for host in "ab"]  # fmt: skip
@@ -68,7 +68,7 @@ def test_places_are_a_hosts_own() -> None:
     )
 
 
-def test_a_run_with_two_specs_does_not_begin(run_script: Any, tmp_path: Any) -> None:
+def test_ranks_with_different_specs_do_not_start(run_script: Any, tmp_path: Any) -> None:
     """Two ranks of a real run, one with another learning rate."""
     done = run_script(
         f"""
@@ -93,7 +93,7 @@ with evener.join(spec) as run:
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
-def test_a_program_of_ones_own_computes_in_what_it_says(dtype: str, expected: str) -> None:
+def test_custom_program_reports_its_dtype(dtype: str, expected: str) -> None:
     """evener does not run its forward: without a word its arithmetic is torch's own."""
     spec = parse_args(["--dtype", dtype, "--device", "cpu"])
     assert (

@@ -168,14 +168,14 @@ bad_tomls = st.one_of(
 
 @settings(max_examples=num_examples(40, 240), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(args=bad_flags)
-def test_bad_flags(world, args, monkeypatch):
+def test_invalid_flags_are_refused(world, args, monkeypatch):
     monkeypatch.chdir(world)
     assert_refused(world, "train", "--data=data/verbs", "--model=tiny", *args)
 
 
 @settings(max_examples=num_examples(25, 160), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(text=bad_tomls)
-def test_bad_toml(world, text, monkeypatch):
+def test_invalid_toml_is_refused(world, text, monkeypatch):
     monkeypatch.chdir(world)
     Path("run.toml").write_bytes(text.encode("utf-8", "surrogatepass"))
     assert_refused(world, "train", "run.toml", "--data=data/verbs")
@@ -187,7 +187,7 @@ def test_bad_toml(world, text, monkeypatch):
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),
     where=st.floats(0, 1, exclude_max=True),
 )
-def test_a_damaged_corpus(world, file, how, where, tmp_path_factory, monkeypatch):
+def test_damaged_corpus_is_refused(world, file, how, where, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("damaged")
     monkeypatch.chdir(folder)
     shutil.copytree(world / "data", "data")
@@ -210,7 +210,7 @@ def test_a_damaged_corpus(world, file, how, where, tmp_path_factory, monkeypatch
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),
     where=st.floats(0, 1, exclude_max=True),
 )
-def test_a_damaged_run(world, file, how, where, tmp_path_factory, monkeypatch):
+def test_damaged_run_is_refused(world, file, how, where, tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("damaged")
     monkeypatch.chdir(folder)
     shutil.copytree(world / "data", "data")
@@ -233,7 +233,7 @@ def test_a_damaged_run(world, file, how, where, tmp_path_factory, monkeypatch):
         ("epochs-1", ["--sampling=uniform"], "epochs-1, and uniform-2", "--sampling epochs"),
     ],
 )
-def test_a_run_that_began_with_another_sampler(world, recorded, flags, told_of, hint, tmp_path, monkeypatch):
+def test_run_with_other_sampler_is_refused(world, recorded, flags, told_of, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(world, ".", dirs_exist_ok=True)
     path = Path("runs/good/manifest.json")
@@ -247,7 +247,7 @@ def test_a_run_that_began_with_another_sampler(world, recorded, flags, told_of, 
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "plan.json"])
-def test_a_run_of_the_first_format_is_refused_by_the_name_of_its_sampler(world, file, tmp_path, monkeypatch):
+def test_run_of_first_format_is_refused_naming_its_sampler(world, file, tmp_path, monkeypatch):
     """What else such a file says is not looked at: it has fields that this evener does not know, and lacks others."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(world, ".", dirs_exist_ok=True)
@@ -261,7 +261,7 @@ def test_a_run_of_the_first_format_is_refused_by_the_name_of_its_sampler(world, 
         assert "its batches came from the sampler uniform-1, which this evener no longer has" in told
 
 
-def test_a_run_goes_on_with_its_sampler(world, monkeypatch):
+def test_run_resumes_with_its_sampler(world, monkeypatch):
     monkeypatch.chdir(world)
     with pytest.raises(Launched):
         call("train", "--resume", "runs/good")
@@ -312,19 +312,19 @@ def damage(path: Path, how: str, where: float) -> None:
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_the_other_verbs(world, args, monkeypatch):
+def test_invalid_arguments_of_other_verbs_are_refused(world, args, monkeypatch):
     monkeypatch.chdir(world)
     assert_refused(world, *args)
 
 
-def test_a_disk_that_is_full_is_refused_before_anything_is_written(world, monkeypatch):
+def test_full_disk_is_refused_before_anything_is_written(world, monkeypatch):
     monkeypatch.chdir(world)
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     assert_refused(world, "train", "--data=data/verbs", "--model=tiny")
 
 
-def test_what_ranks_keep_for_themselves_needs_room_too(world, monkeypatch):
+def test_per_rank_state_counts_toward_required_disk_space(world, monkeypatch):
     monkeypatch.chdir(world)
     usage = shutil.disk_usage(".")
     flags = ["--data=data/verbs", "--model=tiny", "--ranks=2", "--keep=1"]
@@ -337,7 +337,7 @@ def test_what_ranks_keep_for_themselves_needs_room_too(world, monkeypatch):
             resolve(parse_args([*flags, f"--sync={sync}"]))
 
 
-def test_a_machine_needs_room_for_its_own_ranks_and_by_the_strategy_of_the_roster(world, monkeypatch, tmp_path):
+def test_required_disk_space_counts_local_ranks_and_roster_strategy(world, monkeypatch, tmp_path):
     """As the worker asks: of 4 ranks one is here, and --sync auto is what the launcher chose."""
     monkeypatch.chdir(world)
     usage = shutil.disk_usage(".")
@@ -375,7 +375,7 @@ def test_a_machine_needs_room_for_its_own_ranks_and_by_the_strategy_of_the_roste
         (("--model=tiny", "--width=128", "--sync=powersgd:64"), "no matrix of this model has both sides above 128"),
     ],
 )
-def test_a_strategy_that_has_nothing_to_do_is_refused_before_anything_is_started(world, monkeypatch, flags, told):
+def test_strategy_without_effect_is_refused_before_start(world, monkeypatch, flags, told):
     monkeypatch.chdir(world)
     data = ("--data=data/verbs", "--block-size=32")
     assert_refused(world, "train", *data, *flags)
@@ -385,6 +385,6 @@ def test_a_strategy_that_has_nothing_to_do_is_refused_before_anything_is_started
     resolve(parse_args([*data, "--model=tiny", "--width=132", "--sync=powersgd:64"]))
 
 
-def test_a_place_that_may_not_be_written(world, monkeypatch):
+def test_unwritable_output_path_is_refused(world, monkeypatch):
     monkeypatch.chdir(world)
     assert_refused(world, "train", "--data=data/verbs", "--model=tiny", "--out=/proc/run")

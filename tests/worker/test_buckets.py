@@ -52,7 +52,7 @@ print(json.dumps({"sizes": [size for size, _ in seen], "ready": [sorted(of)[2] f
 @pytest.mark.parametrize(
     ("name", "vocab_size", "num_layers"), [("d4", 4096, 4), *exhaustively(("char", 512, 6), ("gpt2", 4000, 3))]
 )
-def test_buckets_are_torchs_own_and_ready_when_it_says(run_script, name, vocab_size, num_layers, most_bytes):
+def test_buckets_and_ready_times_match_ddp(run_script, name, vocab_size, num_layers, most_bytes):
     done = run_script(SCRIPT, name, str(vocab_size), str(num_layers), str((most_bytes or 0) >> 20))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -94,7 +94,7 @@ print(json.dumps(sizes))
 """
 
 
-def test_a_programs_gradients_are_exchanged_in_buckets_in_the_order_of_its_parameters(run_script):
+def test_custom_program_gradients_are_bucketed_in_parameter_order(run_script):
     """1 MiB or one gradient in the first, then about 25 MiB: not all in one, which would hide nothing."""
     done = run_script(OF_A_PROGRAM)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ class Odd(nn.Module):
         return self.spectral(self.norm(self.again(self.first(x))))
 
 
-def test_every_kind_of_tensor_comes_back(tmp_path):
+def test_every_tensor_kind_round_trips(tmp_path):
     torch.manual_seed(1)
     module = Odd()
     module(torch.randn(5, 6))  # moves the buffers of the norms
@@ -94,7 +94,7 @@ def test_the_first_tensor_that_does_not_fit_is_named_and_nothing_is_changed(tmp_
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_extra_state_of_a_module_is_refused_not_lost():
+def test_module_extra_state_is_refused():
     class Extra(nn.Linear):
         def get_extra_state(self):
             return {"scale": 3}
@@ -103,7 +103,7 @@ def test_extra_state_of_a_module_is_refused_not_lost():
         named_weights(nn.Sequential(Extra(2, 2)))
 
 
-def test_a_loaded_state_does_not_hold_on_to_the_file(tmp_path):
+def test_loaded_state_does_not_alias_the_file(tmp_path):
     folder = write(tmp_path, {"w": torch.ones(5)}, states={"mine": {"t": torch.arange(5)}})
     saved = load(folder)
     for file in folder.glob("*.safetensors"):  # a mapped tensor would see this
@@ -113,7 +113,7 @@ def test_a_loaded_state_does_not_hold_on_to_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_never_the_newest_checkpoint(tmp_path, bad):
+def test_non_finite_weights_are_never_the_newest_checkpoint(tmp_path, bad):
     module = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
     write(tmp_path, named_weights(module), step=10)
     before = sorted(path.name for path in tmp_path.rglob("*"))
@@ -125,7 +125,7 @@ def test_weights_that_are_not_finite_are_never_the_newest_checkpoint(tmp_path, b
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_one_of_a_world_that_was_lost_gives_way_to_the_next_ones(tmp_path):
+def test_checkpoint_of_lost_epoch_is_replaced(tmp_path):
     write(tmp_path, {"w": torch.zeros(5)}, step=10)
     folder = write(tmp_path, {"w": torch.ones(5)}, step=10)
     assert load(folder).weights["w"].tolist() == [1] * 5
@@ -133,7 +133,7 @@ def test_one_of_a_world_that_was_lost_gives_way_to_the_next_ones(tmp_path):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_running_mean_of_nan_is_refused_a_mask_of_infinities_is_not(tmp_path):
+def test_nan_running_mean_is_refused_but_infinite_mask_is_not(tmp_path):
     module = nn.BatchNorm1d(2)
     module.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
     write(tmp_path, named_weights(module), step=10)
@@ -142,7 +142,7 @@ def test_a_running_mean_of_nan_is_refused_a_mask_of_infinities_is_not(tmp_path):
         write(tmp_path, named_weights(module), step=20)
 
 
-def test_a_state_that_cannot_be_saved_leaves_no_half_checkpoint(tmp_path):
+def test_unsaveable_state_leaves_no_partial_checkpoint(tmp_path):
     with pytest.raises(UsageError, match="state of 'mine' holds an object at x"):
         write(tmp_path, {"w": torch.ones(2)}, states={"user/mine": {"x": object()}})
     assert list(tmp_path.iterdir()) == []
@@ -220,7 +220,7 @@ with evener.join(parse_args(sys.argv[1:])) as run:
 
 
 @needs_unshare
-def test_a_run_whose_disk_fills_says_so_and_can_go_on(tmp_path):
+def test_run_with_full_disk_reports_it_and_resumes(tmp_path):
     """All its checkpoints are to be kept, 1.1 MB each, and the disk has room for four."""
     disk, kept, program = tmp_path / "disk", tmp_path / "kept", tmp_path / "program.py"
     program.write_text(OWN_LOOP)
@@ -239,7 +239,7 @@ def test_a_run_whose_disk_fills_says_so_and_can_go_on(tmp_path):
     assert "No space left on device" in failure["error"]
 
 
-def test_a_checkpoint_that_is_asked_for_is_written_and_changes_nothing(start, train, tmp_path):
+def test_requested_checkpoint_does_not_change_training(start, train, tmp_path):
     """On two ranks, in the middle of a run; what is learned is what an undisturbed run learns, to the bit."""
     flags = ["--steps", "60", "--batch", "4", "--checkpoint-every", "0", "--verify-every", "0"]
     asked = start(tmp_path / "asked", *flags, ranks=2)

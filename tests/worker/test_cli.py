@@ -91,7 +91,7 @@ def started(begin):
     return begin(2)
 
 
-def test_train_verify_sample_report(tmp_path, corpus):
+def test_train_verify_sample_and_report_succeed_on_one_run(tmp_path, corpus):
     flags = ("--data", str(corpus), *TINY, "--ranks", "2", "--steps", "6", "--out", "a run")
     trained = evener(tmp_path, "train", *flags, "--json")
     assert trained.returncode == 0, trained.stderr
@@ -135,7 +135,7 @@ def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("ranks", [2, *exhaustively(1)])
-def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, begin, ranks):
+def test_ctrl_c_saves_and_resume_continues(tmp_path, begin, ranks):
     started = begin(ranks, "auto" if ranks == 1 else "off")  # a compiled model, where there is a compiler
     run = started.run
     started.process.send_signal(signal.SIGINT)
@@ -153,7 +153,7 @@ def test_ctrl_c_saves_leaves_cleanly_and_resume_goes_on(tmp_path, begin, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, *exhaustively(1)])
-def test_a_second_ctrl_c_ends_it_at_once(begin, ranks):
+def test_second_ctrl_c_ends_run_at_once(begin, ranks):
     """Also ranks that do not come to the end of their step."""
     started = begin(ranks)
     for rank in started.run.manifest().ranks:
@@ -168,7 +168,7 @@ def test_a_second_ctrl_c_ends_it_at_once(begin, ranks):
 
 @exhaustive
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGHUP])
-def test_a_run_ends_with_the_one_who_started_it(begin, signum):
+def test_run_ends_and_saves_when_its_launcher_dies(begin, signum):
     """A killed launcher, a closed terminal: it saves, and no process stays."""
     started = begin(2)
     started.process.send_signal(signum)
@@ -178,7 +178,7 @@ def test_a_run_ends_with_the_one_who_started_it(begin, signum):
     assert started.run.checkpoint_steps() == [started.run.manifest().result.steps]
 
 
-def test_ctrl_c_before_it_has_begun_leaves_nothing(tmp_path, corpus):
+def test_ctrl_c_before_start_leaves_nothing(tmp_path, corpus):
     started = Started(tmp_path, *long_run(corpus, 2))
     wait_until((tmp_path / "run/host/state.json").exists, started.told)
     started.process.send_signal(signal.SIGINT)
@@ -187,7 +187,7 @@ def test_ctrl_c_before_it_has_begun_leaves_nothing(tmp_path, corpus):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_detached_run_is_read_listed_and_stopped_like_any_other(tmp_path, corpus):
+def test_detached_run_can_be_logged_listed_and_stopped(tmp_path, corpus):
     done = evener(tmp_path, *long_run(corpus, 2, "runs/alone"), "--detach")
     assert done.returncode == 0, done.stderr
     assert "stop:    evener stop runs/alone" in done.stderr
@@ -215,7 +215,7 @@ def test_a_detached_run_is_read_listed_and_stopped_like_any_other(tmp_path, corp
 
 
 @exhaustive
-def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
+def test_resume_uses_original_fleet_unless_overridden(tmp_path, corpus):
     """On a fleet, there again although no file here names it, then on this machine, and on the fleet again."""
     fleet = tmp_path / "elsewhere" / "machines.toml"
     fleet.parent.mkdir()
@@ -242,7 +242,7 @@ def test_a_run_resumes_where_it_ran_unless_told_otherwise(tmp_path, corpus):
 
 
 @exhaustive
-def test_a_resumed_run_that_is_killed_is_not_blamed_on_an_earlier_start(tmp_path, started):
+def test_killed_resumed_run_is_not_blamed_on_earlier_start(tmp_path, started):
     started.process.send_signal(signal.SIGINT)
     started.process.wait(TIMEOUT_S)
     run = started.run
@@ -259,7 +259,7 @@ def test_a_resumed_run_that_is_killed_is_not_blamed_on_an_earlier_start(tmp_path
 
 
 @pytest.mark.parametrize("ranks", [2, *exhaustively(1)])
-def test_a_rank_killed_is_named(begin, ranks):
+def test_killed_rank_is_named(begin, ranks):
     started = begin(ranks)
     os.kill(started.run.manifest().ranks[-1].pid, signal.SIGKILL)
     assert started.process.wait(TIMEOUT_S) == 1
@@ -270,7 +270,7 @@ def test_a_rank_killed_is_named(begin, ranks):
     assert started.run.manifest().verdict == "failed"
 
 
-def test_a_script_of_ones_own_runs_here_too(tmp_path):
+def test_custom_script_runs_on_local_machine(tmp_path):
     script = "import os; print(os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], os.getcwd())"
     (tmp_path / "hello.py").write_text(script)
     done = evener(tmp_path, "launch", "--ranks", "2", "--out", "run", "--", "hello.py")
@@ -287,7 +287,7 @@ def test_a_script_of_ones_own_runs_here_too(tmp_path):
         *exhaustively((("--init-from", "junk"), "error: junk: cannot be read as safetensors")),
     ],
 )
-def test_what_only_the_worker_can_see_is_one_line_too_and_leaves_nothing(tmp_path, corpus, flags, message):
+def test_worker_side_errors_are_one_line_and_leave_no_files(tmp_path, corpus, flags, message):
     (tmp_path / "junk").write_text("junk")
     done = evener(tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "3", *flags, "--out", "run")
     assert done.returncode == 2
@@ -305,7 +305,7 @@ def test_max_s_stops_and_saves(tmp_path, corpus):
 
 
 @exhaustive
-def test_bench(tmp_path, corpus):
+def test_bench_writes_runs_and_comparison(tmp_path, corpus):
     argv = ["bench", "--data", str(corpus), "--model", "tiny", "--seconds", "2", "--ranks", "1", "--ranks", "2"]
     done = evener(tmp_path, *argv)
     assert done.returncode == 0, done.stderr
@@ -331,7 +331,7 @@ def test_bench(tmp_path, corpus):
 
 
 @exhaustive
-def test_lab01_to_the_letter(tmp_path, corpus):
+def test_lab01_preset_matches_its_specification(tmp_path, corpus):
     done = evener(tmp_path, "bench", "--preset", "lab01", "--data", str(corpus))
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "experiments" / "35-ddp-cpu"

@@ -25,7 +25,7 @@ def coded(code, values):
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_what_is_told_and_what_is_left_are_the_number(name):
+def test_decoded_value_plus_error_equals_input(name):
     values = torch.randn(NUM, generator=torch.Generator().manual_seed(1)) * 1e-4
     told, left = coded(CODES[name], values)
     assert torch.allclose(told + left, values, rtol=0, atol=2e-11)
@@ -33,7 +33,7 @@ def test_what_is_told_and_what_is_left_are_the_number(name):
 
 
 @pytest.mark.parametrize(("name", "largest"), [("int8", 127), ("int4", 7)])
-def test_the_error_is_at_most_half_a_step_of_the_blocks_scale(name, largest):
+def test_quantization_error_is_at_most_half_a_step(name, largest):
     """A block's scale is its largest number / largest code, at most 1 + 2^-7 + 2^-8 times as much for its rounding."""
     code = CODES[name]
     values = torch.randn(NUM, generator=torch.Generator().manual_seed(2))
@@ -46,7 +46,7 @@ def test_the_error_is_at_most_half_a_step_of_the_blocks_scale(name, largest):
 
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("num", [3 * 256, FRAME_NUMEL, *exhaustively(5 * FRAME_NUMEL, 4 * FRAME_NUMEL + 512)])
-def test_what_travels_does_not_depend_on_how_much_a_device_works_on_at_once(name, num, monkeypatch):
+def test_encoding_does_not_depend_on_chunk_size(name, num, monkeypatch):
     """A GPU works on many frames at a time, and what it sends is read by a processor that works on one."""
     values = torch.randn(num, generator=torch.Generator().manual_seed(3))
     told, left = coded(CODES[name], values)
@@ -63,12 +63,12 @@ def test_what_travels_does_not_depend_on_how_much_a_device_works_on_at_once(name
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("int8", 8 + 16 / 256), ("int4", 4 + 16 / 64)])
-def test_a_payload_has_the_stated_bytes(name, bits):
+def test_payload_size_matches_stated_bits(name, bits):
     assert CODES[name].payload_bytes(1 << 20) == bits / 8 * (1 << 20)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_whole_multiples_of_a_scale_come_back_as_they_are_and_zeros_stay_zero(name):
+def test_exact_multiples_of_scale_and_zeros_are_lossless(name):
     """Numbers k·s with the largest code among them; s·(1 + 2^-7) is a bf16, so nothing is rounded but the codes."""
     code, largest = CODES[name], {"int8": 127, "int4": 7}[name]
     zeros = torch.zeros(NUM)
@@ -83,7 +83,7 @@ def test_whole_multiples_of_a_scale_come_back_as_they_are_and_zeros_stay_zero(na
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_bf16_makes_of_fp32_gradients_is_no_more_than_its_limit(ranks):
+def test_bf16_error_stays_within_its_limit(ranks):
     """What each rank's coding lost is added to its next gradient, and of more than two to the next sums as well."""
     draw, watch = torch.Generator().manual_seed(4), CompressionErrorMonitor(parse_sync("bf16"), 2)
     left, left_of_sums, errors = [torch.zeros(NUM) for _ in range(ranks)], torch.zeros(NUM), []
@@ -102,7 +102,7 @@ def test_what_bf16_makes_of_fp32_gradients_is_no_more_than_its_limit(ranks):
     assert any(watch.add_sample(2 * error) is not None for error in errors)
 
 
-def test_bf16_is_torchs_own_rounding():
+def test_bf16_rounding_equals_torch():
     values = torch.randn(NUM, generator=torch.Generator().manual_seed(3))
     told, left = coded(CODES["bf16"], values)
     assert torch.equal(told, values.bfloat16().float())
@@ -110,7 +110,7 @@ def test_bf16_is_torchs_own_rounding():
 
 
 @pytest.mark.parametrize("name", CODES)
-def test_who_sends_keeps_what_the_others_decode_to_the_bit(name):
+def test_sender_decodes_same_bits_as_receivers(name):
     """Else two replicas would add up other numbers. A NaN and an infinity too: the loss tells of them."""
     code = CODES[name]
     values = torch.randn(NUM, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.randint(-30, 5, (NUM,))

@@ -48,7 +48,7 @@ def measure(ranks: int, **fields: object) -> tuple[CollectiveBenchGroup, list[Co
 
 
 @pytest.mark.parametrize(("ranks", "dtype", "in_place"), [(3, "bf16", True), *exhaustively((2, "fp32", False))])
-def test_every_collective_is_right_at_every_size(ranks, dtype, in_place):
+def test_every_collective_is_correct_at_every_size(ranks, dtype, in_place):
     world, rows, stopped = measure(ranks, dtype=dtype, in_place=in_place)
     assert (world.ranks, world.backend, stopped) == (ranks, "gloo", [])
     assert world.sum_Bps > 1e8
@@ -74,14 +74,14 @@ def test_wrong_values_are_counted():
 
 
 @exhaustive
-def test_what_does_not_fit_into_the_time_is_left_out_and_said():
+def test_sizes_beyond_time_limit_are_skipped_and_reported():
     _, rows, stopped = measure(2, collectives=("all_reduce",), sizes=(1024, 65536, 1 << 20, 1 << 40), seconds=4.0)
     assert [row.size_bytes for row in rows] == [1024, 65536, 1 << 20]
     assert [one.size_bytes for one in stopped] == [1 << 40]
     assert stopped[0].needs_s > stopped[0].left_s
 
 
-def test_a_rank_alone_is_refused_in_words():
+def test_single_rank_is_refused():
     with pytest.raises(UsageError, match="two ranks"):
         measure(1)
 
@@ -93,7 +93,7 @@ def evener(*args: str) -> subprocess.CompletedProcess[str]:
                           env=env)  # fmt: skip
 
 
-def test_the_verb_prints_one_object(tmp_path):
+def test_probe_collectives_prints_one_json_object(tmp_path):
     done = evener("probe", "collectives", "--fleet", "local", "--op", "all-reduce", "--op", "all_gather",
                   "--max-size", "64KiB", "--seconds", "10", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def test_the_verb_prints_one_object(tmp_path):
 
 
 @exhaustive
-def test_the_verb_prints_the_table_that_nccl_tests_users_know():
+def test_probe_collectives_prints_nccl_tests_table():
     done = evener(
         "probe", "collectives", "--fleet", "local", "--op", "broadcast", "--max-size", "4KiB", "--seconds", "5"
     )
@@ -129,7 +129,7 @@ def test_the_table_fits_a_narrow_terminal():
 
 
 @exhaustive
-def test_a_host_is_measured_and_told_apart(tmp_path):
+def test_probe_host_measures_and_identifies_device(tmp_path):
     done = evener("probe", "host", "--fleet", "local", "--model", "tiny", "--seconds", "1", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     (device,) = json.loads(done.stdout)["devices"]
@@ -181,7 +181,7 @@ def test_ctrl_c_leaves_no_process():
         (["wire", "--fleet", "absent.toml"], "absent.toml: no such file"),
     ],
 )
-def test_mistakes_are_told_in_a_line(args, word, tmp_path, monkeypatch):
+def test_invalid_arguments_are_one_line_errors(args, word, tmp_path, monkeypatch):
     if "--fleet" not in args:
         args = [*args, "--fleet", "local"]
     done = evener("probe", *args)

@@ -100,13 +100,13 @@ def bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, was)
 
 
-def test_what_nobody_damaged_is_read(folder: Path) -> None:
+def test_undamaged_membership_files_are_read(folder: Path) -> None:
     read_all(folder)
     assert read_rendezvous().epoch == WORLD
     assert read_host_file("killed.json", KilledRanks) == KilledRanks({0: 12.5})
 
 
-def test_what_is_damaged_is_an_error_in_words_or_nothing(folder: Path) -> None:
+def test_damaged_membership_file_is_a_readable_error_or_ignored(folder: Path) -> None:
     dice, counts = random.Random(SEED), Counter[str]()
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     whole = {path: path.read_bytes() for path in paths}
@@ -122,7 +122,7 @@ def test_what_is_damaged_is_an_error_in_words_or_nothing(folder: Path) -> None:
     assert min(counts["read"], counts["refused"]) > NUM // 10, counts
 
 
-def test_a_host_s_own_promises_are_not_guessed(folder: Path) -> None:
+def test_damaged_consensus_promises_are_refused(folder: Path) -> None:
     """Paxos holds as long as nobody forgets what it promised: an agent whose file is damaged does not begin."""
     (folder / "host" / "kept.json").write_text(json.dumps({"world": {"number": 3, "hosts": ["a", "d"]}}))
     with pytest.raises(EvenerError, match=r"kept\.json names d, but .*agent\.json does not"):

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("sampling", ["epochs", "uniform"])
 @pytest.mark.parametrize("batch", [1, 12, 480, 4096])
-def test_batches_hold_what_follows_their_positions(corpus, sampling, batch):
+def test_targets_are_inputs_shifted_by_one(corpus, sampling, batch):
     data = load_corpus(corpus)
     text = np.fromfile(data.split_path("val"), dtype=data.dtype).astype(np.int64)
     blocks = TokenBlocks(data, "val", 16, sampling)
@@ -28,7 +28,7 @@ def test_batches_hold_what_follows_their_positions(corpus, sampling, batch):
 
 
 @pytest.mark.parametrize("sampling", ["epochs", "uniform"])
-def test_the_first_and_the_last_token_are_read(corpus, sampling):
+def test_first_and_last_token_are_used(corpus, sampling):
     data = load_corpus(corpus)
     blocks = TokenBlocks(data, "val", 16, sampling)
     last = data.val_tokens - 16 - 1
@@ -39,7 +39,7 @@ def test_the_first_and_the_last_token_are_read(corpus, sampling):
 
 
 @pytest.mark.parametrize("batch", [3, 64, 1000])
-def test_an_epoch_has_every_token_once(corpus, batch):
+def test_epoch_covers_every_token_once(corpus, batch):
     """But those at the ends, fewer than two blocks."""
     data = load_corpus(corpus)
     blocks = TokenBlocks(data, "val", 16)

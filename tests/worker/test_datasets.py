@@ -35,7 +35,7 @@ def numbers(dataset, num_steps: int, seed: int = 1, batch: int = 8) -> list[int]
 
 
 @pytest.mark.parametrize("source", [DATA, DataLoader(DATA, batch_size=8, shuffle=True)], ids=["dataset", "loader"])
-def test_every_sample_comes_once_an_epoch_in_another_order(source):
+def test_every_sample_appears_once_per_epoch_in_new_order(source):
     dataset = as_dataset(source, SPEC)
     drawn = numbers(dataset, 25)  # four epochs
     epochs = [drawn[i : i + 50] for i in range(0, 200, 50)]
@@ -46,12 +46,12 @@ def test_every_sample_comes_once_an_epoch_in_another_order(source):
     assert dataset.global_batch(1, 3, 8).dtype == np.int64
 
 
-def test_a_loader_that_does_not_shuffle_keeps_its_order():
+def test_unshuffled_loader_keeps_its_order():
     dataset = as_dataset(DataLoader(DATA, batch_size=8), SPEC)
     assert numbers(dataset, 13) == [i % 50 for i in range(104)]
 
 
-def test_samples_are_what_the_loader_would_give():
+def test_samples_equal_those_of_the_loader():
     loader = DataLoader(DATA, batch_size=8)
     dataset = as_dataset(loader, SPEC)
     for step, (x, y) in enumerate(loader):
@@ -63,7 +63,7 @@ def test_samples_are_what_the_loader_would_give():
             assert dataset.num_tokens(samples) == 8
 
 
-def test_the_loaders_collate_and_a_data_sets_getitems_are_used():
+def test_collate_fn_and_getitems_are_used():
     class Many(Dataset):
         def __len__(self):
             return 5
@@ -78,7 +78,7 @@ def test_the_loaders_collate_and_a_data_sets_getitems_are_used():
     assert as_dataset(loader, SPEC).load(np.array([3, 1]), CPU) == {"text": ["item 3", "item 1"]}
 
 
-def test_tensors_are_moved_wherever_they_are():
+def test_nested_tensors_are_moved_to_device():
     Pair = namedtuple("Pair", "x y")
 
     class Batch:
@@ -94,7 +94,7 @@ def test_tensors_are_moved_wherever_they_are():
     assert moved["c"] == ("batch on", meta)
 
 
-def test_evener_s_own_protocol_is_left_as_it_is():
+def test_evener_dataset_protocol_is_used_unchanged():
     class Own:
         def global_batch(self, seed, step, num_sequences): ...
         def num_tokens(self, samples): ...
@@ -137,7 +137,7 @@ NOT_BY_INDEX = (
         (DataLoader(DATA, batch_size=8, sampler=range(10)), "has a range of its own"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_a_reason(source, message):
+def test_unshardable_dataset_is_refused_with_reason(source, message):
     with pytest.raises(UsageError) as caught:
         as_dataset(source, SPEC)
     assert message in str(caught.value)
@@ -158,7 +158,7 @@ def test_what_cannot_be_divided_is_refused_with_a_reason(source, message):
         ({"weight": lambda weight: 2 * weight}, False),
     ],
 )
-def test_ranks_see_whether_they_have_the_same_data(change, is_like):
+def test_fingerprint_detects_different_data_per_part(change, is_like):
     """By the first sample, up to what machines may round otherwise, each part by itself."""
     torch.manual_seed(0)
     image = torch.randint(200, (1, 3, 64, 64), dtype=torch.uint8)
@@ -174,7 +174,7 @@ def test_ranks_see_whether_they_have_the_same_data(change, is_like):
     assert not ours.is_same_data(fingerprint_data(SimpleNamespace(load=lambda *_: batch), samples + 1))
 
 
-def test_of_a_sample_that_is_drawn_anew_nobody_can_tell():
+def test_random_dataset_has_no_fingerprint():
     class Noisy(TensorDataset):
         def __getitem__(self, index):
             return torch.rand(3)

@@ -56,7 +56,7 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
         (0.6, 0.1, 2),
     ],
 )
-def test_the_line_comes_back(monkeypatch, sequence_s, pass_s, large):
+def test_probe_recovers_pass_cost_and_rate(monkeypatch, sequence_s, pass_s, large):
     said = device_of(monkeypatch, pass_s=pass_s, sequence_s=sequence_s, first_s=3.0)
     found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
     rate = model_rate(found)
@@ -67,7 +67,7 @@ def test_the_line_comes_back(monkeypatch, sequence_s, pass_s, large):
     assert not said
 
 
-def test_smaller_passes_leave_the_device_at_work(monkeypatch):
+def test_smaller_passes_repeat_often_within_their_time_budget(monkeypatch):
     device_of(monkeypatch, pass_s=0.005, sequence_s=1e-4)
     found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, print)
     smaller_s = sum(one.passes * one.pass_p50_s for one in found.smaller)
@@ -76,7 +76,7 @@ def test_smaller_passes_leave_the_device_at_work(monkeypatch):
 
 
 @pytest.mark.parametrize(("sequence_s", "whole_s"), [(5.0, 5 * 5), (20.0, 20 * 4)])
-def test_a_slow_host_is_asked_for_little_and_told_so(monkeypatch, sequence_s, whole_s):
+def test_slow_host_runs_few_passes(monkeypatch, sequence_s, whole_s):
     said = device_of(monkeypatch, pass_s=0.0, sequence_s=sequence_s)
     found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
     assert (found.large.passes, found.smaller) == (3, [])
@@ -85,7 +85,7 @@ def test_a_slow_host_is_asked_for_little_and_told_so(monkeypatch, sequence_s, wh
     assert sustained_bench.time.perf_counter() == pytest.approx(whole_s, rel=0.01)
 
 
-def test_a_preset_really_trains():
+def test_preset_trains_in_probe():
     found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="tiny", seconds=2.0), CPU, print)
     assert found.large.passes >= 3
     assert found.updates == found.large.passes + sum(one.passes for one in found.smaller)
@@ -95,7 +95,7 @@ def test_a_preset_really_trains():
     assert 0 < (rate.cpus or 0) < 1.5
 
 
-def test_two_ranks_on_loopback_send_what_the_clocks_say(monkeypatch):
+def test_loopback_rates_match_measured_times(monkeypatch):
     monkeypatch.setenv(INTERFACE_ENV, "eth-of-the-run")
     sync_Bps, loopback_Bps = loopback_rates_Bps()
     assert os.environ[INTERFACE_ENV] == "eth-of-the-run"

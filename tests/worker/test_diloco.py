@@ -116,7 +116,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 
 
 @pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
-def test_replicas_agree_to_the_bit_by_the_outer_step_of_torchs_own_sgd(run_script, ranks):
+def test_replicas_match_torch_sgd_outer_step_bit_for_bit(run_script, ranks):
     done = run_script(OUTER, *(f"diloco:3{code}" for code in CODED), ranks=ranks)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -191,7 +191,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 
 
 @pytest.mark.parametrize(("sync", "ranks"), [("diloco:5:streamed", 2), ("diloco:8:int8:streamed", 3)])
-def test_nothing_that_streams_is_lost_or_counted_twice(run_script, sync, ranks):
+def test_streamed_updates_are_neither_lost_nor_counted_twice(run_script, sync, ranks):
     """Without an outer momentum the model ends where it began plus all that its replicas learned, by their tokens."""
     done = run_script(KEPT, sync, ranks=ranks)
     assert done.returncode == 0, done.stderr
@@ -229,7 +229,7 @@ with evener.join(spec) as run:
 
 
 @pytest.mark.parametrize(("ranks", "shares"), [(3, "4:0:3"), *exhaustively((2, "5:2"))])
-def test_one_step_alone_and_a_plain_outer_step_are_data_parallel_sgd(tmp_path, run_script, ranks, shares):
+def test_diloco_with_one_inner_step_equals_ddp(tmp_path, run_script, ranks, shares):
     """H = 1, no outer momentum, plain SGD inside; tokens are what losses are weighed by."""
     runs = []
     for sync in ("ddp", "diloco:1"):
@@ -249,7 +249,7 @@ def weights(run):
 
 
 @pytest.mark.parametrize(("code", "ranks"), [(":int8", 2), (":streamed", 2), *exhaustively(("", 2), (":int4", 3))])
-def test_a_run_learns_nearly_what_ddp_learns(shared_train, code, ranks):
+def test_diloco_loss_is_close_to_ddp(shared_train, code, ranks):
     flags = (*FLAGS, "--steps", "60")
     plain = shared_train(*flags, ranks=ranks)
     run = shared_train(*flags, "--sync", f"diloco:10{code}", ranks=ranks)
@@ -262,7 +262,7 @@ def test_a_run_learns_nearly_what_ddp_learns(shared_train, code, ranks):
     assert found == pytest.approx(truth, rel=0.05)
 
 
-def test_parts_of_a_step_are_its_wall_time_and_bytes_are_sent_when_it_agrees(tmp_path, train):
+def test_step_parts_sum_to_wall_time_and_bytes_are_sent_at_outer_step(tmp_path, train):
     run = train(tmp_path / "run", *FLAGS, "--sync", "diloco:8:int8", "--shares", "3:1", ranks=2)
     for rank in (0, 1):
         records = run.records(rank)
@@ -277,7 +277,7 @@ def test_parts_of_a_step_are_its_wall_time_and_bytes_are_sent_when_it_agrees(tmp
 @pytest.mark.parametrize(
     ("sync", "ranks"), [("diloco:16:int4:streamed", 2), *exhaustively(("diloco:7:int8", 2), ("diloco:7", 3))]
 )
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks):
+def test_resumed_run_matches_bit_for_bit(tmp_path, train, sync, ranks):
     """From a checkpoint between two outer steps, and from a stop, after which the replicas had become one model."""
     flags = (*FLAGS, "--sync", sync, "--checkpoint-every", "10", "--warmup", "2", "--dropout", "0.1",
              "--shares", ":".join("321"[:ranks]))  # fmt: skip
@@ -297,7 +297,7 @@ def assert_same_checkpoint(ours, theirs, step):
 
 
 @pytest.mark.parametrize("drops", ["a rank", *exhaustively("all but one", "a file")])
-def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
+def test_different_rank_count_resumes_from_agreed_weights(tmp_path, train, drops):
     flags = (*FLAGS, "--sync", "diloco:6", "--eval-every", "10")
     stopped = train(tmp_path / "run", *flags, "--max-s", "0", ranks=3).manifest().result.steps
     ranks = {"a rank": 2, "all but one": 1, "a file": 3}[drops]
@@ -321,7 +321,7 @@ def test_other_ranks_go_on_from_what_was_agreed_on(tmp_path, train, drops):
         ),
     ],
 )
-def test_what_ranks_kept_that_agreed_another_way_is_dropped(tmp_path, train, was, now):
+def test_per_rank_state_of_other_strategy_is_dropped(tmp_path, train, was, now):
     """The run's newest manifest is of a rank alone, which ended before its first checkpoint."""
     train(tmp_path / "run", *FLAGS, "--sync", was, "--max-s", "0", ranks=2)
     run = RunWriter(tmp_path / "run")
@@ -335,7 +335,7 @@ def test_what_ranks_kept_that_agreed_another_way_is_dropped(tmp_path, train, was
 
 
 @pytest.mark.parametrize(("budget", "num"), [("0", 1), ("3", 0)])
-def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with(tmp_path, corpus, server, budget, num):
+def test_resume_reports_when_auto_would_choose_another_strategy(tmp_path, corpus, server, budget, num):
     """Among more replicas, or with a smaller budget than before: theirs go on drifting."""
     flags = f"--batch 64 --steps 2000 --eval-every 0 --max-s 0 --loss-budget {budget} --sync".split()
     flags = ["--width", "128", "--num-layers", "4", *flags]  # as large as what was measured, about
@@ -351,14 +351,14 @@ def test_a_run_says_where_auto_would_not_begin_with_the_way_that_it_goes_on_with
     assert all(what.endswith("with 2 ranks: not exact, and no loss may be spent") for what in told if num)
 
 
-def test_what_a_run_ends_with_is_one_model_whatever_its_last_step(tmp_path, train):
+def test_final_model_is_equal_on_all_replicas_at_any_last_step(tmp_path, train):
     """38 = 3 · 12 + 2 steps: one more outer step, of two steps."""
     run = train(tmp_path / "run", *FLAGS, "--steps", "38", "--sync", "diloco:12", ranks=2)
     assert run.manifest().result.replicas_agree is True
     assert [record.step for record in run.records(0) if record.bytes] == [11, 23, 35, 37]
 
 
-def test_a_loss_is_saved_with_the_weights_of_which_it_is(tmp_path, train):
+def test_saved_loss_belongs_to_saved_weights(tmp_path, train):
     """At step 12 all replicas are what was agreed on; at step 6 they have gone on from there for two steps."""
     flags = (
         *FLAGS,
@@ -380,7 +380,7 @@ def test_a_loss_is_saved_with_the_weights_of_which_it_is(tmp_path, train):
     assert losses[2] == run.manifest().result.val_loss
 
 
-def test_a_stop_where_a_checkpoint_is_due_makes_one_model_too(tmp_path, train):
+def test_stop_at_checkpoint_step_gives_one_model(tmp_path, train):
     flags = (*FLAGS, "--sync", "diloco:30", "--checkpoint-every", "1", "--shares", "3:1")
     run = train(tmp_path / "run", *flags, "--max-s", "0", ranks=2)  # stops after its first step
     assert run.checkpoint_steps() == [1]
@@ -390,7 +390,7 @@ def test_a_stop_where_a_checkpoint_is_due_makes_one_model_too(tmp_path, train):
     assert any(not torch.equal(own[0][name], own[1][name]) for name in own[0])
 
 
-def test_a_replica_without_a_share_does_not_lag_behind_what_streams_in(tmp_path, train):
+def test_replica_without_share_keeps_up_with_streamed_weights(tmp_path, train):
     """It has nothing of its own that half of its weights could keep."""
     flags = (*FLAGS, "--sync", "diloco:4:streamed", "--steps", "14", "--checkpoint-every", "10", "--shares", "1:0")
     run = train(tmp_path / "run", *flags, ranks=2)
@@ -401,7 +401,7 @@ def test_a_replica_without_a_share_does_not_lag_behind_what_streams_in(tmp_path,
     assert not any(torch.equal(busy["weights"][name], agreed) for name, agreed in busy["agreed"].items())
 
 
-def test_where_the_first_rank_has_no_share_the_optimizers_of_one_that_learns_are_saved(tmp_path, train):
+def test_optimizer_state_of_a_learning_rank_is_saved(tmp_path, train):
     """Rank 1 learns all, as one process does that is alone."""
     flags = (*FLAGS, "--steps", "12", "--checkpoint-every", "6", "--threads", "1")
     alone = train(tmp_path / "alone", *flags)
@@ -424,6 +424,6 @@ def test_streamed_fragments_agree_to_the_bit_after_every_step(tmp_path, train, s
     assert records[-1].loss < 0.9 * records[0].loss
 
 
-def test_alone_it_is_plain_training(tmp_path, train):
+def test_single_rank_diloco_equals_plain_training(tmp_path, train):
     plain, run = (train(tmp_path / sync[:4], *FLAGS, "--steps", "10", "--sync", sync) for sync in ("ddp", "diloco:3"))
     assert [record.loss for record in run.records(0)] == [record.loss for record in plain.records(0)]

@@ -45,13 +45,13 @@ def test_one_two_and_three_ranks_have_the_same_losses(tmp_path, train, micro_bat
     assert 0 < json.loads(compared.stdout)["largest_difference"] < 1e-3
 
 
-def test_activation_checkpointing_changes_nothing(tmp_path, train):
+def test_activation_checkpointing_does_not_change_losses(tmp_path, train):
     plain = train(tmp_path / "plain", "--steps", "5")
     frugal = train(tmp_path / "frugal", "--steps", "5", "--recompute")
     assert [r.loss for r in plain.records(0)] == [r.loss for r in frugal.records(0)]
 
 
-def test_bf16_learns_nearly_the_same(tmp_path, train):
+def test_bf16_loss_is_close_to_fp32(tmp_path, train):
     fp32 = train(tmp_path / "fp32", "--steps", "20")
     bf16 = train(tmp_path / "bf16", "--steps", "20", "--dtype", "bf16", ranks=2)
     assert bf16.manifest().roster.dtypes_text == "bf16"
@@ -59,7 +59,7 @@ def test_bf16_learns_nearly_the_same(tmp_path, train):
 
 
 @exhaustive
-def test_a_run_starts_from_gpt2_weights(tmp_path, train, start):
+def test_run_initializes_from_gpt2_weights(tmp_path, train, start):
     """At a learning rate of 0 what is saved is what was loaded; another shape is refused."""
     import transformers
 

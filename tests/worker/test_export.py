@@ -35,7 +35,7 @@ def evener(*words: str) -> int:
         ),
     ],
 )
-def test_logits_are_equal_to_the_bit(tmp_path: Path, train: Callable[..., RunDir], more: list[str]) -> None:
+def test_exported_model_logits_are_bit_equal(tmp_path: Path, train: Callable[..., RunDir], more: list[str]) -> None:
     run = train(tmp_path / "run", *FLAGS, "--steps", "6", "--lr", "0.01", *more)
     assert evener("export", str(tmp_path / "run"), "--out", str(tmp_path / "out")) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="sdpa").eval()
@@ -49,7 +49,7 @@ def test_logits_are_equal_to_the_bit(tmp_path: Path, train: Callable[..., RunDir
 
 
 @exhaustive
-def test_training_begins_with_what_was_exported_and_with_a_run(tmp_path: Path, train: Callable[..., RunDir]) -> None:
+def test_training_initializes_from_export_and_from_run(tmp_path: Path, train: Callable[..., RunDir]) -> None:
     first = train(tmp_path / "run", *FLAGS, "--steps", "6", "--lr", "0.01")
     weights = read_safetensors(first.checkpoint_path(6) / "weights.safetensors")
     assert evener("export", str(tmp_path / "run")) == 0
@@ -63,7 +63,7 @@ def test_training_begins_with_what_was_exported_and_with_a_run(tmp_path: Path, t
         assert all(torch.equal(weights[name], taken[name]) for name in weights), place
 
 
-def test_one_of_another_shape_is_refused(tmp_path: Path, train: Callable[..., RunDir], start: Callable) -> None:
+def test_init_from_other_shape_is_refused(tmp_path: Path, train: Callable[..., RunDir], start: Callable) -> None:
     train(tmp_path / "run", *FLAGS, "--steps", "1")
     refused = start(tmp_path / "other", *FLAGS, "--width", "128", "--steps", "1", "--init-from", str(tmp_path / "run"))
     assert refused.wait() != 0
@@ -72,7 +72,7 @@ def test_one_of_another_shape_is_refused(tmp_path: Path, train: Callable[..., Ru
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
-def test_the_tokenizer_is_the_same(tmp_path: Path, kind: str) -> None:
+def test_exported_tokenizer_matches(tmp_path: Path, kind: str) -> None:
     from evener.corpus.huggingface import write_tokenizer
 
     text = tmp_path / "text.txt"
@@ -90,7 +90,7 @@ def test_the_tokenizer_is_the_same(tmp_path: Path, kind: str) -> None:
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
-def test_a_model_of_another_kind_says_so(tmp_path: Path, train: Callable[..., RunDir]) -> None:
+def test_export_of_non_gpt2_model_is_refused(tmp_path: Path, train: Callable[..., RunDir]) -> None:
     train(tmp_path / "run", *FLAGS, "--model", "d4", "--width", "128", "--block-size", "32", "--steps", "1")
     with pytest.raises(Exception, match="not GPT-2-like"):
         evener("export", str(tmp_path / "run"))

@@ -112,7 +112,7 @@ ONCE = {
 
 
 @pytest.mark.parametrize("what", ["gradient norm", *exhaustively("loss")])
-def test_what_is_not_finite_once_is_taken_again(tmp_path: Path, corpus: Path, undisturbed: list[float],
+def test_non_finite_step_rolls_back_and_is_retried(tmp_path: Path, corpus: Path, undisturbed: list[float],
                                                 what: str) -> None:  # fmt: skip
     fleet = Spoiled.by(ONCE[what], tmp_path, corpus)
     assert fleet.wait() == [0, 0, 0], fleet.log("a")
@@ -133,7 +133,7 @@ class Drifting(Spoiled):
 
 
 @exhaustive
-def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
+def test_diloco_replicas_roll_back_after_non_finite_step(tmp_path: Path, corpus: Path) -> None:
     fleet = Drifting.by(ONCE["gradient norm"], tmp_path, corpus)
     assert fleet.wait() == [0, 0, 0], fleet.log("a")
     assert [[(event["step"], event["ranks"]) for event in events] for events in fleet.events("run.nonfinite")] == [
@@ -145,7 +145,7 @@ def test_replicas_that_drift_go_back_too(tmp_path: Path, corpus: Path) -> None:
 
 
 @exhaustive
-def test_what_is_never_finite_ends_the_run_the_second_time(tmp_path: Path, corpus: Path) -> None:
+def test_repeated_non_finite_step_ends_the_run(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by("if step == 27: self._loss_sum *= float('nan')", tmp_path, corpus)
     assert fleet.wait() == [EXIT_RUN_FAILED] * 3
     for events in fleet.events("run.nonfinite"):
@@ -185,7 +185,7 @@ class Seat0:
         ([4], [6], RegroupExit),
     ],
 )
-def test_whichever_host_knows_of_it_all_come_to_the_same(
+def test_all_hosts_agree_on_rollback_when_any_recorded_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: list[int], there: list[int], expected: type[BaseException]
 ) -> None:
     monkeypatch.setenv("EVENER_RUN", "r2")
@@ -200,7 +200,7 @@ def test_whichever_host_knows_of_it_all_come_to_the_same(
     assert run.events()[-1]["goes_back"] == (expected is RegroupExit)
 
 
-def test_before_a_checkpoint_all_steps_are_known_also_where_records_lag(tmp_path: Path) -> None:
+def test_flush_before_checkpoint_detects_non_finite_lagging_step(tmp_path: Path) -> None:
     """As of a GPU, whose steps are read while the next one runs."""
     roster = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cuda:0")], None)
     rundir, clock = RunWriter(tmp_path / "run"), HostClock()
@@ -230,7 +230,9 @@ FLIP = "if step == 27 and host == '{}' and times({}): weight.view(-1).view(torch
 
 
 @exhaustive
-def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
+def test_host_with_repeated_memory_errors_leaves_the_run(
+    tmp_path: Path, corpus: Path, undisturbed: list[float]
+) -> None:
     """The first time all go back, the second time the others go on alone; nothing of it is left in what was learned."""
     fleet = Spoiled.by(FLIP.format("c", 2), tmp_path, corpus)
     assert fleet.wait() == [0, 0, EXIT_HOST_LEFT], fleet.log("a")
@@ -251,7 +253,7 @@ def test_a_host_whose_memory_fails_twice_leaves_the_run(tmp_path: Path, corpus: 
 
 
 @exhaustive
-def test_of_two_nobody_can_say_who_is_right_and_the_second_time_is_the_last(tmp_path: Path, corpus: Path) -> None:
+def test_two_diverged_hosts_end_the_run_on_second_divergence(tmp_path: Path, corpus: Path) -> None:
     fleet = Spoiled.by(FLIP.format("b", 9), tmp_path, corpus, "ab")
     assert fleet.wait() == [EXIT_RUN_FAILED] * 2, fleet.log("a")
     for events in fleet.events("run.diverged"):
@@ -273,9 +275,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 
 
 @exhaustive
-def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
-    tmp_path: Path, corpus: Path, undisturbed: list[float]
-) -> None:
+def test_hosts_that_round_differently_save_one_model(tmp_path: Path, corpus: Path, undisturbed: list[float]) -> None:
     """No difference between them is taken for a fault."""
     (tmp_path / "unlike.py").write_text(UNLIKE)
     fleet = Spoiled(tmp_path, corpus, "ab", worker=[str(tmp_path / "unlike.py")])
@@ -302,7 +302,7 @@ def test_hosts_that_round_differently_are_one_model_in_each_checkpoint(
         ("torch_says", 1, EXIT_PEER_FAILED),
     ],
 )
-def test_a_program_of_ones_own_tells_the_agents_whether_another_world_would_help(
+def test_custom_program_exit_status_says_whether_restart_would_help(
     tmp_path: Path, error: str, world: int, status: int
 ) -> None:
     meeting = Rendezvous(epoch=MembershipEpoch(number=world, hosts=["a"]))

@@ -91,7 +91,7 @@ def name_of(case: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("case", thinned(RIGHT, every=5), ids=name_of)
-def test_any_number_of_ranks_learns_what_plain_torch_learns(own, case):
+def test_joined_training_equals_plain_torch_on_any_rank_count(own, case):
     name, most, *flags = case
     truth = own(name, "plain", 1, *flags)
     assert truth.losses[-1] != truth.losses[0]
@@ -143,7 +143,7 @@ RESUMED = [case for case in RIGHT if case[0] not in STATELESS and "--micro-batch
     ],
     ids=name_of,
 )
-def test_stopped_half_way_a_loop_goes_on_bit_for_bit(own, case):
+def test_stopped_loop_resumes_bit_for_bit(own, case):
     name, ranks, *flags = case
     whole = own(name, "join", ranks, *flags)
     half = own(name, "join", ranks, *flags, "--steps", "16", out=f"{name_of(case)}-parts")
@@ -161,7 +161,7 @@ def test_stopped_half_way_a_loop_goes_on_bit_for_bit(own, case):
     assert parts.dir.manifest().result.replicas_agree is (True if ranks > 1 else None)
 
 
-def test_a_rank_without_a_share_rehearses_what_a_batch_norm_can_bear(own):
+def test_rank_without_share_rehearses_batch_norm(own):
     alone = own("BatchNorm", "join", 1, "--micro-batch", "8")
     idle = own("BatchNorm", "join", 2, "--micro-batch", "8", "--shares", "1:0")
     assert idle.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -199,7 +199,7 @@ def refused(done: Done, message: str, hint: str) -> None:
     ],
     ids=lambda value: name_of(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hint):
+def test_invalid_setup_is_refused_before_training(own, case, message, hint):
     name, ranks, *flags = case
     done = own(name, "join", ranks, *flags)
     refused(done, message, hint)
@@ -226,7 +226,7 @@ def test_what_cannot_be_right_is_refused_before_it_begins(own, case, message, hi
         ("BackwardOutside", "step.backward outside of the loop over step.micro_batches()", "call it inside"),
     ],
 )
-def test_what_is_wrong_in_the_loop_is_refused_in_its_first_step(own, name, message, hint):
+def test_invalid_loop_is_refused_in_first_step(own, name, message, hint):
     name, *flags = name.split()
     done = own(name, "join", 2, *flags)
     refused(done, message, hint)
@@ -251,7 +251,7 @@ def test_a_used_folder_and_a_finished_run_are_refused(own):
     assert set(contents(first.dir)) == set(before)
 
 
-def test_what_one_rank_refuses_all_refuse(own):
+def test_refusal_by_one_rank_stops_all_ranks(own):
     """One that left alone, while another still joins, would leave that one with a connection that broke."""
     taken = own("Sgd", "join", 1, "--steps", "2", out="apart-1")
     assert set(taken.statuses) == {0}, taken.logs
@@ -261,7 +261,7 @@ def test_what_one_rank_refuses_all_refuse(own):
         assert f"error: {who}--out {taken.dir}: already contains a run\n" in log
 
 
-def test_a_loop_that_is_left_early_is_saved(own):
+def test_loop_left_early_is_saved(own):
     left = own("EarlyStop", "join", 2)
     whole = own("Sgd", "join", 2)
     assert set(left.statuses) == set(whole.statuses) == {0}, left.logs
@@ -271,7 +271,7 @@ def test_a_loop_that_is_left_early_is_saved(own):
     assert (manifest.verdict, manifest.result.steps, manifest.result.replicas_agree) == ("stopped", 20, True)
 
 
-def test_weights_that_are_not_finite_are_not_what_a_resumed_run_begins_with(own):
+def test_resume_never_starts_from_non_finite_weights(own):
     done = own("Explodes", "join", 2, "--checkpoint-every", "10")
     refused(
         done, "after step 30: second.weight is not finite: 1 of 256 values; it is not saved", "--resume goes on from"
@@ -280,7 +280,7 @@ def test_weights_that_are_not_finite_are_not_what_a_resumed_run_begins_with(own)
     assert done.dir.manifest().verdict == "failed"
 
 
-def test_the_readmes_loop_runs_as_it_stands(tmp_path, run_script):
+def test_readme_loop_runs(tmp_path, run_script):
     readme = (ROOT / "README.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     assert block == (ROOT / "examples" / "own_loop.py").read_text()
@@ -303,7 +303,7 @@ DRIFTING = [("Gan", 2), ("TwoOptimizers", 3), ("Scheduler", 2), ("Unfreeze", 2),
 
 
 @pytest.mark.parametrize("case", thinned(DRIFTING, every=2), ids=name_of)
-def test_replicas_that_drift_end_as_one_model_and_go_on_bit_for_bit(own, case):
+def test_drifting_replicas_end_equal_and_resume_bit_for_bit(own, case):
     """30 steps are four outer ones and a last one. Stopped after its first, a run goes on where each replica was."""
     name, ranks = case
     flags = ("--sync", "diloco:7", "--shares", ":".join("321"[:ranks]), "--verify-every", "5")

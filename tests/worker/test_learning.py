@@ -129,12 +129,12 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 @exhaustive
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_can_be_learned_is_learned(losses, name):
+def test_model_reaches_loss_bound(losses, name):
     floor = math.log(RIGHT[name]) / 2
     assert floor < losses[name] < floor + MARGIN
 
 
 @exhaustive
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_broken_misses_the_bound(losses, name):
+def test_broken_model_misses_loss_bound(losses, name):
     assert losses[name] > math.log(WRONG[name]) / 2 + 2 * MARGIN

@@ -44,7 +44,7 @@ def micro_batches(local_rank: int = 0) -> list[list[int]]:
     return [member.micro_batch_sizes for member in limit_micro_batches(ROSTER, group(local_rank)).members]
 
 
-def test_it_halves_once_for_each_time(rundir: RunWriter) -> None:
+def test_micro_batch_halves_once_per_out_of_memory_kill(rundir: RunWriter) -> None:
     assert micro_batches() == [[6], [8], [5]]
     for at, expected in ((100.0, [4, 4]), (100.0, [4, 4]), (300.0, [2, 2, 2, 2]), (500.0, [1] * 8), (700.0, [1] * 8)):
         killed(rundir, at, at + 1.5)
@@ -53,7 +53,7 @@ def test_it_halves_once_for_each_time(rundir: RunWriter) -> None:
     assert [event["rank"] for event in rundir.events()] == [1] * 4
 
 
-def test_the_others_of_its_host_go_on_as_before(rundir: RunWriter) -> None:
+def test_other_ranks_of_host_keep_micro_batch(rundir: RunWriter) -> None:
     killed(rundir, 100.0, 100.0, local_rank=1)
     detect_previous_oom(rundir, ROSTER, group(0))
     assert micro_batches(0) == [[6], [8], [5]]
@@ -63,7 +63,7 @@ def test_the_others_of_its_host_go_on_as_before(rundir: RunWriter) -> None:
     assert [event["rank"] for event in rundir.events()] == [2]
 
 
-def test_what_it_holds_is_the_same_for_a_larger_share(rundir: RunWriter) -> None:
+def test_memory_limit_holds_for_larger_share(rundir: RunWriter) -> None:
     """One of the others is gone."""
     assert micro_batches() == [[6], [8], [5]]
     killed(rundir, 100.0, 100.0)
@@ -73,14 +73,14 @@ def test_what_it_holds_is_the_same_for_a_larger_share(rundir: RunWriter) -> None
 
 
 @pytest.mark.parametrize("oom_at", [None, 50.0, 200.0])
-def test_who_was_killed_by_somebody_else_goes_on_as_before(rundir: RunWriter, oom_at: float | None) -> None:
+def test_rank_killed_for_other_reason_keeps_micro_batch(rundir: RunWriter, oom_at: float | None) -> None:
     killed(rundir, 100.0, oom_at)
     detect_previous_oom(rundir, ROSTER, group())
     assert micro_batches() == [[6], [8], [5]]
     assert rundir.events() == []
 
 
-def test_a_gpu_s_memory_counts_as_well(rundir: RunWriter) -> None:
+def test_gpu_out_of_memory_halves_micro_batch(rundir: RunWriter) -> None:
     record_oom(RuntimeError("another"), 0)
     assert micro_batches() == [[6], [8], [5]]
     record_oom(torch.OutOfMemoryError("CUDA out of memory"), 0)

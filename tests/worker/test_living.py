@@ -95,7 +95,7 @@ def worlds(fleet: Training, name: str = "c") -> list[set[str]]:
 
 
 @exhaustive
-def test_replicas_that_drift_go_on_and_take_in_who_comes(tmp_path: Path, corpus: Path) -> None:
+def test_drifting_replicas_continue_and_accept_joining_host(tmp_path: Path, corpus: Path) -> None:
     """No step is missing, and it learns as one process does."""
     fleet = Drifting(tmp_path, corpus)
     through_the_night(fleet)
@@ -106,7 +106,7 @@ def test_replicas_that_drift_go_on_and_take_in_who_comes(tmp_path: Path, corpus:
 
 
 @exhaustive
-def test_a_rank_that_no_shutdown_frees_ends_and_comes_back(tmp_path: Path, corpus: Path) -> None:
+def test_stuck_rank_ends_and_rejoins(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK)
     fleet = Living(tmp_path, corpus, worker=[str(tmp_path / "stuck.py")])
     with ended(fleet):
@@ -125,7 +125,7 @@ def told_by(fleet: Training, name: str) -> str:
     return "".join(log.read_text() for log in (fleet.folder / name / "host" / "ranks").glob("*/*/*/stderr.log"))
 
 
-def test_where_ranks_live_on_no_step_is_taken_twice(tmp_path: Path, corpus: Path) -> None:
+def test_live_membership_repeats_no_step(tmp_path: Path, corpus: Path) -> None:
     fleet = Living(tmp_path, corpus)
     through_the_night(fleet)
     records = [record for rank, name in enumerate("abc") for record in RunDir(tmp_path / name).records(rank)]
@@ -154,7 +154,7 @@ class AskedDrifting(Asked):
 
 @exhaustive
 @pytest.mark.parametrize("training", [Asked, AskedDrifting])
-def test_a_checkpoint_that_is_asked_for_is_there_whatever_is_lost_meanwhile(
+def test_requested_checkpoint_is_saved_despite_rank_loss(
     tmp_path: Path, corpus: Path, training: type[Training]
 ) -> None:
     """A rank dies as it is asked for, a little earlier or later; those who are left all save the same step."""
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_is_asked_for_is_there_whatever_is_lost_meanwhile(
 
 
 @exhaustive
-def test_whose_disk_refuses_a_checkpoint_the_others_go_on_without(tmp_path: Path, corpus: Path) -> None:
+def test_others_continue_without_host_that_cannot_checkpoint(tmp_path: Path, corpus: Path) -> None:
     """From where they are, with the checkpoint; when its disk does not refuse any more it has the next one, too."""
     fleet = Asked(tmp_path, corpus)
     with ended(fleet):
@@ -210,7 +210,7 @@ class Pairs(Living):
 
 
 @exhaustive
-def test_of_several_ranks_on_a_host_each_comes_back_as_itself(tmp_path: Path, corpus: Path) -> None:
+def test_each_rank_of_a_host_rejoins_with_its_own_state(tmp_path: Path, corpus: Path) -> None:
     """Of two one is killed: the other ends too, and both are let in again, each with its number, share and records."""
     fleet = Pairs(tmp_path, corpus, "ab")
     with ended(fleet):

@@ -21,7 +21,7 @@ def scalars(run, tag):
     return [(one.step, one.value) for one in read.Scalars(tag)] if tag in read.Tags()["scalars"] else []
 
 
-def test_two_ranks_are_told_of_and_again_when_they_are_resumed(tmp_path, corpus):
+def test_logger_receives_all_steps_across_resume(tmp_path, corpus):
     run = RunDir(tmp_path / "run")
     flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--min-lr", "3e-4", "--ranks", "2",
              "--shares", "equal", "--eval-every", "3")  # fmt: skip
@@ -36,7 +36,7 @@ def test_two_ranks_are_told_of_and_again_when_they_are_resumed(tmp_path, corpus)
 
 
 @exhaustive
-def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
+def test_ctrl_c_ends_run_and_logger_receives_all_steps(tmp_path, corpus):
     started = Started(tmp_path, *long_run(corpus, 2), "--log", "tensorboard")
     try:
         started.wait_for_steps(1, 4)
@@ -54,7 +54,7 @@ def test_ctrl_c_ends_the_run_and_the_logger_hears_all_of_it(tmp_path, corpus):
 
 
 @exhaustive
-def test_a_terminal_has_a_bar_and_the_sentences_that_a_pipe_has(tmp_path, corpus):
+def test_terminal_shows_progress_bar_and_same_messages_as_pipe(tmp_path, corpus):
     flags = ("--data", corpus, *TINY, "--batch", "4", "--ranks", "2", "--steps", "6", "--eval-every", "3")
     text = ESCAPE.sub("", in_terminal("train", *flags, "--out", "run", cwd=tmp_path, status=0))
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
@@ -68,7 +68,7 @@ def test_a_terminal_has_a_bar_and_the_sentences_that_a_pipe_has(tmp_path, corpus
 
 
 @exhaustive
-def test_a_run_on_a_fleet_is_told_of_by_whoever_follows_it(tmp_path, corpus):
+def test_fleet_run_is_logged_by_follower(tmp_path, corpus):
     """Its host has a folder of its own, from which the records come home: at once, and when somebody looks again."""
     fleet = tmp_path / "machines.toml"
     fleet.write_text(f'[hosts.box]\naddress = "local"\nworkdir = "{tmp_path}/box"\n')

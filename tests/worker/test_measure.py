@@ -130,7 +130,7 @@ def sent(server: Server) -> tuple[int, int]:
         ),
     ],
 )
-def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, alone, sync, ranks, flags):
+def test_sent_bytes_match_kernel_counters(tmp_path, corpus, alone, sync, ranks, flags):
     """What the strategy states for every rank and step, against the counter of a loopback that nobody else uses.
 
     Where a receiver has to wait for its processor its queue overflows, and TCP sends again what it lost.
@@ -153,7 +153,7 @@ def test_bytes_are_those_that_the_kernel_counts(tmp_path, corpus, alone, sync, r
     assert 0.97 * stated < counted < 1.03 * stated + (at_last - at_first) * LARGEST_SEGMENT
 
 
-def test_the_summary_holds_what_the_records_say(tmp_path, train):
+def test_summary_matches_records(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "20", "--contention", ranks=2)
     summary = summarize_run(run)
     assert summary.num_steps == 20

@@ -33,7 +33,7 @@ from ..tiers import exhaustive
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def test_the_strips_of_attention_are_those_of_the_model():
+def test_planner_and_worker_attention_strips_are_equal():
     assert plan.STRIP_ROWS == worker.STRIP_ROWS
 
 
@@ -42,7 +42,7 @@ def test_the_strips_of_attention_are_those_of_the_model():
     ("preset", "change"),
     [("tiny", {}), ("char", {}), ("char", {"dropout": 0.0}), ("gpt2", {"dropout": 0.1}), ("gpt2", {}), ("d4", {})],
 )
-def test_what_autograd_saves_of_a_block_is_counted_to_the_byte(preset, change, dtype):
+def test_saved_activation_bytes_match_autograd_exactly(preset, change, dtype):
     size = {"num_layers": 2, "num_heads": 2, "width": 64, "block_size": 160}  # a whole strip and a part
     shape = preset_shape(preset, 256, **(size | change))
     module = GPT(shape)
@@ -87,7 +87,7 @@ def echo(group: Any, outgoing: list[torch.Tensor], incoming: list[torch.Tensor])
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("sync", ["packed", "bf16", "int8", "int4"])
-def test_what_an_exchange_keeps_for_its_largest_bucket_is_counted(monkeypatch, sync, num_ranks):
+def test_exchange_buffer_of_largest_bucket_is_counted(monkeypatch, sync, num_ranks):
     for module in (packed, quantized):
         monkeypatch.setattr(module, "pairwise_all_to_all", echo)
     group = types.SimpleNamespace(rank=0, world_size=num_ranks, device=torch.device("cpu"))
@@ -103,7 +103,7 @@ def test_what_an_exchange_keeps_for_its_largest_bucket_is_counted(monkeypatch, s
 
 
 @pytest.mark.parametrize("sync", ["diloco:4:streamed", "diloco:30:streamed"])
-def test_the_fragment_on_its_way_is_as_large_as_the_largest(sync):
+def test_in_flight_fragment_is_sized_by_largest(sync):
     parameters = list(GPT(SMALL).parameters())
     found = split_into_fragments(parameters, fragment_bytes(parse_sync(sync), sum(one.nbytes for one in parameters)))
     largest = max(sum(one.nbytes for one in several) for several in found)
@@ -174,13 +174,13 @@ RUNS = [
 @pytest.mark.usefixtures("quiet_machine")  # the kernel takes back memory of a process that waits for a processor
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the base and glibc's heap were measured on Linux")
 @pytest.mark.parametrize(("flags", "vocab_size", "ranks"), RUNS, ids=[flags[8:] for flags, _, _ in RUNS])
-def test_the_predicted_peak_is_the_measured_one_within_15_percent(tmp_path, flags, vocab_size, ranks):
+def test_predicted_peak_memory_is_within_15_percent(tmp_path, flags, vocab_size, ranks):
     manifest, measured = peak(tmp_path / "run", vocab_size, flags, ranks, ENV)
     assert predict(manifest).total == pytest.approx(measured, rel=0.15)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
-def test_without_holes_in_the_heap_the_causes_add_up(tmp_path):
+def test_memory_parts_sum_without_heap_fragmentation(tmp_path):
     flags = f"{CHAR} --num-layers 3 --dtype fp32 --batch 2 --micro-batch 2"
     manifest, measured = peak(tmp_path / "run", 256, flags, 1, ENV | {"MALLOC_MMAP_THRESHOLD_": "131072"})
     predicted = predict(manifest)

@@ -50,7 +50,7 @@ def gradients(model: GPT, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_closed_form_counts_the_real_parameters(name):
+def test_parameter_count_formula_matches_model(name):
     shape = PRESETS[name]
     with torch.device("meta"):
         model = GPT(shape)
@@ -69,7 +69,7 @@ def test_the_closed_form_counts_the_real_parameters(name):
         assert count == sum(p.numel() for n, p in model.named_parameters() if any(k in n for k in keys)), group
 
 
-def test_biases_count_too():
+def test_biases_are_counted():
     shape = small("d4", bias=True, norm="layernorm")
     assert shape.num_params() == sum(p.numel() for p in GPT(shape).parameters())
 
@@ -82,7 +82,7 @@ def test_a_seed_fixes_the_weights():
         assert not torch.equal(weight, other.get_parameter(name))
 
 
-def test_weights_start_as_gpt2s():
+def test_weights_initialize_like_gpt2():
     model = build(small("gpt2", width=256))
     for entering in (model.token_embedding, model.blocks[0].attention.qkv):
         assert entering.weight.std().item() == pytest.approx(0.02, rel=0.02)
@@ -102,7 +102,7 @@ def test_matrices_decay_and_vectors_do_not():
     assert len(build(small("d4")).param_groups(0.1)) == 1  # it has no vectors
 
 
-def test_an_impossible_shape_is_refused():
+def test_invalid_shape_is_refused():
     with pytest.raises(UsageError, match="heads"):
         GPT(msgspec.structs.replace(PRESETS["tiny"], num_heads=7))
 
@@ -111,7 +111,7 @@ def test_an_impossible_shape_is_refused():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_first_loss_is_a_guess(name):
+def test_initial_loss_is_uniform_guess(name):
     shape = small(name)
     with torch.no_grad():
         loss_sum = build(shape)(*batch(shape))
@@ -141,7 +141,7 @@ def test_targets_of_minus_one_do_not_count():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_token_does_not_change_what_comes_before(name):
+def test_attention_is_causal(name):
     shape = small(name)
     model, (tokens, _) = build(shape), batch(shape)
     changed = tokens.clone()
@@ -152,7 +152,7 @@ def test_a_token_does_not_change_what_comes_before(name):
     assert (before[:, 9:] != after[:, 9:]).flatten(2).any(dim=2).all()
 
 
-def test_rotated_products_depend_on_the_distance_alone():
+def test_rotary_products_depend_only_on_distance():
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 1, 64, dtype=torch.float64)
     cos, sin = (x.double() for x in rotary_angles(40, 64, torch.device("cpu")))
@@ -181,7 +181,7 @@ def test_activation_checkpointing_gives_the_same_gradients(name, dropout):
 # Dropout on a CPU
 
 
-def test_dropout_drops_its_share_and_keeps_the_mean():
+def test_dropout_keeps_rate_and_mean():
     torch.manual_seed(0)
     x = torch.ones(1001, 999, requires_grad=True)
     y = FastCpuDropout(0.2)(x)
@@ -210,7 +210,7 @@ class DropNothing(FastCpuDropout):
 
 
 @pytest.mark.parametrize("num_positions", [1, 7, STRIP_ROWS, 2 * STRIP_ROWS + 3])
-def test_attention_in_strips_is_attention(num_positions):
+def test_strip_attention_equals_full_attention(num_positions):
     torch.manual_seed(0)
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 3, num_positions, 8).unbind(0))
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -225,7 +225,7 @@ def test_attention_in_strips_is_attention(num_positions):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_drops_weights_while_training_alone():
+def test_attention_dropout_applies_only_in_training():
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 40, 8).unbind(0)
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -236,7 +236,7 @@ def test_attention_drops_weights_while_training_alone():
     assert not torch.equal(dropped, reference)
 
 
-def test_dropout_is_where_nanogpt_has_it():
+def test_dropout_is_placed_like_nanogpt():
     shape = small("char", dropout=0.5)
     model, (tokens, targets) = build(shape), batch(shape)
     dropped = []
@@ -300,7 +300,7 @@ def as_gpt2(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_are_gpt2s(bias):
+def test_loss_and_gradients_match_gpt2(bias):
     shape = small("char", bias=bias)
     model, (tokens, targets) = build(shape), batch(shape)
     with torch.no_grad():
@@ -320,7 +320,7 @@ def test_loss_and_gradients_are_gpt2s(bias):
 # Against nanochat
 
 
-def test_logits_are_nanochats_written_out():
+def test_logits_match_nanochat_formula():
     """Rotation by complex numbers, softmax by hand, one head at a time."""
     shape = small("d4", width=32, num_heads=2)
     model, (tokens, _) = build(shape), batch(shape, 1)
@@ -371,7 +371,7 @@ def huggingface(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.n
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
-def test_gpt2_weights_give_the_published_architectures_logits(huggingface, prefix, tmp_path):
+def test_gpt2_weights_give_published_logits(huggingface, prefix, tmp_path):
     path, theirs = huggingface
     tensors = {name.replace("transformer.", prefix): tensor for name, tensor in load_file(path).items()}
     tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 24, 24)  # old files carry the causal mask
@@ -422,7 +422,7 @@ def change(tensors: dict[str, torch.Tensor], what: str) -> dict[str, torch.Tenso
         ("no table", r"wpe.weight is \(5,\)"),
     ],
 )
-def test_what_is_not_a_gpt2_is_refused(huggingface, tmp_path, what, message):
+def test_non_gpt2_weights_are_refused(huggingface, tmp_path, what, message):
     path = tmp_path / "model.safetensors"
     save_file(change(load_file(huggingface[0]), what), path)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -431,7 +431,7 @@ def test_what_is_not_a_gpt2_is_refused(huggingface, tmp_path, what, message):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 a pickle"])
-def test_what_is_not_safetensors_is_refused(tmp_path, content):
+def test_non_safetensors_file_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -441,7 +441,7 @@ def test_what_is_not_safetensors_is_refused(tmp_path, content):
         load_gpt2(tmp_path)
 
 
-def test_the_number_of_heads_can_be_said(tmp_path):
+def test_number_of_heads_can_be_given(tmp_path):
     model = build(small("gpt2", width=48, num_heads=3))
     config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=48, n_layer=3, n_head=3)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
@@ -469,7 +469,7 @@ def test_generation_is_deterministic_and_continues_the_prompt():
     assert model.training
 
 
-def test_the_likeliest_token():
+def test_temperature_zero_picks_likeliest_token():
     shape = small("d4")
     model, (tokens, _) = build(shape), batch(shape)
     tokens = tokens[:, :5]
@@ -482,7 +482,7 @@ def test_the_likeliest_token():
 @exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("name", ["char", "d4"])
-def test_compiled_blocks_compute_the_same(name):
+def test_compiled_blocks_give_same_results(name):
     shape = small(name)
     model = build(shape)
     loss = model(*batch(shape))

@@ -9,7 +9,7 @@ from torch import nn
 from evener.worker.buffers import BufferAverager
 
 
-def test_running_statistics_are_those_of_the_mean_over_micro_batches():
+def test_running_statistics_average_over_micro_batches():
     """Closed form: with momentum m, one step moves the running mean to (1-m)·r + m·(mean of the batches' means)."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(3, momentum=0.3)
@@ -41,7 +41,7 @@ class Average(nn.Module):
         self.cache = torch.ones(len(x))
 
 
-def test_a_tensor_that_takes_a_buffers_place_counts_as_the_buffer():
+def test_reassigned_buffer_tensor_is_tracked():
     torch.manual_seed(0)
     module = nn.Sequential(Average())
     buffer, batches = module[0].mean, torch.randn(4, 8, 2)

@@ -56,7 +56,7 @@ if group.rank == 2:  # a file where the folder would be
         (("10=1", "10=1 20=2", "10=1"), DAMAGED, "10 1.0 True"),
     ],
 )
-def test_all_have_the_newest_whole_one(
+def test_all_ranks_get_newest_complete_checkpoint(
     run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, has: tuple[str, ...], change: str,
     expected: str,
 ) -> None:  # fmt: skip
@@ -67,7 +67,7 @@ def test_all_have_the_newest_whole_one(
     assert half == []
 
 
-def test_who_cannot_take_it_says_so_and_nobody_waits_for_it(
+def test_rank_that_cannot_store_checkpoint_fails_all_without_hanging(
     run_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     done = run_script(SPREADS, str(tmp_path), "10=1", "", "", REFUSES, ranks=3)

@@ -35,7 +35,7 @@ with evener.join(evener.parse_args(sys.argv[1:])) as run:
 
 
 @pytest.mark.parametrize("shares", ["1:1", "3:1"])
-def test_the_noise_scale_is_what_the_gradients_were_drawn_with(tmp_path, run_script, shares):
+def test_noise_scale_matches_gradient_distribution(tmp_path, run_script, shares):
     """tr Σ = SIZE, |G|² = MEAN_SQ: a scale of 75 samples."""
     flags = ("--steps", "400", "--batch", "64", "--shares", shares, "--threads", "1", "--clip", "0",
              "--verify-every", "0", "--checkpoint-every", "0")  # fmt: skip

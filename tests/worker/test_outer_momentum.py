@@ -43,11 +43,11 @@ def went(shares: tuple[int, ...], momentum: float) -> float:
 
 
 @pytest.mark.parametrize("shares", [(9, 5, 2), *exhaustively(((8, 8),), ((4, 4, 4, 4),))])
-def test_replicas_go_as_far_as_one_process(shares):
+def test_outer_momentum_matches_single_process_progress(shares):
     alone = went((16,), 0.0)
     assert went(shares, 0.0) < 0.85 * alone  # their mean does not
     assert went(shares, outer_momentum(shares)) == pytest.approx(alone, rel=0.03)
 
 
-def test_what_one_replica_learns_alone_is_what_it_would_without_diloco():
+def test_single_learning_replica_gets_zero_outer_momentum():
     assert outer_momentum([16]) == outer_momentum([0, 16, 0]) == outer_momentum([0, 0]) == 0.0

@@ -13,7 +13,7 @@ from tests.conftest import TIMEOUT_S
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it under Linux")
-def test_what_connections_have_moved_is_what_was_sent_and_received() -> None:
+def test_moved_bytes_equal_sent_and_received_bytes() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as one,

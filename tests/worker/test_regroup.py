@@ -126,7 +126,7 @@ os._exit(0)
         ),
     ],
 )
-def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ranks):
+def test_membership_change_at_any_time_loses_no_update(torchrun, sync, ranks):
     """The closed form: what each rank went, by tokens. Codes lose what they had left of flights that failed.
 
     torchrun has the store in which worlds meet: of a rank all connections are cut.
@@ -141,7 +141,7 @@ def test_whenever_a_world_is_lost_nothing_that_was_learned_is(torchrun, sync, ra
 
 @exhaustive
 @pytest.mark.parametrize("sync", ["diloco:4:int8", *exhaustively("diloco:6:streamed")])
-def test_replicas_and_their_outer_momentum_are_equal_whatever_was_lost(torchrun, sync):
+def test_replicas_and_outer_momentum_are_equal_after_any_membership_change(torchrun, sync):
     done = torchrun(REPLICAS, sync, "12", "its own", ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])[0] is True

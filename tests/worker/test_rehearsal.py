@@ -56,7 +56,7 @@ def program(kind: str, dropout: float, normalizes: bool):
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(("dropout", "normalizes"), [(0.0, False), (0.2, False), (0.5, False), (0.5, True)])
 @pytest.mark.parametrize("size", [2, 5, 16])
-def test_a_mean_is_refused_and_a_sum_is_not(kind, dropout, normalizes, size):
+def test_mean_loss_is_refused_and_sum_loss_accepted(kind, dropout, normalizes, size):
     torch.manual_seed(size)
     for _ in range(NUM_PROGRAMS):
         net, loss = program(kind, dropout, normalizes)
@@ -65,12 +65,12 @@ def test_a_mean_is_refused_and_a_sum_is_not(kind, dropout, normalizes, size):
             rehearse(net, lambda module, part, loss=loss: loss(module, part) / len(part), size)
 
 
-def test_a_sum_without_noise_costs_two_parts_more():
+def test_deterministic_sum_needs_two_more_passes():
     assert rehearse(*program("squares", 0.0, False), 8) == 3
     assert rehearse(*program("squares", 0.0, False), 1) == 1  # one sample has no half
 
 
-def test_a_sum_with_something_that_is_none_is_refused():
+def test_sum_loss_with_constant_term_is_refused():
     """A penalty on weights, once for each micro-batch: with two ranks it would count twice."""
     net, loss = program("squares", 0.0, False)
 
@@ -81,14 +81,14 @@ def test_a_sum_with_something_that_is_none_is_refused():
         rehearse(net, penalized, 8)
 
 
-def test_sums_that_were_rounded_to_bf16_are_sums():
+def test_bf16_rounded_sums_are_accepted():
     torch.manual_seed(0)
     for size in (2, 5, 16):
         net, loss = program("squares", 0.0, False)
         rehearse(net, lambda module, part, loss=loss: loss(module, part).bfloat16(), size)
 
 
-def test_a_loss_that_is_noise_alone_is_hardly_ever_taken_for_a_mean():
+def test_noisy_loss_is_rarely_mistaken_for_mean():
     """A critic's, real against made up, before it has learned anything: its sums are random and near 0."""
     draw = np.random.default_rng(3)
     refused = 0
@@ -109,7 +109,7 @@ class Squares(nn.Module):
         return self.linear(x).square()
 
 
-def test_a_compiled_model_is_compiled_for_the_whole_alone():
+def test_compiled_model_compiles_only_full_batch_size():
     sizes, net, x = [], Squares(), torch.randn(200, 16)
 
     def backend(graph, inputs):
@@ -146,7 +146,7 @@ class Table(dict[int, int]):
         self.update(state)
 
 
-def test_a_rehearsal_leaves_buffers_states_and_generators_as_they_were():
+def test_rehearsal_restores_buffers_states_and_generators():
     net = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
     counter, table, x = Counter(), Table(), torch.randn(200, 16)
 

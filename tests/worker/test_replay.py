@@ -70,7 +70,7 @@ def tamper(run, rank, step, **values):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_ranks_run_is_that_of_one_process(original, tmp_path, corpus, server):
+def test_replay_of_ranks_run_equals_single_process_run(original, tmp_path, corpus, server):
     """Beside it an uninterrupted run of one process, which is what a replay has to come to."""
     alone = start_run(server, tmp_path / "alone", corpus, ranks=1).records(0)
     before = files(original.path)
@@ -89,7 +89,7 @@ def test_the_ranks_run_is_that_of_one_process(original, tmp_path, corpus, server
 
 
 @exhaustive
-def test_it_tells_a_person(original, tmp_path):
+def test_verify_replay_prints_tolerance_and_verdict(original, tmp_path):
     told = verify(original, "--replay", "10", cwd=tmp_path).stdout.splitlines()
     assert told[0] == "replayed steps 21 to 30 from its checkpoint of step 20, on cpu in fp32"
     assert re.match(
@@ -107,7 +107,7 @@ def test_it_tells_a_person(original, tmp_path):
         *exhaustively(("grad_norm", 1e-2, "record"), ("loss", None, "nonfinite")),
     ],
 )
-def test_a_record_that_was_changed_is_found_with_its_step(run, name, by, kind):
+def test_changed_record_is_detected_with_its_step(run, name, by, kind):
     for rank in (0, 1):
         tamper(run, rank, 24, **{name: by})
     before = files(run.path)
@@ -118,7 +118,7 @@ def test_a_record_that_was_changed_is_found_with_its_step(run, name, by, kind):
 
 
 @exhaustive
-def test_one_rank_that_recorded_something_else_is_named(run):
+def test_rank_with_differing_records_is_named(run):
     tamper(run, 1, 22, loss=1e-3)
     verdict = replay(run, "10", status=1)["verdict"]
     assert (verdict["kind"], verdict["step"], verdict["rank"]) == ("record", 22, 1)
@@ -126,7 +126,7 @@ def test_one_rank_that_recorded_something_else_is_named(run):
 
 @exhaustive
 @pytest.mark.parametrize("hashed", [True, *exhaustively(False)])
-def test_a_weight_that_was_changed_is_found_in_the_first_step(run, hashed):
+def test_changed_weight_is_detected_in_first_step(run, hashed):
     """One that the ranks had hashed otherwise, and one that they had like that, too."""
     from evener.worker.replica_hashes import hash_tensors
 
@@ -148,7 +148,7 @@ def test_a_weight_that_was_changed_is_found_in_the_first_step(run, hashed):
 
 
 @exhaustive
-def test_changed_bytes_of_the_corpus_are_found(run):
+def test_changed_corpus_bytes_are_detected(run):
     data = Path(run.manifest().corpus.path) / "train.bin"
     content = data.read_bytes()
     try:
@@ -179,7 +179,7 @@ train(resolve(parse_args(sys.argv[2:])))
 """
 
 
-def test_a_wrong_reduction_is_found(tmp_path, corpus, run_script):
+def test_wrong_reduction_is_detected(tmp_path, corpus, run_script):
     out = tmp_path / "run"
     flags = ["--data", str(corpus), "--model", "tiny", "--out", str(out), "--threads", "1", "--dtype", "fp32", *FLAGS]
     done = run_script(WRONG, "24", *flags, ranks=2)
@@ -194,7 +194,7 @@ def test_a_wrong_reduction_is_found(tmp_path, corpus, run_script):
 @pytest.mark.parametrize(
     ("flags", "kind"), [(("--sync", "int8"), "--sync int8"), *exhaustively((("--dtype", "bf16"), "bf16 rounds"))]
 )
-def test_what_is_not_exact_is_compared_loosely(tmp_path, corpus, flags, kind, server):
+def test_lossy_strategy_is_compared_with_wider_tolerance(tmp_path, corpus, flags, kind, server):
     found = replay(start_run(server, tmp_path / "run", corpus, *flags), "20")
     assert found["passes"]
     assert found["tolerance"]["why"].startswith(kind)
@@ -202,7 +202,7 @@ def test_what_is_not_exact_is_compared_loosely(tmp_path, corpus, flags, kind, se
 
 
 @exhaustive
-def test_dropout_of_one_rank_is_drawn_again_and_of_two_refused(tmp_path, corpus, server):
+def test_dropout_replays_on_one_rank_and_is_refused_on_two(tmp_path, corpus, server):
     alone = start_run(server, tmp_path / "one", corpus, "--dropout", "0.1", ranks=1)
     for num_steps in (10, 30):
         assert replay(alone, num_steps)["verdict"]["largest_loss"] == 0.0
@@ -212,7 +212,7 @@ def test_dropout_of_one_rank_is_drawn_again_and_of_two_refused(tmp_path, corpus,
 
 
 @exhaustive
-def test_what_cannot_be_replayed_says_why(run, tmp_path, corpus, run_script, server):
+def test_impossible_replay_is_refused_with_reason(run, tmp_path, corpus, run_script, server):
     far = verify(run, "--replay", "31", status=2).stderr
     assert "no checkpoint is followed by 31 recorded steps: 30 after step 0, 20 after step 10, 10 after step 20" in far
     assert "hint:  --replay 30" in far

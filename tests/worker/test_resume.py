@@ -54,7 +54,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, train, s
     assert parts.manifest().verdict == "finished"
 
 
-def test_resumed_on_another_number_of_ranks_stays_within_rounding(tmp_path, train):
+def test_resume_on_other_rank_count_matches_within_rounding(tmp_path, train):
     flags = [word for word in STEPS if word not in ("--dropout", "0.1")]
     whole = train(tmp_path / "whole", *flags)
     train(tmp_path / "parts", *flags, "--max-s", "0", ranks=2)  # stops after its first step
@@ -76,7 +76,7 @@ def test_resumed_on_another_number_of_ranks_stays_within_rounding(tmp_path, trai
         ),
     ],
 )
-def test_figures_are_those_since_the_settings_changed(tmp_path, train, before, now, since):
+def test_figures_cover_steps_since_settings_changed(tmp_path, train, before, now, since):
     """Stopped after 8 steps, and resumed twice: with other flags, and with these again."""
     train(tmp_path / "run", *before, "--steps", "8", ranks=2)
     for steps in ("20", "28"):
@@ -110,7 +110,7 @@ def test_kill_9_at_any_moment_leaves_the_last_good_checkpoint(tmp_path, start, t
     assert resumed_from == sorted(set(resumed_from))
 
 
-def test_a_removal_that_was_cut_off_leaves_no_half_checkpoint(tmp_path, train, monkeypatch):
+def test_interrupted_checkpoint_removal_leaves_no_partial_checkpoint(tmp_path, train, monkeypatch):
     """As if killed between two files of the old checkpoint: the next start neither sees nor keeps what is left."""
     run = train(tmp_path / "run", "--steps", "4", "--checkpoint-every", "2", "--eval-every", "0")
     assert run.checkpoint_steps() == [2, 4]
@@ -123,7 +123,7 @@ def test_a_removal_that_was_cut_off_leaves_no_half_checkpoint(tmp_path, train, m
 
 
 @exhaustive
-def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):
+def test_killed_rank_ends_the_others_and_leaves_no_process(tmp_path, start):
     started = start(tmp_path / "run", "--steps", "100000", "--eval-every", "0", ranks=2)
     started.wait_for_step(3)
     workers = psutil.Process(started.process.pid).children()
@@ -134,7 +134,7 @@ def test_a_rank_killed_ends_the_others_and_no_process_stays(tmp_path, start):
     assert not any(worker.is_running() for worker in workers)
 
 
-def test_the_last_k_and_the_best_are_kept(tmp_path, train):
+def test_last_k_and_best_checkpoints_are_kept(tmp_path, train):
     flags = ("--steps", "30", "--checkpoint-every", "5", "--eval-every", "5", "--keep", "2", "--lr", "0.01")
     run = train(tmp_path / "run", *flags)
     saved = [e for e in run.events() if e["event"] == "checkpoint"]
@@ -154,7 +154,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path, train, start, file):
         read_checkpoint(run.checkpoint_path(2))
 
 
-def test_a_foreign_checkpoint_is_refused(tmp_path, train, start):
+def test_checkpoint_of_other_shape_is_refused(tmp_path, train, start):
     train(tmp_path / "run", "--steps", "2")
     started = start(tmp_path / "run", "--steps", "4", "--width", "32", "--resume")
     assert started.wait() == 2
@@ -184,7 +184,7 @@ with evener.join(spec, resume=len(sys.argv) > 3) as run:
 """
 
 
-def test_a_loop_of_the_users_own_resumes_bit_for_bit(tmp_path, run_script):
+def test_custom_loop_resumes_bit_for_bit(tmp_path, run_script):
     def run(out, *args):
         done = run_script(OWN_LOOP, str(tmp_path / out), *args, ranks=2)
         assert done.returncode == 0, done.stderr
@@ -221,7 +221,7 @@ with evener.join(parse_args(flags)) as run:
 """
 
 
-def test_a_stop_on_a_checkpoint_step_where_each_host_has_a_disk(tmp_path, run_script):
+def test_stop_on_checkpoint_step_works_with_separate_disks(tmp_path, run_script):
     """Only rank 0 finds the checkpoint on its disk: both must know that it was made."""
     done = run_script(STOPS, str(tmp_path), ranks=2)
     assert done.returncode == 0, done.stderr
@@ -247,7 +247,7 @@ train(resolve(parse_args(sys.argv[1:])))
 """
 
 
-def test_a_rank_that_dies_just_after_a_checkpoint_leaves_records_of_all_its_steps(tmp_path, corpus, run_script):
+def test_rank_killed_after_checkpoint_keeps_records_of_all_its_steps(tmp_path, corpus, run_script):
     """A resumed run never repeats those steps: what is not written by then is lost."""
     out = tmp_path / "run"
     flags = ["--data", str(corpus), "--model", "tiny", "--out", str(out), "--steps", "20", "--checkpoint-every", "5"]

@@ -42,7 +42,7 @@ def losses(run):
 
 
 @pytest.mark.parametrize("shares", ["3:1", *exhaustively("1:0", "0:1")])
-def test_unequal_shares_learn_what_one_process_learns(tmp_path, train, one_rank, shares):
+def test_unequal_shares_give_same_losses_as_one_process(tmp_path, train, one_rank, shares):
     run = train(tmp_path / "run", *STEPS, "--shares", shares, "--micro-batch", "5", ranks=2)
     assert losses(run) == pytest.approx(losses(one_rank), rel=1e-5)
     assert run.manifest().result.val_loss == pytest.approx(one_rank.manifest().result.val_loss, rel=1e-5)
@@ -75,7 +75,7 @@ loop.train(resolve(parse_args(sys.argv[1:])))
 """
 
 
-def test_shares_that_change_at_one_step_on_all_ranks(tmp_path, corpus, run_script, one_rank):
+def test_shares_change_at_the_same_step_on_all_ranks(tmp_path, corpus, run_script, one_rank):
     """One rank alone asks; both take it up at step 20, and again at step 30, where rank 1 has nothing left to do."""
     flags = ["--data", str(corpus), "--model", "tiny", "--dtype", "fp32", "--threads", "1", "--eval-tokens", "2048"]
     done = run_script(RESHARED, *flags, *STEPS, "--shares", "equal", "--out", str(tmp_path / "run"), ranks=2)
@@ -123,7 +123,7 @@ loop.train(resolve(parse_args(sys.argv[1:])))
 """
 
 
-def test_shares_follow_the_ranks_speed_and_the_same_is_learned(tmp_path, corpus, run_script, one_rank):
+def test_shares_follow_rank_speed_without_changing_losses(tmp_path, corpus, run_script, one_rank):
     """What each rank tells of its time is written here; what follows from it is the run's own: a third of the share,
     none, and for a trial one sequence.
     """
@@ -148,7 +148,7 @@ def test_shares_follow_the_ranks_speed_and_the_same_is_learned(tmp_path, corpus,
 
 
 @pytest.mark.parametrize("sync", ["packed", *exhaustively("ddp")])
-def test_rebalanced_stopped_and_resumed_on_other_ranks_the_same_is_learned(
+def test_rebalanced_and_resumed_run_on_other_ranks_gives_same_losses(
     tmp_path, run_script, train, corpus, one_rank, sync
 ):
     """Two ranks, shares that change in the middle, a stop after step 24; then three ranks go on to the end."""
@@ -201,7 +201,7 @@ with evener.join(spec) as run:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("plain", [11, 5]), ("batch-norm", [12, 4])])
-def test_a_program_of_ones_own_is_balanced_and_learns_the_same(tmp_path, run_script, kind, expected):
+def test_custom_program_is_rebalanced_without_changing_losses(tmp_path, run_script, kind, expected):
     """Of a model with BatchNorm whole micro-batches of one size move: other sizes would be another model."""
     flags = [kind, "--batch", "16", "--steps", "30", "--threads", "1", "--micro-batch", "4", "--eval-every", "0"]
     runs = {}
@@ -229,7 +229,7 @@ def fixed_of(*flags):
     return FixedMembership(initial_roster(parse_args([*flags]), seats, 64))
 
 
-def test_a_program_that_weighs_its_ranks_is_balanced_no_more():
+def test_program_that_sets_its_weights_is_no_longer_rebalanced():
     fixed = fixed_of("--batch", "16")
     assert heard(fixed, range(30), 1.0, 2.0) is None  # nobody asked for it
     fixed.enable_balancing(fixed_micro_batch_size=False)
@@ -238,7 +238,7 @@ def test_a_program_that_weighs_its_ranks_is_balanced_no_more():
     assert heard(fixed, range(61, 120), 1.0, 9.0) is None
 
 
-def test_weights_of_replicas_that_drift_are_a_steps_and_not_a_rounds():
+def test_weights_of_drifting_replicas_apply_per_step_not_per_round():
     fixed = fixed_of("--batch", "16", "--sync", "diloco:10")
     fixed.enable_balancing(fixed_micro_batch_size=False)
     roster = heard(fixed, range(30), 1.0, 2.0)
@@ -247,7 +247,7 @@ def test_weights_of_replicas_that_drift_are_a_steps_and_not_a_rounds():
     assert fixed.update_roster(news(1.0, 1.0, step=30, share_weight=5.3), 31).shares == [8, 8]
 
 
-def test_shares_stay_where_a_model_has_several_sizes():
+def test_shares_stay_fixed_with_several_micro_batch_sizes():
     """Compiled for 9 and 8 sequences, it would be compiled again for others."""
     fixed = fixed_of("--batch", "32", "--shares", "17:15", "--micro-batch", "16")
     assert fixed.enable_balancing(fixed_micro_batch_size=True).startswith(
@@ -264,7 +264,7 @@ def test_shares_stay_where_a_model_has_several_sizes():
     assert [member.micro_batch_sizes for member in roster.members] == [[4] * 7, [4]]
 
 
-def test_a_compiled_model_begins_in_whole_micro_batches_where_the_batch_consists_of_such():
+def test_compiled_model_starts_with_whole_micro_batches_when_possible():
     fixed = fixed_of("--batch", "16", "--shares", "11:5", "--micro-batch", "2")  # else [2, 2, 2, 2, 2, 1], [2, 2, 1]
     assert fixed.enable_balancing(fixed_micro_batch_size=True) == ""
     assert [member.micro_batch_sizes for member in fixed.roster.members] == [[2] * 6, [2] * 2]
@@ -280,7 +280,7 @@ def recorder_of(folder, roster):
     return StepRecorder(rundir, 0, roster, clock, None, SpanRecorder(rundir, 0, clock))
 
 
-def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
+def test_weight_reported_before_checkpoint_is_kept(tmp_path):
     """On a GPU a step's news are a step late: what is flushed before a checkpoint must not take its place."""
     member = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cuda:0")], None)
     recorder = recorder_of(tmp_path / "run", member)
@@ -305,7 +305,7 @@ def test_a_weight_that_is_told_right_before_a_checkpoint_is_heard(tmp_path):
     assert (recorder.reports[0].step, recorder.reports[0].share_weight) == (1.0, 2.0)
 
 
-def test_who_had_no_share_and_is_left_alone_writes_down_a_step_of_which_nobody_knows_the_loss(tmp_path):
+def test_lone_rank_without_share_records_step_of_unknown_loss(tmp_path):
     """Whoever had all of the batch is gone before it told."""
     told = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cpu")], None)
     roster = msgspec.structs.replace(told, sync=parse_sync("diloco:10"))
@@ -321,7 +321,7 @@ def test_who_had_no_share_and_is_left_alone_writes_down_a_step_of_which_nobody_k
     assert [(record.step, record.loss) for record in RunDir(tmp_path / "run").records(0)] == [(0, None)]
 
 
-def test_what_a_rank_tells_of_its_share_is_input_and_computing_and_its_update_beside_it(tmp_path):
+def test_reported_time_is_input_plus_compute_with_update_separate(tmp_path):
     roster = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cpu")], None)
     recorder = recorder_of(tmp_path / "run", roster)
     recorder.begin_step()
@@ -339,7 +339,7 @@ def test_what_a_rank_tells_of_its_share_is_input_and_computing_and_its_update_be
 
 
 @exhaustive
-def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, start, monkeypatch):
+def test_launcher_roster_is_used_and_roster_of_other_ranks_refused(tmp_path, start, monkeypatch):
     """EVENER_ROSTER names a file; what it says counts, whatever the flags say, as long as it is of these ranks."""
     from evener.core.host_info import local_host_info
 
@@ -360,7 +360,7 @@ def test_the_launchers_roster_is_taken_and_one_of_other_ranks_refused(tmp_path, 
     assert "error: roster.mismatch: rank 1 was to be cpu on laptop, and is cpu on" in refused.text()
 
 
-def test_steps_of_a_round_need_not_be_alike_and_leave_no_sample_out(tmp_path, train, start, monkeypatch):
+def test_round_steps_may_differ_and_omit_no_sample(tmp_path, train, start, monkeypatch):
     """Where nothing is learned, a step's loss tells of which samples it was: those that one process has."""
     from evener.core.host_info import local_host_info
 
@@ -441,7 +441,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 """
 
 
-def test_ranks_of_different_devices_lag_alike(tmp_path, run_script):
+def test_ranks_of_different_devices_report_with_equal_lag(tmp_path, run_script):
     """A GPU's records are a step behind, so all ranks' are: news of one step are added up, and no rank gathers alone.
 
     The queue's clock fails where a step is read before the next one was queued: then a GPU would stand still.
@@ -493,7 +493,7 @@ os._exit(0)
 """
 
 
-def test_no_step_of_replicas_that_drift_waits_for_the_slowest_rank(tmp_path, torchrun):
+def test_drifting_replicas_do_not_wait_for_slowest_rank(tmp_path, torchrun):
     """One is a step ahead all the while; what is heard late is heard all the same, and steps end complete."""
     done = torchrun(DRIFTING, str(tmp_path / "run"), ranks=2)
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,7 @@ SYNCS = [
 
 
 @pytest.mark.parametrize(("sync", "ranks", "flags"), SYNCS)
-def test_spans_sum_to_the_records_and_a_trace_of_them_is_whole(tmp_path, train, sync, ranks, flags):
+def test_spans_sum_to_records_and_trace_is_complete(tmp_path, train, sync, ranks, flags):
     run = train(tmp_path / "run", "--steps", "105", "--batch", "6", "--micro-batch", "1", "--sync", sync,
                 "--eval-every", "50", "--checkpoint-every", "40", *flags, ranks=ranks)  # fmt: skip
     timeline = read_timeline(run)
@@ -119,7 +119,7 @@ def test_arrows_lead_from_the_slow_rank(tmp_path, run_script):
         assert last.args["without waiting (ms)"] < 100
 
 
-def test_a_rank_that_fails_has_told_its_last_steps(tmp_path, run_script):
+def test_failed_rank_has_written_its_last_spans(tmp_path, run_script):
     done = run_script(SLOW_RANK, str(tmp_path / "run"), "fails", ranks=2)
     assert done.returncode != 0
     run = RunDir(tmp_path / "run")
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_has_told_its_last_steps(tmp_path, run_script):
     traces.read(tmp_path / "trace.json")
 
 
-def test_what_torchs_profiler_records_lies_where_our_marks_say(tmp_path, train):
+def test_profiler_events_lie_within_our_update_marks(tmp_path, train):
     """Its clock is its own: that an optimizer's step lies within our update shows that the two were joined rightly."""
     run = train(tmp_path / "run", "--steps", "30", "--profile", "2", "--profile-ranks", "1", ranks=2)
     assert read_profile(run, 0) is None
@@ -159,7 +159,7 @@ def test_what_torchs_profiler_records_lies_where_our_marks_say(tmp_path, train):
         assert [one for one in found if one.name == "gloo:all_reduce" and step.begin <= one.begin < step.end]
 
 
-def test_two_ranks_on_one_machine_have_one_clock_by_what_their_collectives_say(tmp_path, train):
+def test_clock_offset_of_two_local_ranks_is_near_zero(tmp_path, train):
     """Asked as if they were hosts that nobody knows anything of: the kernel's monotonic clock is one for all."""
     run = train(tmp_path / "run", "--steps", "60", ranks=2)
     spans = {rank: run.spans(rank) for rank in range(2)}
@@ -171,7 +171,7 @@ def test_two_ranks_on_one_machine_have_one_clock_by_what_their_collectives_say(t
     assert offset.error_s < 0.1  # in fact a millisecond; processors may be busy
 
 
-def test_a_resumed_run_drops_spans_of_steps_that_it_takes_again(tmp_path, train):
+def test_resume_drops_spans_of_repeated_steps(tmp_path, train):
     out = tmp_path / "run"
     train(out, "--steps", "30", "--checkpoint-every", "20")
     assert [one.step for one in RunWriter(out).spans(0)] == list(range(30))
@@ -180,7 +180,7 @@ def test_a_resumed_run_drops_spans_of_steps_that_it_takes_again(tmp_path, train)
     assert RECORD_LAST_STEPS == 20
 
 
-def test_layers_are_marked_from_outside_and_change_nothing():
+def test_layer_marks_do_not_change_gradients():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 8), *(nn.Linear(8, 8) for _ in range(10)), nn.LayerNorm(8))
     tokens = torch.arange(7)
@@ -207,7 +207,7 @@ def test_layers_are_marked_from_outside_and_change_nothing():
     assert hooks == sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules()) == 0
 
 
-def test_a_compiled_module_is_left_alone():
+def test_compiled_module_gets_no_layer_marks():
     block = nn.Linear(2, 2)
     block.compile()
     assert layer_groups(nn.Sequential(nn.Linear(2, 2), block)) == []

@@ -54,18 +54,18 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_any_tree_of_numbers_and_text(tree):
+def test_any_tree_of_numbers_and_text_round_trips(tree):
     assert same(there_and_back(tree), tree)
 
 
-def test_what_json_would_make_another_of():
+def test_values_json_would_alter_round_trip():
     state = {0: "int key", "0": "text key", "n": 2**80, "f": 2.0, "i": 2, "b": True, "z": -0.0, "inf": -float("inf"),
              "nan": float("nan"), "none": None, "pair": (1, [2, ()]), "count": Counter({30: 2}), (1, 2): {},
              "ordered": OrderedDict(b=1, a=2), "dict": {"dict": [[1, 2]]}}  # fmt: skip
     assert same(there_and_back(state), state)
 
 
-def test_tensors_arrays_and_random_states():
+def test_tensors_arrays_and_random_states_round_trip():
     state = {
         "empty": torch.zeros(0, 3), "scalar": torch.tensor(7), "half": torch.tensor([1.5], dtype=torch.bfloat16),
         "array": np.arange(6, dtype=">u2").reshape(2, 3).astype("u2").T, "np.float64": np.float64(0.1),
@@ -77,7 +77,7 @@ def test_tensors_arrays_and_random_states():
     assert same(there_and_back(state), state)
 
 
-def test_keys_that_look_alike_keep_their_tensors():
+def test_similar_keys_keep_their_tensors():
     state = {0: torch.tensor(1), "0": torch.tensor(2), "a/b": torch.tensor(3), "a": {"b": torch.tensor(4)}}
     assert same(there_and_back(state), state)
 
@@ -101,14 +101,14 @@ class Foo:
         (Foo(), "state of 'scheduler' holds a Foo"),
     ],
 )
-def test_anything_else_is_refused_by_name(state, message):
+def test_unsupported_object_is_refused_by_name(state, message):
     with pytest.raises(UsageError) as caught:
         flatten_state(state, "user/scheduler")
     assert str(caught.value) == message
     assert caught.value.hint == "checkpoints hold tensors, numbers, text, None, and lists, tuples and dicts of them"
 
 
-def test_every_dtype_that_is_packed_can_be_written(tmp_path):
+def test_every_supported_dtype_round_trips(tmp_path):
     state = {str(dtype): torch.arange(3).to(dtype) for dtype in STORABLE_DTYPES}
     folder = write(tmp_path, {}, {"all": state})
     loaded = load(folder).states["all"]
@@ -175,7 +175,7 @@ def learn(model, optimizer, scheduler, steps) -> list[float]:
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"), [(name, None) for name in OPTIMIZERS] + [("momentum", name) for name in SCHEDULERS]
 )
-def test_torchs_own_go_on_bit_for_bit(tmp_path, optimizer, scheduler):
+def test_optimizer_and_scheduler_resume_bit_for_bit(tmp_path, optimizer, scheduler):
     def make():
         model = net()
         opt = OPTIMIZERS[optimizer](model.parameters())
@@ -197,7 +197,7 @@ def test_torchs_own_go_on_bit_for_bit(tmp_path, optimizer, scheduler):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole[0].parameters(), strict=True))
 
 
-def test_param_groups_of_ones_own_and_state_that_is_no_tensor(tmp_path):
+def test_custom_param_groups_and_non_tensor_state_round_trip(tmp_path):
     model = net()
     opt = torch.optim.SGD([{"params": [p], "mine": i} for i, p in enumerate(model.parameters())], 0.1)
     opt.param_groups[1]["lr"] = 0.025
@@ -207,7 +207,7 @@ def test_param_groups_of_ones_own_and_state_that_is_no_tensor(tmp_path):
     assert same(load(write(tmp_path, {}, {"optimizer": before})).states["optimizer"], before)
 
 
-def test_a_loss_scalers_growth_interval_stays_an_int(tmp_path):
+def test_grad_scaler_growth_interval_stays_int(tmp_path):
     """torch's kernel takes no float for it."""
     model = net()
     opt = torch.optim.SGD(model.parameters(), 0.1)

@@ -74,7 +74,7 @@ def waits(pid: int) -> bool:
         return True
 
 
-def test_one_request_passed_on_twice_is_one():
+def test_duplicate_forwarded_signal_counts_once():
     stopping = StopSignals()
     try:
         assert [
@@ -86,7 +86,7 @@ def test_one_request_passed_on_twice_is_one():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
+def test_first_signal_requests_stop_and_close_restores_handlers(signum):
     heard = []
     before = signal.signal(signum, lambda *_: heard.append("the program's own"))
     try:
@@ -104,7 +104,7 @@ def test_the_first_signal_asks_and_closing_gives_signals_back(signum):
         signal.signal(signum, before)
 
 
-def test_outside_of_the_main_thread_signals_stay_as_they_are():
+def test_signal_handlers_are_unchanged_outside_main_thread():
     handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
     made = []
     thread = threading.Thread(target=lambda: made.append(StopSignals()))
@@ -115,7 +115,7 @@ def test_outside_of_the_main_thread_signals_stay_as_they_are():
     assert made[0].is_requested is False
 
 
-def test_a_forked_child_can_be_ended_and_is_not_heard():
+def test_signal_ends_forked_child_and_does_not_stop_parent():
     """A worker that loads data: the program terminates it, and has not been asked to stop itself."""
     stopping = StopSignals()
     try:

@@ -91,7 +91,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 
 
 @pytest.mark.parametrize("ranks", [2, 3, *exhaustively(4)])
-def test_what_came_out_and_what_is_left_are_what_went_in(run_script, ranks):
+def test_error_feedback_conserves_the_gradient_sum(run_script, ranks):
     """Error feedback telescopes: over any number of steps Σ gradients = Σ results + what is left, on all ranks.
 
     Bytes: of P numbers 2 ranks send them once, more a part to each and back; int4 has half a byte and 1/32 for scales.
@@ -116,7 +116,7 @@ def test_what_came_out_and_what_is_left_are_what_went_in(run_script, ranks):
         *exhaustively(("bf16", 2), ("int4", 2), ("powersgd:2", 2), ("bf16", 3), ("int8", 3), ("int4", 3)),
     ],
 )
-def test_a_lossy_run_learns_nearly_the_same_with_equal_replicas(shared_train, sync, ranks):
+def test_lossy_run_stays_close_to_ddp_with_equal_replicas(shared_train, sync, ranks):
     plain = shared_train(*FLAGS, ranks=ranks).records(0)
     assert not any(record.fidelity for record in plain)
     run = shared_train(*FLAGS, "--sync", sync, ranks=ranks)
@@ -143,7 +143,7 @@ def test_packed_gives_ddps_losses_to_the_bit(shared_train, dtype):
 
 
 @pytest.mark.parametrize(("sync", "ranks"), [("ddp+sparse", 3), *exhaustively(("ddp+sparse", 2), ("int8+sparse", 2))])
-def test_tables_go_row_by_row_and_lose_nothing(tmp_path, train, sync, ranks):
+def test_sparse_embeddings_give_same_losses_as_dense(tmp_path, train, sync, ranks):
     flags = (*FLAGS, *TABLES)
     dense, sparse = (train(tmp_path / name, *flags, "--sync", name, ranks=ranks) for name in (sync[:-7], sync))
     assert sparse.manifest().result.replicas_agree is True
@@ -159,7 +159,7 @@ def test_tables_go_row_by_row_and_lose_nothing(tmp_path, train, sync, ranks):
         *exhaustively(("bf16", 2, ("--dtype", "fp32")), ("int8", 2, ()), ("powersgd:2", 2, ())),
     ],
 )
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks, more):
+def test_resumed_run_matches_bit_for_bit(tmp_path, train, sync, ranks, more):
     flags = (*FLAGS, *more, "--sync", sync, "--checkpoint-every", "15", "--warmup", "2")
     whole = train(tmp_path / "whole", *flags, ranks=ranks)
     train(tmp_path / "cut", *flags, "--max-s", "0", ranks=ranks)  # ends after its first step
@@ -171,7 +171,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, train, sync, ranks, more):
     ("sync", "before", "after", "is_lost"),
     [("int4", 3, 2, True), *exhaustively(("int4", 3, 2, False), ("powersgd:2", 2, 3, False))],
 )
-def test_what_ranks_left_that_are_no_more_goes_on_with_the_others(tmp_path, train, sync, before, after, is_lost):
+def test_residuals_of_removed_ranks_are_kept_or_reported_missing(tmp_path, train, sync, before, after, is_lost):
     flags = (*FLAGS, "--sync", sync)
     train(tmp_path / "run", *flags, "--max-s", "0", ranks=before)
     if is_lost:  # its machine is out of reach
@@ -195,7 +195,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 """
 
 
-def test_a_way_that_loses_more_than_it_did_where_it_was_measured_says_so(tmp_path, corpus, run_script):
+def test_run_reports_error_beyond_measured_limit(tmp_path, corpus, run_script):
     """As if less than what bf16 rounds had been measured."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
              "--steps", "70", "--batch", "4", "--sync", "bf16"]  # fmt: skip
@@ -211,7 +211,7 @@ def test_a_way_that_loses_more_than_it_did_where_it_was_measured_says_so(tmp_pat
     assert f"step {told['step'] + 1}: {told['why']}" in done.stdout
 
 
-def test_another_strategy_than_the_checkpoints_is_refused(tmp_path, train, start):
+def test_resume_with_other_strategy_is_refused(tmp_path, train, start):
     train(tmp_path / "run", *FLAGS, "--max-s", "0", ranks=2)
     refused = start(tmp_path / "run", *FLAGS, "--sync", "int8", "--resume")
     assert refused.wait() != 0
@@ -226,7 +226,7 @@ def test_another_strategy_than_the_checkpoints_is_refused(tmp_path, train, start
         *exhaustively(("int7", "--sync int7: no such strategy"), ("powersgd:0", "no such strategy")),
     ],
 )
-def test_a_strategy_that_cannot_be_is_one_line(tmp_path, start, sync, told):
+def test_invalid_strategy_is_a_one_line_error(tmp_path, start, sync, told):
     refused = start(tmp_path / "run", *FLAGS, "--sync", sync)
     assert refused.wait() == 2
     assert told in refused.text()
@@ -242,7 +242,7 @@ def test_a_strategy_that_cannot_be_is_one_line(tmp_path, start, sync, told):
         ("int8", "fp16", "of another loss scale"),
     ],
 )
-def test_a_strategy_that_would_do_nothing_or_harm_is_refused(sync, dtype, told):
+def test_useless_or_harmful_strategy_is_refused(sync, dtype, told):
     member = Member(rank=0, host="a", device="cuda:0", dtype=dtype, share=1, micro_batch=1)
     roster = Roster(members=[member, member], sync=parse_sync(sync), backend="gloo")
     with pytest.raises(UsageError, match=told):
@@ -250,7 +250,7 @@ def test_a_strategy_that_would_do_nothing_or_harm_is_refused(sync, dtype, told):
 
 
 @pytest.mark.parametrize("sync", ["packed", "ddp+sparse", "int8", "powersgd:4"])
-def test_weights_that_are_not_fp32_are_refused_but_by_ddp(sync):
+def test_non_fp32_weights_are_refused_except_by_ddp(sync):
     """What packs, codes or copies them would round them, each rank what it got."""
     member = Member(rank=0, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1)
     module = nn.Sequential(nn.Embedding(30, 20), nn.Linear(20, 20)).double()
@@ -280,7 +280,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 
 
 @pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
-def test_a_run_changes_its_way_to_agree_between_two_steps(tmp_path, corpus, run_script, ranks):
+def test_strategy_change_between_steps_keeps_replicas_equal(tmp_path, corpus, run_script, ranks):
     """As exactly as each way is, with equal replicas; what one has not sent the next one sends."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
              "--shares", "equal", "--steps", "50", "--batch", "6", "--verify-every", "5"]  # fmt: skip
@@ -357,7 +357,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 
 @pytest.mark.parametrize("which", ["all", "by turns"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_one_way_has_not_sent_the_next_one_sends(run_script, ranks, which):
+def test_residual_is_sent_after_strategy_change(run_script, ranks, which):
     """All that optimizers got over eight steps, the last by ddp, is the sum of all gradients: to fp32's rounding.
 
     Also where two models are used by turns: what is left of one waits while the other learns.
@@ -369,7 +369,7 @@ def test_what_one_way_has_not_sent_the_next_one_sends(run_script, ranks, which):
     assert max(told.values()) < 1e-4
 
 
-def test_what_several_ranks_had_not_sent_one_rank_adds_to_its_first_gradient():
+def test_single_rank_adds_residuals_of_several_ranks_to_first_gradient():
     module = nn.Linear(3, 2, bias=False)
     left = {name: torch.randn(6) for name in ("mine", "sums", "left", "unused")}
     alone = NoSync()
@@ -386,7 +386,7 @@ def test_what_several_ranks_had_not_sent_one_rank_adds_to_its_first_gradient():
             alone.finish_warmup()
 
 
-def test_a_part_without_numbers_is_packed():
+def test_empty_bucket_part_is_packed():
     """Of a bucket with fewer numbers than ranks."""
     packed = PackedAllReduce(types.SimpleNamespace(world_size=4, rank=0))
     assert packed.pack_views([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
@@ -396,7 +396,7 @@ TAKES = [(DenseAllReduce, ()), (PackedAllReduce, ()), (QuantizedAllReduce, ("min
 
 
 @pytest.mark.parametrize(("exchange", "takes"), TAKES)
-def test_what_another_way_had_not_sent_goes_out_with_the_next_gradients(exchange, takes):
+def test_residuals_of_other_strategy_are_sent_with_next_gradients(exchange, takes):
     """A run that died between a change of its way and the next checkpoint goes on from a state of the way before."""
     group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
     more = {QuantizedAllReduce: (BlockwiseIntCodec(8),), PowerSGD: (4,)}.get(exchange, ())
@@ -413,7 +413,7 @@ def test_what_another_way_had_not_sent_goes_out_with_the_next_gradients(exchange
     assert buckets._residuals == {}
 
 
-def test_what_is_left_of_a_parameter_twice_is_kept_whole():
+def test_residuals_of_same_parameter_are_added():
     """As of a rank that had left something of its gradients and of sums before its way changed."""
     group = types.SimpleNamespace(world_size=2, rank=0)
     buckets = GradientSync(group, HostClock(), lambda part: None, AllReduceHook(group, HostClock()))
@@ -424,7 +424,7 @@ def test_what_is_left_of_a_parameter_twice_is_kept_whole():
     assert sum(float(flat.sum()) for flat in buckets._residuals.values()) == 44.0
 
 
-def test_a_table_that_goes_whole_is_coded_from_the_second_pass_on_also_where_a_way_begins_in_a_run():
+def test_dense_table_is_coded_from_second_pass_after_strategy_change():
     """A change of the way has no rehearsal."""
     group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
     tables = [nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(6, 4))]
@@ -442,7 +442,7 @@ def test_a_table_that_goes_whole_is_coded_from_the_second_pass_on_also_where_a_w
     assert coded == [(tables[1],)]
 
 
-def test_a_first_gradient_of_zeros_does_not_end_what_powersgd_sends():
+def test_zero_first_gradient_does_not_stop_powersgd():
     """As below a layer that begins with zeros: here of a table of whose first rows no token ever comes."""
     powersgd, table = PowerSGD(types.SimpleNamespace(world_size=1, rank=0), 2), nn.Parameter(torch.zeros(64, 32))
     gradient = torch.zeros(64, 32)
@@ -453,7 +453,7 @@ def test_a_first_gradient_of_zeros_does_not_end_what_powersgd_sends():
         gradient[8:] = torch.randn(56, 32)
 
 
-def test_what_another_way_kept_is_no_obstacle():
+def test_state_of_other_strategy_is_ignored():
     """A run that died between a change of its way and the next checkpoint goes on from a state of the way before."""
     weight = {"weight": nn.Parameter(torch.zeros(40, 70))}
     group = types.SimpleNamespace(world_size=2, rank=0)

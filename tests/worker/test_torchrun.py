@@ -79,7 +79,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         process.wait()
 
 
-def test_healthy_ranks_outlive_the_first_hosts(agents: Agents) -> None:
+def test_first_host_stays_until_all_ranks_finish(agents: Agents) -> None:
     """torchrun's barrier gives up after 300 s, here 1: the first host stays, and nobody is ended."""
     patience = """
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent as Agent
@@ -105,7 +105,7 @@ torchrun.REFUSED_TIMEOUT_S = 1
     assert agents.wait(0) == 0, agents.said("a")
 
 
-def test_the_first_host_stops_when_told_to(agents: Agents) -> None:
+def test_first_host_stops_on_signal_while_waiting_for_others(agents: Agents) -> None:
     """Its ranks are done, and it stays for the other's sake."""
     agents.start(0, "")
     agents.start(1, LASTING, change="torchrun.REFUSED_TIMEOUT_S = 2")
@@ -127,7 +127,7 @@ def test_the_first_host_stops_when_told_to(agents: Agents) -> None:
         ),
     ],
 )
-def test_an_agent_that_cannot_start_tells_the_others(agents: Agents, change: str, said: str) -> None:
+def test_agent_start_failure_is_reported_to_all_hosts(agents: Agents, change: str, said: str) -> None:
     """All but the store's host learn the reason, too, although that one hears it first and has nobody to wait for."""
     agents.start(0, LASTING, nodes=3)
     agents.start(2, LASTING, nodes=3)
@@ -138,7 +138,7 @@ def test_an_agent_that_cannot_start_tells_the_others(agents: Agents, change: str
         assert f"evener: ending the ranks on {name}: {said}" in agents.said(name)
 
 
-def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
+def test_rank_failure_is_reported_to_all_hosts(agents: Agents) -> None:
     """b fails, a has the store, c must hear the reason and not only that the store is gone."""
     agents.start(0, LASTING, nodes=3)
     agents.start(2, LASTING, nodes=3)
@@ -154,11 +154,11 @@ def test_all_hear_of_a_rank_that_failed(agents: Agents) -> None:
 
 
 @pytest.mark.parametrize("told", [b"", b"no json", b"\xff", b"[1]", b"{}", b"7", b"[" * 100_000])
-def test_what_others_write_into_the_store_is_no_traceback(told: bytes) -> None:
+def test_malformed_store_message_is_reported(told: bytes) -> None:
     assert "in an unknown format" in torchrun._parse_failure(told)
 
 
-def test_a_signal_that_comes_while_a_line_is_logged_is_obeyed(agents: Agents) -> None:
+def test_signal_during_logging_is_obeyed(agents: Agents) -> None:
     """As when another host has failed just now, too: torchrun logs its own failure as it is told to end."""
     change = """
 import logging, os, signal
@@ -176,7 +176,7 @@ logging.StreamHandler.format = told_to_end_meanwhile
 
 
 @exhaustive
-def test_a_taken_port_is_named_by_everyone(agents: Agents) -> None:
+def test_port_in_use_is_reported_by_all_hosts(agents: Agents) -> None:
     """The first host cannot bind; the other finds somebody who says nothing, and torch would wait for ever."""
     with socket.create_server(("127.0.0.1", agents.port)):
         agents.start(0, LASTING)
@@ -188,7 +188,7 @@ def test_a_taken_port_is_named_by_everyone(agents: Agents) -> None:
 
 
 @exhaustive
-def test_another_runs_store_is_left_alone(agents: Agents, tmp_path: Path) -> None:
+def test_store_of_another_run_is_refused_and_undisturbed(agents: Agents, tmp_path: Path) -> None:
     agents.start(0, LASTING, nodes=1)
     agents.wait_began("a")
     argv = [word.replace("--rdzv-id=test", "--rdzv-id=other") for word in _argv(agents.processes[0])]
@@ -202,7 +202,7 @@ def test_another_runs_store_is_left_alone(agents: Agents, tmp_path: Path) -> Non
 
 
 @exhaustive
-def test_two_agents_of_one_node_end_the_run(agents: Agents) -> None:
+def test_two_agents_with_same_node_rank_end_the_run(agents: Agents) -> None:
     """Node 2 never comes, so the first host stays a while to tell it."""
     agents.start(0, LASTING, nodes=3, change="torchrun.LATE_NODE_LINGER_S = 6")
     agents.start(1, LASTING, nodes=3)
@@ -224,7 +224,7 @@ IMPATIENT = "torchrun.HEARTBEAT_TIMEOUT_S = 6"  # on busy cores a healthy one ma
         *exhaustively((0, "nothing was heard of the store on 127.0.0.1")),
     ],
 )
-def test_a_silent_host_is_noticed(agents: Agents, frozen: int, said: str) -> None:
+def test_silent_host_is_detected(agents: Agents, frozen: int, said: str) -> None:
     """A frozen agent is like a host without power: its kernel takes what is sent, and nobody answers."""
     agents.start(0, LASTING, change=IMPATIENT)
     agents.start(1, LASTING, change=IMPATIENT)
@@ -235,7 +235,7 @@ def test_a_silent_host_is_noticed(agents: Agents, frozen: int, said: str) -> Non
     assert said in agents.said("ab"[1 - frozen])
 
 
-def test_a_killed_first_agent_is_noticed(agents: Agents) -> None:
+def test_killed_first_agent_is_detected(agents: Agents) -> None:
     agents.start(0, LASTING)
     agents.start(1, LASTING, change="torchrun.REFUSED_TIMEOUT_S = 1")
     agents.wait_began("a", "b")

@@ -32,7 +32,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 
 
 @exhaustive
-def test_replicas_on_unlike_processors_are_kept_one_model(tmp_path, corpus, torchrun):
+def test_replicas_on_different_cpus_stay_equal(tmp_path, corpus, torchrun):
     """They round differently: after some steps all take rank 0's weights. What is more than rounding is an error."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
              "--shares", "equal", "--steps", "30", "--verify-every", "10"]  # fmt: skip
@@ -79,7 +79,7 @@ STEPS = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--verify-every", "1
         ),
     ],
 )
-def test_a_gpu_and_a_processor_train_one_model(tmp_path, corpus, train, torchrun, monkeypatch, sync, dtype, within):
+def test_gpu_and_cpu_train_one_model(tmp_path, corpus, train, torchrun, monkeypatch, sync, dtype, within):
     """Each by its own arithmetic and micro-batch, with shares of three to one: what one process learns."""
     alone = train(tmp_path / "alone", *STEPS)
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,

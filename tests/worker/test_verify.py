@@ -57,7 +57,7 @@ def test_a_planted_bit_flip_is_reported_with_rank_step_and_tensor(tmp_path, run_
     assert 0 < found["largest_difference"] < 1
 
 
-def test_the_hash_sees_every_bit_and_every_place():
+def test_hash_depends_on_every_bit_and_position():
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8):
         tensor = (torch.randn(3, 1000) * 50).to(dtype)
@@ -76,7 +76,7 @@ def test_the_hash_sees_every_bit_and_every_place():
     assert hash_tensor(torch.zeros(4)) != hash_tensor(torch.zeros(5))
 
 
-def test_replicas_and_stored_weights_agree(tmp_path, train):
+def test_replicas_and_stored_weights_are_equal(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "3", ranks=2)
     compared = subprocess.run(
         [sys.executable, "-m", "evener.worker.compare_weights", str(run)], capture_output=True, text=True, check=True

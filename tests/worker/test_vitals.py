@@ -17,7 +17,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux calls it lo")
 
 
 @linux
-def test_what_an_interface_moves_and_what_memory_there_is() -> None:
+def test_vitals_report_interface_bytes_and_memory() -> None:
     began = time.monotonic()  # before the machine's own first look, so that no less than its time is taken
     machine = HostMonitor("lo", has_gpu=False)
     with (
@@ -42,12 +42,12 @@ def test_what_an_interface_moves_and_what_memory_there_is() -> None:
     assert found.gpus == []
 
 
-def test_an_interface_that_is_not_there_is_told_of_by_none() -> None:
+def test_missing_interface_has_no_rate() -> None:
     found = HostMonitor("eth77", has_gpu=False).sample()
     assert (found.sent_Bps, found.received_Bps) == (None, None)
 
 
-def test_power_is_energy_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_is_energy_over_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two packages, and a part of one, which is not counted twice; a counter that wraps is passed over."""
     monkeypatch.setattr(host_monitor, "RAPL", tmp_path)
     clock = iter([100.0, 102.0, 104.0])
@@ -66,7 +66,7 @@ def test_power_is_energy_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert machine.sample().power_W is None
 
 
-def test_of_sensors_the_hottest_of_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hottest_cpu_sensor_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def sensor(current: float) -> object:
         return type("Sensor", (), {"current": current})()
 

@@ -105,7 +105,7 @@ def last_world(folder: Path) -> int:
 
 
 @exhaustive
-def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp_path: Path, corpus: Path) -> None:
+def test_updates_of_drifting_replicas_survive_leaving_host(tmp_path: Path, corpus: Path) -> None:
     fleet = Drifting(tmp_path, corpus)
     with ended(fleet):
         fleet.until(lambda: len(fleet.records(0)) > 40)
@@ -121,7 +121,7 @@ def test_what_drifting_replicas_have_learned_is_not_lost_where_a_host_leaves(tmp
 
 
 @exhaustive
-def test_whatever_goes_and_comes_the_same_is_learned(tmp_path: Path, corpus: Path) -> None:
+def test_losses_are_unchanged_by_hosts_leaving_and_joining(tmp_path: Path, corpus: Path) -> None:
     """A rank is killed, the first host loses its power, is back and let in: every loss is that of one process."""
     undisturbed = alone(Training, corpus, tmp_path / "alone")
     fleet = Training(tmp_path, corpus)
