@@ -135,6 +135,7 @@ def test_deadlocked_ranks_are_named_with_lines(fleet: Fleet) -> None:
 
 
 @exhaustive
+@pytest.mark.alone  # the kernel counts processes that it ended for want of memory for all hosts of all labs together
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )
@@ -162,6 +163,7 @@ def memory_of(num_bytes: int) -> Iterator[Path]:
 
 
 @exhaustive
+@pytest.mark.alone  # the kernel counts processes that it ended for want of memory for all hosts of all labs together
 @pytest.mark.skipif(
     not (MEMORY / "memory.limit_in_bytes").exists() or os.geteuid() != 0, reason="needs cgroup v1, root"
 )

@@ -285,7 +285,7 @@ HOST_DRILLS = [
                 "b", "python hog.py", ready="ps -C python -o rss= | awk '{ s += $1 } END { exit s < 1100000 }'"
             ),
         ],
-        fix=[on_host("b", "pkill -f 'hog.p[y]'; while pgrep -f 'hog.p[y]' >/dev/null; do sleep 0.05; result")],
+        fix=[on_host("b", "pkill -f 'hog.p[y]'; while pgrep -f 'hog.p[y]' >/dev/null; do sleep 0.05; done")],
         manual=ManualReproduction(
             commands=torchrun_commands(script="big.py"),
             files={"big.py": ALLOCATE_MODEL},
@@ -330,7 +330,7 @@ HOST_DRILLS = [
         manual=ManualReproduction(
             commands={
                 "b": f"for n in {CORES} {max(1, CORES // 2)}; do "
-                "OMP_NUM_THREADS=$n torchrun --nproc-per-node 2 busy.py; result"
+                "OMP_NUM_THREADS=$n torchrun --nproc-per-node 2 busy.py; done"
             },
             files={"busy.py": BUSY_THREADS},
             timeout_s=30,
