@@ -452,7 +452,7 @@ class TestNothingStays:
 
     def test_lab_of_killed_creator_is_cleaned(self, make_lab: MakeLab, tmp_path: Path) -> None:
         name = f"test-{os.getpid()}-half"
-        code = f"from evener.lab.emulated_lab import *\nLab.up(LabSpec(name={name!r}))"
+        code = f"from evener.lab.emulated_lab import *\nEmulatedLab.up(LabSpec(name={name!r}))"
         maker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
         path = state.labs_root() / name
         wait_until(lambda: bool(state.find_processes(path)), "the lab was not begun")
@@ -468,7 +468,7 @@ class TestNothingStays:
         """From another checkout, or another version's folder: its processes run another file."""
         shutil.copytree(Path(evener.__file__).parent, tmp_path / "evener", ignore=shutil.ignore_patterns("__pycache__"))
         name = f"test-{os.getpid()}-other"
-        code = f"from evener.lab.emulated_lab import *\nLab.up(LabSpec(name={name!r}))"
+        code = f"from evener.lab.emulated_lab import *\nEmulatedLab.up(LabSpec(name={name!r}))"
         subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=True)
         lab = EmulatedLab.find(name)
         pids = [pid for host in lab.hosts for pid in host.pids()] + [lab.state.controller.pid]

@@ -72,18 +72,6 @@ def packages(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)} - {*sys.stdlib_module_names, "evener"}
 
 
-LONGEST = 520  # lines of a file, but of those that are sent to hosts alone, each whole in itself
-LONGEST_RUN = 240  # lines of what a training program sees
-
-
-def test_modules_do_not_exceed_length_limit():
-    lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in MODULES.values()}
-    assert {name for name, length in lengths.items() if length > LONGEST and "hosts/remote" not in name} == set()
-    tree = ast.parse((SOURCE / "worker" / "run.py").read_text())
-    (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
-    assert run.end_lineno - run.lineno + 1 < LONGEST_RUN
-
-
 GRAPH = {module: imports(path) & MODULES.keys() - {module} for module, path in MODULES.items()}
 
 

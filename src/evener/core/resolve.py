@@ -147,7 +147,7 @@ def _check_free(spec: RunSpec) -> None:
     rundir = RunDir(spec.out or "runs")
     if spec.out is not None and rundir.is_run():
         raise UsageError(
-            f"--out {rundir}: holds a run already", hint=f"evener train --resume {rundir}, or another --out"
+            f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
         )
     if rundir.path.exists() and not rundir.path.is_dir():
         raise UsageError(f"--out {rundir}: a file is in the way")

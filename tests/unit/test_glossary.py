@@ -1,0 +1,39 @@
+"""The glossary and the code speak the same language."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "evener"
+ROWS = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`.+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+DEFINITION = re.compile(r"\b(?:class|def) (\w+)|^\s*(\w+)\b\s*[:=]", re.MULTILINE)
+
+
+def test_every_name_of_the_glossary_is_defined_where_it_says():
+    missing: list[str] = []
+    for term, where in ROWS:
+        for path, names in re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", where):
+            defined = DEFINITION.findall((SOURCE / path).read_text())
+            undefined = {*re.findall(r"`(\w+)`", names)} - {name for pair in defined for name in pair}
+            missing += [f"{term}: {path} defines no {name}" for name in undefined]
+    assert len(ROWS) > 60
+    assert missing == []
+
+
+def test_terms_stand_once_and_in_order():
+    terms = [term.lower() for term, _ in ROWS]
+    assert terms == sorted(set(terms))
+
+
+def test_no_class_name_is_used_twice():
+    """Nested and private ones included."""
+    places = collections.defaultdict(list)
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(SOURCE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
