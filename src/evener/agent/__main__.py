@@ -104,7 +104,7 @@ class HostAgent:
         )
         if is_restart and self._consensus.is_member:
             self._consensus.phase, self._consensus.reason = self._regroup_phase(), "its agent was restarted"
-        self._said_edition = -1
+        self._broadcast_version = -1
         self._status_received = asyncio.Event()  # a status with news arrived
         self._write_error, self._write_error_since = "", 0.0  # while state cannot be written, nothing is broadcast
         self._saved_state: ConsensusState | None = None  # as on the disk
@@ -157,9 +157,9 @@ class HostAgent:
     def make_status(self) -> HostStatus | None:
         """Return the status to broadcast now, or None."""
         now, spec = self._clock(), self._spec
-        if self._write_error or not (self._consensus.is_broadcast_due(now) or self._said_edition != spec.version):
+        if self._write_error or not (self._consensus.is_broadcast_due(now) or self._broadcast_version != spec.version):
             return None
-        self._said_edition = spec.version
+        self._broadcast_version = spec.version
         return msgspec.structs.replace(self._consensus.make_status(now), hosts=spec.hosts, version=spec.version)
 
     def tick(self) -> int | None:
@@ -344,7 +344,7 @@ class HostAgent:
                 self._kill_ranks()
                 council.phase = self._regroup_phase()
             elif self._spec.is_elastic:
-                self._hear_ranks()
+                self._read_rank_statuses()
             return
         failures, first = self._ranks.failures(), first_rank_of(self._spec)
         for failure in failures:
@@ -404,7 +404,7 @@ class HostAgent:
             write_atomic(self._exclusion_path, reason.encode())
             RunWriter(self._folder).add_event("run.leaves", host=me, error=f"{me} leaves the run: {reason}", hint=hint)
 
-    def _hear_ranks(self) -> None:
+    def _read_rank_statuses(self) -> None:
         """Read the ranks' statuses: the step they reached, and whether they request a new epoch."""
         assert self._ranks is not None
         council, number = self._consensus, self._consensus.epoch.number

@@ -151,12 +151,12 @@ class Consensus:
 
     @property
     def is_voter(self) -> bool:
-        """Whether this host votes on the next epoch."""
+        """Return whether this host votes on the next epoch."""
         return self.host in self.epoch.voters
 
     @property
     def is_member(self) -> bool:
-        """Whether this host's ranks are in the epoch."""
+        """Return whether this host's ranks are in the epoch."""
         return self.host in self.epoch.hosts
 
     def receive(self, status: HostStatus, now: float) -> bool:
@@ -174,7 +174,7 @@ class Consensus:
 
     @property
     def _is_epoch_ending(self) -> bool:
-        """Whether a member has left this epoch and the next one is not decided yet."""
+        """Return whether a member has left this epoch and the next one is not decided yet."""
         return any(phase in EPOCH_END_REASONS for phase in self._member_phases().values())
 
     def _broadcast_content(self, now: float) -> tuple[object, ...]:
@@ -214,7 +214,7 @@ class Consensus:
 
     @property
     def is_run_finished(self) -> bool:
-        """Whether any member has reported the run as finished."""
+        """Return whether any member has reported the run as finished."""
         return HostPhase.DONE in self._member_phases().values()
 
     # --- deciding ---------------------------------------------------------------------------------------------------

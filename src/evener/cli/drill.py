@@ -164,8 +164,8 @@ def _result_to_dict(
         "drill": one.name,
         "fault": one.description,
         "broken_by": [step.text for step in one.fault],
-        "without": {host: {"command": told.command, "status": told.status, "took_s": round(told.took_s, 2),
-                           "lines": told.lines} for host, told in outputs.items()},
+        "without": {host: {"command": output.command, "status": output.status, "took_s": round(output.took_s, 2),
+                           "lines": output.lines} for host, output in outputs.items()},
         "expected": {"check": one.check, "host": one.host, "peer": one.peer},
         "command": diagnosis.command,
         "named": named is not None,
@@ -184,9 +184,9 @@ class DrillPrinter:
         from evener.cli.terminal import make_console
 
         self._console = make_console(quiet=quiet, markup=True)
-        told = make_console(stderr=True, quiet=quiet)
-        self._status = told.status("")
-        self._shows_status = not quiet and told.is_interactive
+        console = make_console(stderr=True, quiet=quiet)
+        self._status = console.status("")
+        self._shows_status = not quiet and console.is_interactive
 
     def print_title(self, one: Drill) -> None:
         self._console.print(f"[bold]{one.name}[/]  {one.description}", soft_wrap=False)

@@ -72,7 +72,7 @@ def wire(
         if len(sessions) < 2:
             raise next(iter(errors.values()))
         seen = run_preflight(known, sessions, errors, quick=True)
-        addresses = {name: way.address for name, way in seen.interfaces.items()}  # as a run would use
+        addresses = {name: interface.address for name, interface in seen.interfaces.items()}  # as a run would use
         pairs = len(addresses) * (len(addresses) - 1) // 2
         estimate_s = wires.estimate_duration_s(len(addresses), seconds=seconds, iperf3=not no_iperf3)
         estimate_s += 0.0 if no_trials else tcp_tuning.estimate_duration_s(len(addresses))
@@ -340,14 +340,14 @@ def _probe_devices(
         args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
         turns = [[place] for place in prepared.hosts] if one_by_one else [prepared.hosts]
 
-        def told() -> Generator[tuple[str, ProbeMessage]]:
+        def messages() -> Generator[tuple[str, ProbeMessage]]:
             for places in turns:
                 turn = msgspec.structs.replace(prepared, hosts=places)
                 with contextlib.closing(fleet_program_lines(turn, sessions, module, args, num_ranks=1)) as lines:
                     for name, line in lines:
                         yield name, decode(line)
 
-        with contextlib.closing(told()) as news:
+        with contextlib.closing(messages()) as news:
             yield news
 
 

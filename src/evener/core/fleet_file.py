@@ -72,7 +72,7 @@ class HostConfig(FleetSection, frozen=True, kw_only=True):
 
     @property
     def is_local(self) -> bool:
-        """Whether the host is the machine that runs this program."""
+        """Return whether the host is the machine that runs this program."""
         return self.address == "local"
 
 

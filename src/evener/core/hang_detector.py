@@ -152,7 +152,7 @@ class HangDetector:
 
     @property
     def has_sampled_all_ranks(self) -> bool:
-        """Whether every rank has a sample."""
+        """Return whether every rank has a sample."""
         expected = sum(self._num_ranks[host] for host in self._members)
         return sum(rank is not None for _, rank in self._seen) == expected
 

@@ -157,7 +157,7 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the loss penalty is 0 by construction; a lossy strategy may have been measured to cost 0."""
+        """Return whether the loss penalty is 0 by construction; a lossy strategy may have been measured to cost 0."""
         return self.loss_source == EXACT_SOURCE
 
     @property

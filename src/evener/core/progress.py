@@ -46,7 +46,7 @@ class RunProgress:
 
     @property
     def has_started(self) -> bool:
-        """Whether a step is done."""
+        """Return whether a step is done."""
         return bool(self._recent)
 
     @property

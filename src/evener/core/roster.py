@@ -115,7 +115,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether the rank computes on a GPU."""
+        """Return whether the rank computes on a GPU."""
         return self.device != "cpu"
 
     @property
@@ -182,7 +182,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_equal_shares(self) -> bool:
-        """Whether the shares are as equal as whole sequences allow."""
+        """Return whether the shares are as equal as whole sequences allow."""
         return self.mean_shares == equal_shares(self.batch, self.world_size)
 
     @property

@@ -52,7 +52,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_local_run(self) -> bool:
-        """Whether the host's folder is the run directory."""
+        """Return whether the host's folder is the run directory."""
         return self.run is None
 
     def run_folder(self, rundir: RunDir) -> str:
@@ -99,12 +99,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_local_run(self) -> bool:
-        """Whether the run is on this machine alone, in the run directory itself."""
+        """Return whether the run is on this machine alone, in the run directory itself."""
         return len(self.hosts) == 1 and self.hosts[0].is_local_run
 
     @property
     def has_dynamic_membership(self) -> bool:
-        """Whether hosts may leave and join during the run."""
+        """Return whether hosts may leave and join during the run."""
         return any(host.agent is not None for host in self.hosts)
 
     @property

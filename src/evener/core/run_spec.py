@@ -139,7 +139,7 @@ class MachineSpec(SpecSection, frozen=True, kw_only=True):
 
     @property
     def has_explicit_shares(self) -> bool:
-        """Whether `--shares` gives each rank a weight."""
+        """Return whether `--shares` gives each rank a weight."""
         return self.shares not in ("auto", "equal")
 
 

@@ -60,7 +60,7 @@ class DocumentSlice:
 
     @property
     def ends_document(self) -> bool:
-        """Whether the document ends with this slice."""
+        """Return whether the document ends with this slice."""
         return self.stop == self.document.size_bytes
 
 

@@ -85,7 +85,7 @@ class TcpTuner:
     ) -> None:
         self._facts, self._interfaces = facts, interfaces
         self._measurements = {(wire.source, wire.target): wire for wire in measurements}
-        addresses = {name: way.address for name, way in interfaces.items()}
+        addresses = {name: interface.address for name, interface in interfaces.items()}
         self._flows = {pair: TcpFlow(sessions, addresses, *pair) for pair in self._measurements}
         self._options = {name: from_builtins(sessions[name].call("link_probe", "socket_tcp_options"), SocketTcpOptions)
                          for name in dict.fromkeys(name for pair in self._measurements for name in pair)}  # fmt: skip

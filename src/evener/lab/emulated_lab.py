@@ -88,7 +88,7 @@ class EmulatedLab:
 
     @property
     def rootless(self) -> bool:
-        """Whether an ordinary user created it: without limits of CPU, memory and disk."""
+        """Return whether an ordinary user created it: without limits of CPU, memory and disk."""
         return self.state.rootless
 
     @property

@@ -35,8 +35,8 @@ BASE_STRATEGIES = [
     parse_sync(name)
     for name in dict.fromkeys(("ddp", "packed", *(row.sync for row in LOSS_MEASUREMENTS), "fsdp", "hsdp", "zero1"))
 ]
-CANDIDATE_STRATEGIES = tuple(msgspec.structs.replace(way, sparse=sparse) for way in BASE_STRATEGIES
-                   for sparse in ((False, True) if way.kind in BUCKETED_KINDS else (False,)))  # fmt: skip
+CANDIDATE_STRATEGIES = tuple(msgspec.structs.replace(strategy, sparse=sparse) for strategy in BASE_STRATEGIES
+                   for sparse in ((False, True) if strategy.kind in BUCKETED_KINDS else (False,)))  # fmt: skip
 SIMILAR_SPEED = 0.9  # hosts whose speeds differ by a smaller ratio count as similar
 MIN_GAIN = 1.02  # a smaller gain is within the prediction error
 MAX_HOSTS_EXHAUSTIVE = 5  # up to so many hosts every subset is predicted

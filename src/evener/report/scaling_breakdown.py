@@ -97,7 +97,7 @@ class ScalingComparison:
 
     @functools.cached_property
     def is_time_sharing(self) -> bool:
-        """Whether the ranks of the scaled run share cores in time slices."""
+        """Return whether the ranks of the scaled run share cores in time slices."""
         if not is_on_cpus(self.scaled):
             return False
         contention = usable_contention(self.scaled)

@@ -91,7 +91,7 @@ class ProcessGroups:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this rank writes checkpoints and the manifest."""
+        """Return whether this rank writes checkpoints and the manifest."""
         return self.rank == 0 or (self.has_dynamic_membership and self.local_rank == 0)
 
     @property

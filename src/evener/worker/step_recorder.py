@@ -287,17 +287,17 @@ class StepRecorder:
 
     @property
     def is_regroup_requested(self) -> bool:
-        """Whether any rank requests a regroup, by reports that all have received."""
+        """Return whether any rank requests a regroup, by reports that all have received."""
         return any(report.stop_request in (REGROUP, LEAVE) for report in self.reports)
 
     @property
     def is_save_requested(self) -> bool:
-        """Whether any rank was asked for a checkpoint."""
+        """Return whether any rank was asked for a checkpoint."""
         return any(report.stop_request == SAVE for report in self.reports)
 
     @property
     def is_leave_requested(self) -> bool:
-        """Whether a host leaves, so that the others restart without it."""
+        """Return whether a host leaves, so that the others restart without it."""
         return any(report.stop_request == LEAVE for report in self.reports)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class StopSignals:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop was requested, or the time limit is over."""
+        """Return whether a stop was requested, or the time limit is over."""
         return self.is_requested or time.monotonic() > self._deadline
 
     def close(self) -> None:
