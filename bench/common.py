@@ -13,11 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from evener.core.resolve import ResolvedRun, resolve
-from evener.core.run_spec import parse_args
+from evener.core.run.resolve import ResolvedRun, resolve
+from evener.core.run.run_spec import parse_args
 
 if TYPE_CHECKING:
-    from evener.worker.run import Run
+    from evener.worker.train.run import Run
 
 
 def ensure_verb_corpus() -> Path:
@@ -74,9 +74,9 @@ def resolve_benchmark_run(model: str, batch: int, steps: int, *flags: str) -> Re
 
 def evener_steps(run: Run, resolved: ResolvedRun) -> Iterator[float]:
     """evener's own loop, a step each time it is asked; the seconds it took. The first rehearses: it is left out."""
-    from evener.worker.loop import build_model
-    from evener.worker.optim import adamw, set_hyperparameters
-    from evener.worker.token_blocks import TokenBlocks
+    from evener.worker.train.loop import build_model
+    from evener.worker.train.optim import adamw, set_hyperparameters
+    from evener.worker.train.token_blocks import TokenBlocks
 
     train = resolved.spec.train
     model = run.model(build_model(resolved, is_new=True))

@@ -31,8 +31,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evener.core.corpus import load_corpus
-from evener.core.rundir import RunDir
+from evener.core.model.corpus import load_corpus
+from evener.core.run.rundir import RunDir
 
 RESULTS = Path(__file__).with_name("loss.jsonl")
 SHAPES = {"small": ["--num-layers", "5", "--num-heads", "4", "--width", "128"], "char": []}

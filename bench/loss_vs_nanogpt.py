@@ -34,10 +34,10 @@ from common import ensure_verb_corpus, load_nanogpt_module, nanogpt_checkout
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evener.core.corpus import Corpus, load_corpus
-from evener.core.run_spec import TrainSpec
-from evener.core.rundir import SAMPLERS, RunDir
-from evener.worker.gpt2 import gpt2_name
+from evener.core.model.corpus import Corpus, load_corpus
+from evener.core.run.run_spec import TrainSpec
+from evener.core.run.rundir import SAMPLERS, RunDir
+from evener.worker.train.gpt2 import gpt2_name
 
 BLOCK_SIZE = 64
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": BLOCK_SIZE, "dropout": 0.0, "bias": False}

@@ -18,27 +18,27 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from evener.core.link import LinkModel, parse_link
-from evener.core.prediction import Cluster, HostRates, Job, Prediction
-from evener.core.roster import DDP, RankSlot, SyncSpec
-from evener.core.run_spec import parse_args
-from evener.core.shape import PRESETS
-from evener.plan.advice import collect_advice
-from evener.plan.break_even import best_distributed, best_single_host
-from evener.plan.cluster import with_scaled_links
-from evener.plan.collective_cost import best_ring
-from evener.plan.cost_model import predict_step
-from evener.plan.load_balancing import RankTimeModel, fastest_shares, slowest_rank_s
-from evener.plan.options import (
+from evener.core.cluster.link import LinkModel, parse_link
+from evener.core.model.shape import PRESETS
+from evener.core.run.prediction import Cluster, HostRates, Job, Prediction
+from evener.core.run.roster import DDP, RankSlot, SyncSpec
+from evener.core.run.run_spec import parse_args
+from evener.plan.choice.advice import collect_advice
+from evener.plan.choice.break_even import best_distributed, best_single_host
+from evener.plan.choice.cluster import with_scaled_links
+from evener.plan.choice.options import (
     fits_in_memory,
     job_with_larger_batch,
     job_with_shares,
     predict_training,
     why_option_rejected,
 )
-from evener.plan.plan_request import PlanRequest, answer_request, change_request, request_on_hosts
-from evener.plan.scaling_model import build_scenario, simulate_scaling
-from evener.plan.search import predict
+from evener.plan.choice.plan_request import PlanRequest, answer_request, change_request, request_on_hosts
+from evener.plan.choice.search import predict
+from evener.plan.cost.collective_cost import best_ring
+from evener.plan.cost.cost_model import predict_step
+from evener.plan.scaling.scaling_model import build_scenario, simulate_scaling
+from evener.plan.shares.load_balancing import RankTimeModel, fastest_shares, slowest_rank_s
 
 LINKS = ("wan", "wifi", "wifi:80Mbit", "100Mbit", "1GbE", "2.5GbE", "10GbE", "100GbE", "8x400Gbit", "1Gbit,5ms")
 MODELS = ("tiny", "char", "gpt2", "gpt2-xl", "d8", "d12")

@@ -31,14 +31,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from evener.core.fleet_file import RENDEZVOUS_PORT, load_fleet
-from evener.core.roster import parse_sync
-from evener.core.run_plan import read_plan, read_prediction
-from evener.core.rundir import RunDir, code_hash
-from evener.core.step_cost import PHASES
+from evener.core.cluster.fleet_file import RENDEZVOUS_PORT, load_fleet
+from evener.core.run.roster import parse_sync
+from evener.core.run.run_plan import read_plan, read_prediction
+from evener.core.run.rundir import RunDir, code_hash
+from evener.core.run.step_cost import PHASES
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec
-from evener.report.run_summary import summarize_run
+from evener.report.read.run_summary import summarize_run
 
 CPUS_PER_HOST = {2: 0.9, 3: 0.6}  # of a host, so that all together leave the machine some air
 RESULTS = Path(__file__).with_name("prediction.jsonl")

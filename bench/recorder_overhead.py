@@ -27,12 +27,12 @@ def main() -> None:
 def measure_overhead() -> None:
     import torch
 
-    from evener.core.runwriter import RunWriter
-    from evener.core.step_cost import BLOCKED
-    from evener.worker.clock import HostClock
-    from evener.worker.run import join
-    from evener.worker.span_recorder import SpanRecorder
-    from evener.worker.step_recorder import HostCopy, StepRecorder
+    from evener.core.run.runwriter import RunWriter
+    from evener.core.run.step_cost import BLOCKED
+    from evener.worker.rank.clock import HostClock
+    from evener.worker.record.span_recorder import SpanRecorder
+    from evener.worker.record.step_recorder import HostCopy, StepRecorder
+    from evener.worker.train.run import join
 
     what = resolve_benchmark_run("char", 8, REAL_STEPS)
     with join(what.spec, what) as run:

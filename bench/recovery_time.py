@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evener.core.rundir import RunDir
+from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.fault_injection import (
     AGENT_PROGRAM,

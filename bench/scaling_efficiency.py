@@ -26,11 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evener.core.roster import weighted_shares
-from evener.core.rundir import RunDir
+from evener.core.run.roster import weighted_shares
+from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec
-from evener.report.run_summary import summarize_run
+from evener.report.read.run_summary import summarize_run
 
 RESULTS = Path(__file__).with_name("fast.jsonl")
 PLANNED_STEPS = 2000  # steps of the runs that are begun

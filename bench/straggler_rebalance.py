@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scaling_efficiency import EVENER_COMMAND, num_recorded_steps, run_evener
 
-from evener.core.rundir import RunDir
+from evener.core.run.rundir import RunDir
 from evener.lab import cgroup
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec

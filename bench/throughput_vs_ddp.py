@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from common import evener_steps, resolve_benchmark_run, torchrun_command
 
-from evener.core.resolve import ResolvedRun
+from evener.core.run.resolve import ResolvedRun
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
 def compare_throughput(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
-    from evener.worker.run import join
+    from evener.worker.train.run import join
 
     what = resolve_benchmark_run(options.model, options.batch, options.steps)
     seconds: dict[str, list[float]] = {"evener": [], "plain": []}
@@ -59,7 +59,7 @@ def ddp_steps(what: ResolvedRun, batch: int) -> Iterator[float]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from evener.worker.model import GPT
+    from evener.worker.train.model import GPT
 
     train, block = what.spec.train, what.shape.block_size
     model = DistributedDataParallel(GPT(what.shape))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from common import evener_steps, load_nanogpt_module, nanogpt_checkout, resolve_benchmark_run
 
-from evener.core.resolve import ResolvedRun
+from evener.core.run.resolve import ResolvedRun
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     for variable in ("RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
 
-    from evener.worker.run import join
+    from evener.worker.train.run import join
 
     flags = ["--dropout", str(options.dropout), "--dtype", options.dtype]
     flags += ["--compile", "on" if options.compile else "off"]

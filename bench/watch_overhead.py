@@ -23,9 +23,9 @@ import msgspec
 import psutil
 from common import ensure_verb_corpus
 
-from evener.core.rundir import RunDir
-from evener.core.runwriter import RunWriter
-from evener.core.units import percentile
+from evener.core.base.units import percentile
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
 from evener.watch.run_reader import CACHE_FILE
 
 STEPS, RANKS = 100_000, 8

@@ -16,13 +16,13 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from evener.core.prediction import EXACT_SOURCE
-from evener.core.roster import parse_sync
-from evener.core.shape import preset_shape
-from evener.core.units import median
-from evener.plan.penalty import loss_penalty, why_too_lossy
-from evener.report.png_charts import INK, LINE, MARKERS, SOFT
-from evener.report.run_charts import SERIES_COLOURS
+from evener.core.base.units import median
+from evener.core.model.shape import preset_shape
+from evener.core.run.prediction import EXACT_SOURCE
+from evener.core.run.roster import parse_sync
+from evener.plan.cost.penalty import loss_penalty, why_too_lossy
+from evener.report.draw.run_charts import SERIES_COLOURS
+from evener.report.pages.png_charts import INK, LINE, MARKERS, SOFT
 
 FOLDER = Path(__file__).parent
 BENCH = FOLDER.parent / "bench"
@@ -41,9 +41,8 @@ length of a step: {short} of {known} were too short, {off} in the median. Probes
 each other that share one machine, all of which these fill; where they leave a tenth of it, in
 `bench/prediction_accuracy.py`, steps are 5 % off. Loss is what `bench/loss.py` measured at equal tokens, in 2000 steps
 (below), of as many replicas and a model of that size; between two sizes it is read off a line, beyond the largest that
-one's holds, as for `d8`: see
-`src/evener/plan/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss by what was known then; with "ddp:
-none" one host alone is faster. `python bench/scaling_efficiency.py` goes on with it.
+one's holds, as for `d8`: see `src/evener/plan/cost/penalty.py`. "auto:" is what `--sync auto` took, within 1 % of loss
+by what was known then; with "ddp: none" one host alone is faster. `python bench/scaling_efficiency.py` goes on with it.
 
 ![shares of the limit](fast.png)
 """

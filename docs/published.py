@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.core.link import LinkModel
-from evener.core.prediction import Job, PlanOption
-from evener.core.roster import SyncSpec
-from evener.core.run_spec import ModelSpec, RunSpec, TrainSpec
-from evener.core.shape import PRESETS, GPTShape
-from evener.plan.cluster import uniform_cluster
-from evener.plan.collective_cost import INFINITE, Ring, build_ring, bus_factor, collective_s
-from evener.plan.cost_model import predict_step, recompute_factor
-from evener.plan.penalty import loss_penalty
-from evener.plan.rule_of_thumb import describe_rule, nanogpt_scenario
-from evener.plan.scaling_model import simulate_scaling
+from evener.core.cluster.link import LinkModel
+from evener.core.model.shape import PRESETS, GPTShape
+from evener.core.run.prediction import Job, PlanOption
+from evener.core.run.roster import SyncSpec
+from evener.core.run.run_spec import ModelSpec, RunSpec, TrainSpec
+from evener.plan.choice.cluster import uniform_cluster
+from evener.plan.cost.collective_cost import INFINITE, Ring, build_ring, bus_factor, collective_s
+from evener.plan.cost.cost_model import predict_step, recompute_factor
+from evener.plan.cost.penalty import loss_penalty
+from evener.plan.scaling.rule_of_thumb import describe_rule, nanogpt_scenario
+from evener.plan.scaling.scaling_model import simulate_scaling
 
 FOLDER = Path(__file__).with_name("published")
 PAGE = Path(__file__).with_name("published.md")

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from evener.agent.__main__ import SIGTERM_EXIT_STATUS, HostAgent
-from evener.agent.consensus import TICK_INTERVAL_S, HostStatus
-from evener.core.hang_detector import ProcessSample
-from evener.core.json_files import read_json
-from evener.core.membership_epoch import AGENT_SPEC_FILE, AgentSpec, HostEntry, RankStatus, Rendezvous
+from evener.core.base.json_files import read_json
+from evener.core.run.hang_detector import ProcessSample
+from evener.core.run.membership_epoch import AGENT_SPEC_FILE, AgentSpec, HostEntry, RankStatus, Rendezvous
+from evener.node.agent.__main__ import SIGTERM_EXIT_STATUS, HostAgent
+from evener.node.agent.consensus import TICK_INTERVAL_S, HostStatus
 
 from .conftest import ENV, TIMEOUT_S, free_port
 
@@ -135,7 +135,7 @@ class AgentProcesses(Agents):
     def start(self, name: str) -> None:
         home = self.folder / name
         self.tell(name)
-        argv = [sys.executable, "-m", "evener.agent", str(home)]
+        argv = [sys.executable, "-m", "evener.node.agent", str(home)]
         with (home / "log").open("ab") as log:
             env = ENV | {"EVENER_HOST": name, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
             env |= {"EVENER_ROSTER": str(home / "roster.json")} if (home / "roster.json").exists() else {}

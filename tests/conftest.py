@@ -20,9 +20,9 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from evener.core.rundir import Contention, RunDir
-from evener.core.runwriter import RunWriter
-from evener.hosts.remote import run_control
+from evener.core.run.rundir import Contention, RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.node.remote import run_control
 
 from . import guard, sample_runs, tiers
 from .ranks import Server

@@ -16,13 +16,13 @@ from unittest import mock
 import msgspec
 from typer.testing import CliRunner
 
-from evener.core.decoding import from_builtins, from_json
-from evener.core.errors import HostError
-from evener.core.finding import Finding, sort_by_severity
-from evener.hosts import preflight
-from evener.hosts.checks import run_checks
-from evener.hosts.context import CheckContext
-from evener.lab.drill_runner import DIAGNOSIS_TIMEOUT_S, DrillRun
+from evener.core.base.decoding import from_builtins, from_json
+from evener.core.base.errors import HostError
+from evener.core.cluster.finding import Finding, sort_by_severity
+from evener.doctor import preflight
+from evener.doctor.checks import run_checks
+from evener.doctor.context import CheckContext
+from evener.lab.drills.drill_runner import DIAGNOSIS_TIMEOUT_S, DrillRun
 
 FOLDER = Path(__file__).parent / "unit" / "records" / "drills"
 

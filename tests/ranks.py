@@ -64,9 +64,9 @@ class Server:
 def preload() -> None:
     import torch._dynamo  # noqa: F401  (by the first optimizer of a process)
 
-    import evener.worker.loop
-    import evener.worker.run
-    import evener.worker.sync.sync_factory  # noqa: F401
+    import evener.worker.sync.sync_factory
+    import evener.worker.train.loop
+    import evener.worker.train.run  # noqa: F401
 
     gc.freeze()  # or each child would look through, and so copy, all of torch
 

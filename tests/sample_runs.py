@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.corpus import Corpus
-from evener.core.file_io import write_atomic
-from evener.core.host_info import HostInfo
-from evener.core.roster import RankSlot, initial_roster
-from evener.core.run_spec import EvalSpec, RunSpec, TrainSpec
-from evener.core.rundir import Contention, Manifest, RankProcess, RunResult
-from evener.core.runwriter import RunWriter
-from evener.core.shape import preset_shape
-from evener.core.step_cost import StepCost, StepRecord
+from evener.core.base.file_io import write_atomic
+from evener.core.cluster.host_info import HostInfo
+from evener.core.model.corpus import Corpus
+from evener.core.model.shape import preset_shape
+from evener.core.run.roster import RankSlot, initial_roster
+from evener.core.run.run_spec import EvalSpec, RunSpec, TrainSpec
+from evener.core.run.rundir import Contention, Manifest, RankProcess, RunResult
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_cost import StepCost, StepRecord
 
 STARTED = 1_795_000_000.0
 BATCH, BLOCK_SIZE = 16, 64

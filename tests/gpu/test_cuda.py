@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evener.core.rundir import RunDir
-from evener.core.step_cost import PHASES
-from evener.report.chrome_trace import write_trace
-from evener.report.timeline import read_timeline
-from evener.report.torch_profile import read_profiles
+from evener.core.run.rundir import RunDir
+from evener.core.run.step_cost import PHASES
+from evener.report.export.chrome_trace import write_trace
+from evener.report.read.timeline import read_timeline
+from evener.report.read.torch_profile import read_profiles
 
 from .. import traces
 
@@ -53,7 +53,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 
 @pytest.mark.parametrize("sync", ["ddp", "packed", "int8", "powersgd:4", "diloco:5"])
 def test_gpu_and_cpu_train_one_model(tmp_path, corpus, run_script, sync):
-    """Over Gloo; what test_unlike.py plays with two processors."""
+    """Over Gloo; what test_unequal_ranks.py plays with two processors."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
              "--shares", "3:1", "--steps", "30", "--verify-every", "10", "--out", str(tmp_path / "run")]  # fmt: skip
     done = run_script(MIXED, *flags, ranks=2)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.corpus import load_corpus
-from evener.core.errors import DataError
+from evener.core.base.errors import DataError
+from evener.core.model.corpus import load_corpus
 from evener.corpus.prepare_corpus import prepare
 
 from ..unit.test_corpus import splits

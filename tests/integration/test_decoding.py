@@ -9,7 +9,7 @@ PROGRAM = """
 import sys, threading, time
 import msgspec._utils as utils
 import msgspec
-from evener.core.decoding import from_json, from_builtins, json_decoder
+from evener.core.base.decoding import from_json, from_builtins, json_decoder
 
 learned = utils._get_class_mro_and_typevar_mappings
 def slowly(kind):

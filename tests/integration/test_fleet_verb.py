@@ -17,7 +17,7 @@ import pytest
 
 from evener.cli import fleet, fleet_prompts
 from evener.cli.main import main
-from evener.core.fleet_file import HostConfig, load_fleet
+from evener.core.cluster.fleet_file import HostConfig, load_fleet
 
 from .pseudo import in_terminal
 

@@ -18,13 +18,19 @@ from typer.testing import CliRunner
 
 from evener.cli import logger_processes as cli_loggers
 from evener.cli.main import app
-from evener.core.errors import RunError, UsageError
-from evener.core.file_io import write_atomic
-from evener.core.rundir import RunDir
-from evener.core.step_cost import Fidelity, GradientNoise, noise_scale
-from evener.report import experiment_loggers
-from evener.report.experiment_loggers import parse_loggers
-from evener.report.logger_feed import MAX_LATE_STEPS, feed_logger, read_cursor, register_loggers, registered_loggers
+from evener.core.base.errors import RunError, UsageError
+from evener.core.base.file_io import write_atomic
+from evener.core.run.rundir import RunDir
+from evener.core.run.step_cost import Fidelity, GradientNoise, noise_scale
+from evener.report.export import experiment_loggers
+from evener.report.export.experiment_loggers import parse_loggers
+from evener.report.export.logger_feed import (
+    MAX_LATE_STEPS,
+    feed_logger,
+    read_cursor,
+    register_loggers,
+    registered_loggers,
+)
 
 from ..sample_runs import STARTED, write_run
 from ..tiers import exhaustive
@@ -253,7 +259,7 @@ class Child:
     """The process that `evener train --log` starts."""
 
     def __init__(self, run, name):
-        argv = [sys.executable, "-m", "evener.report.logger_feed", str(run.path), name]
+        argv = [sys.executable, "-m", "evener.report.export.logger_feed", str(run.path), name]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE)
         self.run, self.name = run, name
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.errors import HostError, RunError
-from evener.core.file_io import follow_lines, write_atomic
-from evener.core.fleet_file import HostConfig
-from evener.core.run_plan import HostPlan, Plan, write_plan
-from evener.core.rundir import RunDir
-from evener.core.runwriter import RunWriter
-from evener.hosts.session import RemoteError
-from evener.launch.mirror import HostMirror, RunMirror, StaleOffsetError, record_controller_event
+from evener.core.base.errors import HostError, RunError
+from evener.core.base.file_io import follow_lines, write_atomic
+from evener.core.cluster.fleet_file import HostConfig
+from evener.core.run.run_plan import HostPlan, Plan, write_plan
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.ssh.session import RemoteError
+from evener.transfer.mirror import HostMirror, RunMirror, StaleOffsetError, record_controller_event
 
 DEADLINE_S = 120.0
 
@@ -186,7 +186,7 @@ def test_returning_host_is_restarted_when_run_continues_elsewhere(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("evener.launch.mirror.open_session", lambda *args: There())
+    monkeypatch.setattr("evener.transfer.mirror.open_session", lambda *args: There())
     monkeypatch.setattr(HostMirror, "_copy", lambda self, *args, **more: setattr(self, "state", next(states)))
     mirror = make()
     mirror._is_restart_wanted = lambda: next(known)

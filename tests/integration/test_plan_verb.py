@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from evener.cli.scale_output import parse_rank_counts
-from evener.core.errors import UsageError
-from evener.core.fleet_file import load_fleet
-from evener.core.run_plan import Plan, write_plan
-from evener.core.run_spec import RunSpec
-from evener.core.shape import PRESETS, preset_shape
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import load_fleet
+from evener.core.model.shape import PRESETS, preset_shape
+from evener.core.run.run_plan import Plan, write_plan
+from evener.core.run.run_spec import RunSpec
 
 from ..sample_runs import write_run
 from .pseudo import environment

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from evener.hosts.remote import connectivity, link_probe
+from evener.node.remote import connectivity, link_probe
 
 LOOPBACK = "127.0.0.1"
 SECRET, IDENTITY = "s" * 32, "i" * 32

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.core.fleet_file import HostConfig
-from evener.core.host_info import usable_cores
-from evener.core.rundir import code_hash
-from evener.hosts.facts import HostFacts, decode_facts
-from evener.hosts.remote import connectivity, rpc_server
-from evener.hosts.remote import facts as collector
-from evener.hosts.session import REMOTE_DIR, Session, open_session
+from evener.core.cluster.fleet_file import HostConfig
+from evener.core.cluster.host_info import usable_cores
+from evener.core.run.rundir import code_hash
+from evener.doctor.facts import HostFacts, decode_facts
+from evener.node.remote import REMOTE_DIR, connectivity, rpc_server
+from evener.node.remote import facts as collector
+from evener.ssh.session import Session, open_session
 
 SECRET, IDENTITY, OTHER = "s" * 32, "i" * 32, "o" * 32
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux: network namespaces, /proc")

@@ -22,9 +22,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.core.fleet_file import HostConfig
-from evener.hosts.remote import run_control, supervisor
-from evener.hosts.session import REMOTE_DIR, RemoteError, Session, open_session
+from evener.core.cluster.fleet_file import HostConfig
+from evener.node.remote import REMOTE_DIR, run_control, supervisor
+from evener.ssh.session import RemoteError, Session, open_session
 
 from ..tiers import num_examples
 

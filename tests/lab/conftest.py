@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from evener.core.errors import EvenerError
-from evener.core.rundir import RunDir
+from evener.core.base.errors import EvenerError
+from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.host import LabHost
 from evener.lab.lab_requirements import check_machine

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.fleet_file import HostLink, ModelRate, Rates
-from evener.core.fleet_update import update_fleet_file
-from evener.core.rundir import RunDir
+from evener.core.cluster.fleet_file import HostLink, ModelRate, Rates
+from evener.core.cluster.fleet_update import update_fleet_file
+from evener.core.run.rundir import RunDir
 from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab
 from tests.tiers import exhaustive

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 
 from evener.cli.drill import _run_one, summarize_output
-from evener.core.errors import UsageError
-from evener.core.fleet_file import load_fleet
-from evener.hosts.preflight import run_preflight
-from evener.hosts.session import connect
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import load_fleet
+from evener.doctor.preflight import run_preflight
 from evener.lab import state
-from evener.lab.drill_catalog import DRILLS, MANUAL_FIX_REASONS, UNSUPPORTED_CHECKS, find_drill
-from evener.lab.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput, doctor_diagnosis, parse_fix
-from evener.lab.drills_runs import RUN_DRILLS as OF_RUNS
-from evener.lab.drills_runs import diagnose_hang
+from evener.lab.drills.drill_catalog import DRILLS, MANUAL_FIX_REASONS, UNSUPPORTED_CHECKS, find_drill
+from evener.lab.drills.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput, doctor_diagnosis, parse_fix
+from evener.lab.drills.drills_runs import RUN_DRILLS as OF_RUNS
+from evener.lab.drills.drills_runs import diagnose_hang
 from evener.lab.lab_spec import HostSpec
+from evener.ssh.session import connect
 from tests import drill_records
 from tests.conftest import SlowedDown, slowdown
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until

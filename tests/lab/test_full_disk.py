@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from evener.core.rundir import RunDir
+from evener.core.run.rundir import RunDir
 from evener.lab import disk
 from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, come_home, rank_on, wait_until, worlds_of

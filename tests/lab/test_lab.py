@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import evener
-from evener.core.errors import EvenerError, UsageError
+from evener.core.base.errors import EvenerError, UsageError
 from evener.lab import cgroup, lab_requirements, state
 from evener.lab.emulated_lab import EmulatedLab, take_down
 from evener.lab.host import LabHost
@@ -348,7 +348,7 @@ class TestLimits:
         assert 0.9 * min(0.5, others) < share < 0.55, tries
 
     def test_host_sees_its_usable_cores(self, limited: EmulatedLab) -> None:
-        cores = "from evener.core.host_info import usable_cores; print(usable_cores())"
+        cores = "from evener.core.cluster.host_info import usable_cores; print(usable_cores())"
         everything = len(os.sched_getaffinity(0))
         found = {host.name: int(python(host, cores)) for host in limited.hosts}
         assert found == {"half": 1, "pinned": 1, "free": everything}

@@ -21,12 +21,13 @@ import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.core.fleet_file import load_fleet
-from evener.core.run_plan import read_plan
-from evener.core.rundir import RunDir
-from evener.hosts.session import REMOTE_DIR, open_session
+from evener.core.cluster.fleet_file import load_fleet
+from evener.core.run.run_plan import read_plan
+from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec
+from evener.node.remote import REMOTE_DIR
+from evener.ssh.session import open_session
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, num_examples
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from evener.core.run_plan import read_plan_if_present
+from evener.core.run.run_plan import read_plan_if_present
 from evener.lab.host import LabHost
 from tests.lab.conftest import wait_until
 from tests.lab.test_launch import Fleet, fleet  # noqa: F401  a fixture

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import tomlkit
 
-from evener.core.fleet_file import load_fleet
+from evener.core.cluster.fleet_file import load_fleet
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec

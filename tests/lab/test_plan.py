@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.fleet_file import ModelRate, Rates, load_fleet
-from evener.core.fleet_update import update_fleet_file
-from evener.core.run_plan import read_plan, read_prediction
-from evener.core.rundir import RunDir
+from evener.core.cluster.fleet_file import ModelRate, Rates, load_fleet
+from evener.core.cluster.fleet_update import update_fleet_file
+from evener.core.run.run_plan import read_plan, read_prediction
+from evener.core.run.rundir import RunDir
 from evener.lab.lab_spec import HostSpec
-from evener.report.run_summary import summarize_run
+from evener.report.read.run_summary import summarize_run
 from tests.tiers import exhaustive
 
 pytestmark = exhaustive

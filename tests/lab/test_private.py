@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tomlkit
 
-from evener.core.run_plan import read_plan_if_present
-from evener.hosts.firewall import NFT_TABLE
+from evener.core.run.run_plan import read_plan_if_present
+from evener.doctor.firewall import NFT_TABLE
 from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until

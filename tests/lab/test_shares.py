@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.rundir import RunDir
+from evener.core.run.rundir import RunDir
 from evener.lab import cgroup
 from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import MakeLab, wait_until

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from evener.core.link import LinkModel
-from evener.core.prediction import EXACT_SOURCE, Cluster, Job, PlanOption
-from evener.core.roster import SyncSpec, parse_sync
-from evener.core.run_spec import parse_args
-from evener.core.shape import PRESETS, GPTShape
-from evener.plan.cluster import uniform_cluster
-from evener.plan.cost_model import predict_step
+from evener.core.cluster.link import LinkModel
+from evener.core.model.shape import PRESETS, GPTShape
+from evener.core.run.prediction import EXACT_SOURCE, Cluster, Job, PlanOption
+from evener.core.run.roster import SyncSpec, parse_sync
+from evener.core.run.run_spec import parse_args
+from evener.plan.choice.cluster import uniform_cluster
+from evener.plan.cost.cost_model import predict_step
 
 
 def job_of(shape: GPTShape | None = None, **flags: Any) -> Job:

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from evener.cli import fleet_training
-from evener.core.errors import HostError
-from evener.core.fleet_file import Fleet, HostConfig, HostLink
-from evener.core.prediction import Job
-from evener.core.run_spec import MachineSpec, parse_args
-from evener.core.shape import preset_shape
-from evener.hosts.checks import run_checks
-from evener.hosts.connectivity import ConnectAttempt, ConnectivityReport, PairConnectivity
-from evener.hosts.context import CheckContext
-from evener.hosts.facts import (
+from evener.core.base.errors import HostError
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink
+from evener.core.model.shape import preset_shape
+from evener.core.run.prediction import Job
+from evener.core.run.run_spec import MachineSpec, parse_args
+from evener.doctor.checks import run_checks
+from evener.doctor.connectivity import ConnectAttempt, ConnectivityReport, PairConnectivity
+from evener.doctor.context import CheckContext
+from evener.doctor.facts import (
     GlooDefaultAddress,
     HostFacts,
     HostProcess,
@@ -27,7 +27,7 @@ from evener.hosts.facts import (
     ResolvedAddress,
     ResourceLimit,
 )
-from evener.hosts.interfaces import (
+from evener.doctor.interfaces import (
     NAMED_IN_FLEET_FILE,
     SocketInterface,
     candidate_interfaces,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Generator, Sequence
 
 import pytest
 
-from evener.core.link import LinkModel
-from evener.core.prediction import Cluster, HostRates
-from evener.plan import collective_cost
-from evener.plan.collective_cost import (
+from evener.core.cluster.link import LinkModel
+from evener.core.run.prediction import Cluster, HostRates
+from evener.plan.cost import collective_cost
+from evener.plan.cost.collective_cost import (
     GLOO_SEGMENT_BYTES,
     Ring,
     best_ring,

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.core.errors import UsageError
-from evener.core.fleet_file import HostConfig
-from evener.core.roster import RankSlot, Roster, initial_roster
-from evener.core.run_plan import Plan, read_plan, write_plan
-from evener.core.run_spec import RunSpec, parse_args
-from evener.core.rundir import RunDir
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import HostConfig
+from evener.core.run.roster import RankSlot, Roster, initial_roster
+from evener.core.run.run_plan import Plan, read_plan, write_plan
+from evener.core.run.run_spec import RunSpec, parse_args
+from evener.core.run.rundir import RunDir
 from evener.launch.commands import (
     PreparedHost,
     ScriptProject,

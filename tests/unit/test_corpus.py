@@ -20,9 +20,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from evener.cli.data import app
-from evener.core import corpus as core_corpus
-from evener.core.corpus import Corpus, check_block_size, hash_content, load_corpus, mean_distinct_tokens, verify_content
-from evener.core.errors import DataError, EvenerError, UsageError
+from evener.core.base.errors import DataError, EvenerError, UsageError
+from evener.core.model import corpus as core_corpus
+from evener.core.model.corpus import (
+    Corpus,
+    check_block_size,
+    hash_content,
+    load_corpus,
+    mean_distinct_tokens,
+    verify_content,
+)
 from evener.corpus import prepare_corpus
 from evener.corpus import tokenizer as tokenizer_module
 from evener.corpus.documents import CorpusSplits, Document, find_documents, read_text, split_by_fraction, whole_document

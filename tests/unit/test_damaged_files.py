@@ -26,17 +26,25 @@ import msgspec
 import typer
 
 from evener.cli import main as cli
-from evener.core.errors import EvenerError, HostError
-from evener.core.file_io import file_digest, write_atomic
-from evener.core.fleet_file import HostConfig
-from evener.core.run_plan import HostPlan, Plan, read_plan_if_present, write_plan
-from evener.core.rundir import Checkpoint, RunDir
-from evener.core.step_spans import BetweenStepsSpan, BucketSpan, LayerGroupSpan, PhaseSpan, ProfilerClockSync, StepSpans
+from evener.core.base.errors import EvenerError, HostError
+from evener.core.base.file_io import file_digest, write_atomic
+from evener.core.cluster.fleet_file import HostConfig
+from evener.core.run.run_plan import HostPlan, Plan, read_plan_if_present, write_plan
+from evener.core.run.rundir import Checkpoint, RunDir
+from evener.core.run.step_spans import (
+    BetweenStepsSpan,
+    BucketSpan,
+    LayerGroupSpan,
+    PhaseSpan,
+    ProfilerClockSync,
+    StepSpans,
+)
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.verbs import make_verb_corpus
-from evener.hosts.remote import run_control as remote_runs
-from evener.hosts.session import RemoteError
-from evener.launch import checkpoint_transfer, launcher, local_run, mirror, torch_subprocess
+from evener.launch import launcher, local_run, torch_subprocess
+from evener.node.remote import run_control as remote_runs
+from evener.ssh.session import RemoteError
+from evener.transfer import checkpoint_transfer, mirror
 from tests.sample_runs import write_run
 
 NUM, SEED = 300, 20261123
@@ -369,7 +377,7 @@ def nothing_begins() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place in (launcher, mirror, checkpoint_transfer):
             stack.enter_context(mock.patch.object(place, "open_session", HereSession))
-        stack.enter_context(mock.patch("evener.hosts.session.connect", side_effect=Started))
+        stack.enter_context(mock.patch("evener.ssh.session.connect", side_effect=Started))
         stack.enter_context(mock.patch.object(local_run, "open_local_session", side_effect=Started))
         stack.enter_context(mock.patch.object(torch_subprocess, "program_lines", side_effect=Started))
         stack.enter_context(mock.patch.object(os, "kill", side_effect=Started))

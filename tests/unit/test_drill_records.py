@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evener.lab.drill_catalog import DRILLS
-from evener.lab.drills_runs import RUN_DRILLS as OF_RUNS
+from evener.lab.drills.drill_catalog import DRILLS
+from evener.lab.drills.drills_runs import RUN_DRILLS as OF_RUNS
 
 from .. import drill_records
 

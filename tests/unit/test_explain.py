@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.core.roster import parse_sync
-from evener.report.explain import explain_bottleneck, explain_run, explain_scaling
-from evener.report.run_summary import summarize_run
+from evener.core.run.roster import parse_sync
+from evener.report.explain.explain_run import explain_bottleneck, explain_run, explain_scaling
+from evener.report.read.run_summary import summarize_run
 
 MARKS = {  # words by which a paragraph names a cause
     "cores": "because the cores were taken already",

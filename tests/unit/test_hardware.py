@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from evener.core.errors import UsageError
-from evener.core.hardware import HARDWARE, SHORT_NAME_BY_KEY, parse_hardware
+from evener.core.base.errors import UsageError
+from evener.core.cluster.hardware import HARDWARE, SHORT_NAME_BY_KEY, parse_hardware
 
 # What torch.cuda.get_device_name prints, as public repositories have it.
 BY_TORCH = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from evener.core.errors import UsageError
-from evener.core.link import ETHERNET_EFFICIENCY, NAMED_LINKS, parse_link
-from evener.plan.collective_cost import build_ring, collective_s
+from evener.core.base.errors import UsageError
+from evener.core.cluster.link import ETHERNET_EFFICIENCY, NAMED_LINKS, parse_link
+from evener.plan.cost.collective_cost import build_ring, collective_s
 from tests.unit.planner import cluster_of
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from evener.core.roster import Member, Roster, parse_sync
-from evener.core.shape import GPTShape, preset_shape
-from evener.plan.memory import PROCESS_BYTES, MemoryBreakdown, peak_memory, saved_tensor_bytes
+from evener.core.model.shape import GPTShape, preset_shape
+from evener.core.run.roster import Member, Roster, parse_sync
+from evener.plan.cost.memory import PROCESS_BYTES, MemoryBreakdown, peak_memory, saved_tensor_bytes
 
 CHAR = preset_shape("char", vocab_size=65)
 GPT2 = preset_shape("gpt2", vocab_size=50257)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from evener.core import corpus
+from evener.core.model import corpus
 
 ROOT = Path(__file__).parents[2]
 PATHS = sorted(path for folder in ("src/evener", "examples") for path in (ROOT / folder).rglob("*.py"))
@@ -22,7 +22,7 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "mar
 OBJECTS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
            "recv_object_list", "_tensor_to_object", "_object_to_tensor", "rpc_sync", "rpc_async"}  # fmt: skip
 # A file on this machine that its user names, by an unpickler that finds no class; see below.
-MAY = {"src/evener/core/corpus.py": {"pickle"}}
+MAY = {"src/evener/core/model/corpus.py": {"pickle"}}
 
 
 def unpickles(source: str) -> set[str]:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import pytest
 
-from evener.core.roster import Member, Roster, parse_sync
-from evener.core.run_spec import RunSpec, TrainSpec
-from evener.core.shape import preset_shape
-from evener.plan import penalty
-from evener.plan.penalty import LOSS_MEASUREMENTS, CompressionErrorMonitor, LossMeasurement, loss_penalty
+from evener.core.model.shape import preset_shape
+from evener.core.run.roster import Member, Roster, parse_sync
+from evener.core.run.run_spec import RunSpec, TrainSpec
+from evener.plan.cost import penalty
+from evener.plan.cost.penalty import LOSS_MEASUREMENTS, CompressionErrorMonitor, LossMeasurement, loss_penalty
 
 BENCH = Path(__file__).parents[2] / "bench" / "loss.jsonl"
 ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from evener.cli.probe import _buffer_sizes, _merge_ranks, _parse_bytes, _resolve_backend
 from evener.cli.probe_output import COLLECTIVES_COLUMNS, format_collectives_header, format_collectives_row
-from evener.core.collective_results import (
+from evener.core.base.errors import UsageError
+from evener.core.cluster.collective_results import (
     COLLECTIVES,
     CollectiveBenchGroup,
     CollectiveBenchSpec,
     CollectiveResult,
     SkippedSizes,
 )
-from evener.core.errors import UsageError
-from evener.core.fleet_file import HostConfig, HostLink, ModelRate, Rates, load_fleet
-from evener.core.fleet_update import update_fleet_file
-from evener.core.host_probe import MicroBatchTiming, SustainedThroughput, fit_micro_batch_time, model_rate
-from evener.core.link import LinkModel
-from evener.core.shape import preset_shape
-from evener.hosts.link_probe import estimate_duration_s, measure_duplex, schedule_rounds
+from evener.core.cluster.fleet_file import HostConfig, HostLink, ModelRate, Rates, load_fleet
+from evener.core.cluster.fleet_update import update_fleet_file
+from evener.core.cluster.host_probe import MicroBatchTiming, SustainedThroughput, fit_micro_batch_time, model_rate
+from evener.core.cluster.link import LinkModel
+from evener.core.model.shape import preset_shape
+from evener.doctor.link_probe import estimate_duration_s, measure_duplex, schedule_rounds
 from evener.launch.commands import PreparedHost
-from evener.plan.collective_cost import (
+from evener.plan.cost.collective_cost import (
     Ring,
     bus_factor,
     collective_s,
@@ -37,8 +37,8 @@ from evener.plan.collective_cost import (
     sent_bytes,
     split_collective_time,
 )
-from evener.plan.roofline import Roofline, roofline
-from evener.report.bus_bandwidth import bandwidth_findings, collective_efficiencies, explain_bandwidth
+from evener.plan.cost.roofline import Roofline, roofline
+from evener.report.explain.bus_bandwidth import bandwidth_findings, collective_efficiencies, explain_bandwidth
 
 CHAR = ModelRate(tokens_per_s=1e3, pass_s=0.01, update_s=0.02, dtype="bf16", cpus=1.9)
 D8 = ModelRate(tokens_per_s=60.0)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from evener.core.roster import RankSlot, Roster, initial_roster
-from evener.core.run_spec import parse_args
-from evener.plan.load_balancing import RankTimeModel, fastest_shares, slowest_rank_s
-from evener.plan.rebalance import RECENT_STEPS, TRIAL_INTERVAL_STEPS, LoadBalancer, ShareChange
+from evener.core.run.roster import RankSlot, Roster, initial_roster
+from evener.core.run.run_spec import parse_args
+from evener.plan.shares.load_balancing import RankTimeModel, fastest_shares, slowest_rank_s
+from evener.plan.shares.rebalance import RECENT_STEPS, TRIAL_INTERVAL_STEPS, LoadBalancer, ShareChange
 
 from ..tiers import pairwise, seeds
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.core.errors import UsageError
-from evener.core.fleet_file import HostConfig
-from evener.core.roster import (
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import HostConfig
+from evener.core.run.roster import (
     DDP,
     SYNC_EXAMPLES,
     Member,
@@ -29,7 +29,7 @@ from evener.core.roster import (
     step_shares,
     weighted_shares,
 )
-from evener.core.run_spec import MachineSpec, RunSpec, TrainSpec, parse_args
+from evener.core.run.run_spec import MachineSpec, RunSpec, TrainSpec, parse_args
 
 CPU, OLD = RankSlot(host="a", device="cpu", has_bf16=True), RankSlot(host="b", device="cpu")
 GPU, T4 = RankSlot(host="c", device="cuda:0", has_bf16=True), RankSlot(host="d", device="cuda:0")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.core.errors import CheckpointError, UsageError
-from evener.core.file_io import follow_lines, write_atomic, write_folder_atomic
-from evener.core.rundir import RunDir
-from evener.core.runwriter import RunWriter
-from evener.core.step_cost import StepCost, StepRecord
+from evener.core.base.errors import CheckpointError, UsageError
+from evener.core.base.file_io import follow_lines, write_atomic, write_folder_atomic
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_cost import StepCost, StepRecord
 
 
 def record(step: int) -> StepRecord:

@@ -7,27 +7,28 @@ import re
 import msgspec
 import pytest
 
-from evener.core.errors import UsageError
-from evener.core.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
-from evener.core.link import NAMED_LINKS, LinkModel, parse_link
-from evener.core.prediction import EXACT_SOURCE, Cluster, Job
-from evener.core.roster import RankSlot, parse_sync
-from evener.core.shape import PRESETS, preset_shape
-from evener.plan import initial_shares, penalty
-from evener.plan.advice import collect_advice
-from evener.plan.cluster import NotMeasuredError, build_cluster, uniform_cluster, with_uniform_link
-from evener.plan.cost_model import predict_step
-from evener.plan.options import (
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
+from evener.core.cluster.link import NAMED_LINKS, LinkModel, parse_link
+from evener.core.model.shape import PRESETS, preset_shape
+from evener.core.run.prediction import EXACT_SOURCE, Cluster, Job
+from evener.core.run.roster import RankSlot, parse_sync
+from evener.plan.choice.advice import collect_advice
+from evener.plan.choice.cluster import NotMeasuredError, build_cluster, uniform_cluster, with_uniform_link
+from evener.plan.choice.options import (
     job_with_larger_batch,
     pick_fastest,
     pick_simplest,
     predict_training,
     why_strategy_rejected,
 )
-from evener.plan.plan_request import PlanRequest, answer_request, predict_launch, request_on_hosts
-from evener.plan.plan_request import change_request as question_changed
-from evener.plan.search import predict, reasons_left_out, recommended_flags, what_if_options
-from evener.plan.sync_traffic import BUCKET_BYTES, COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
+from evener.plan.choice.plan_request import PlanRequest, answer_request, predict_launch, request_on_hosts
+from evener.plan.choice.plan_request import change_request as question_changed
+from evener.plan.choice.search import predict, reasons_left_out, recommended_flags, what_if_options
+from evener.plan.cost import penalty
+from evener.plan.cost.cost_model import predict_step
+from evener.plan.cost.sync_traffic import BUCKET_BYTES, COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
+from evener.plan.shares import initial_shares
 from tests.unit import planner
 from tests.unit.planner import changed, costing, job_of, priced
 
@@ -123,7 +124,7 @@ def test_faster_strategy_of_unknown_loss_is_not_recommended(monkeypatch):
 
 
 def test_strategy_above_loss_budget_is_rejected(monkeypatch):
-    monkeypatch.setattr("evener.plan.cost_model.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
+    monkeypatch.setattr("evener.plan.cost.cost_model.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
     assert predict(changed(long, loss_budget=2.0), slow).recommended == "diloco:10:int8:streamed"
@@ -277,10 +278,10 @@ def test_auto_takes_fastest_within_budget_else_ddp(monkeypatch):
     assert predict(auto, slower).chosen == "int8"
     assert "; its loss was 0.4% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
     assert predict(auto, fast).chosen == "ddp"
-    monkeypatch.setattr("evener.plan.cost_model.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
+    monkeypatch.setattr("evener.plan.cost.cost_model.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
     assert predict(auto, slow).chosen == "powersgd:4"
     assert predict(changed(auto, loss_budget=0.0), slow).chosen == "powersgd:4"
-    monkeypatch.setattr("evener.plan.cost_model.loss_penalty", costing({"ddp": 0.0, "diloco": 1.0}, others=0.02))
+    monkeypatch.setattr("evener.plan.cost.cost_model.loss_penalty", costing({"ddp": 0.0, "diloco": 1.0}, others=0.02))
     assert predict(auto, slow).chosen == "ddp"
     assert predict(changed(auto, loss_budget=2.0), slow).chosen == "powersgd:4"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from evener.core.errors import UsageError
-from evener.core.shape import PRESETS, GPTShape, preset_shape
+from evener.core.base.errors import UsageError
+from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 
 
 def test_d8_parameter_count_matches_nanochat():

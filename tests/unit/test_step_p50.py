@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from evener.core.json_files import read_json_lines
-from evener.core.roster import parse_sync
-from evener.core.step_statistics import StepWallTime, median_step_s
-from evener.report.run_summary import summarize_run
+from evener.core.base.json_files import read_json_lines
+from evener.core.run.roster import parse_sync
+from evener.core.run.step_statistics import StepWallTime, median_step_s
+from evener.report.read.run_summary import summarize_run
 
 WAYS = [(3, "ddp", 0), (61, "ddp", 20), (61, "diloco:10", 0), (7, "diloco:10", 0)]
 

@@ -12,16 +12,16 @@ from rich.console import Console
 from evener.cli import bench_fleet, doctor, lab, probe_output
 from evener.cli.start_run import print_findings
 from evener.cli.terminal import print_table, print_text
-from evener.core.finding import Finding
-from evener.core.fleet_file import HostLink, Rates
-from evener.core.host_probe import DeviceProbeResult
-from evener.core.rundir import RunDir
-from evener.hosts.link_probe import LinkProbeResult
-from evener.hosts.preflight import PreflightReport
+from evener.core.cluster.finding import Finding
+from evener.core.cluster.fleet_file import HostLink, Rates
+from evener.core.cluster.host_probe import DeviceProbeResult
+from evener.core.run.rundir import RunDir
+from evener.doctor.link_probe import LinkProbeResult
+from evener.doctor.preflight import PreflightReport
 from evener.lab.emulated_lab import EmulatedLab
-from evener.plan.roofline import Roofline
-from evener.report.bus_bandwidth import collective_efficiencies
-from evener.report.run_summary import summarize_run
+from evener.plan.cost.roofline import Roofline
+from evener.report.explain.bus_bandwidth import collective_efficiencies
+from evener.report.read.run_summary import summarize_run
 
 from ..sample_runs import write_run
 from . import test_checks as checks

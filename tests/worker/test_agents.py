@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.membership_epoch import AGENT_SPEC_FILE, EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, HostEntry
-from evener.core.rundir import RunDir
+from evener.core.run.membership_epoch import AGENT_SPEC_FILE, EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, HostEntry
+from evener.core.run.rundir import RunDir
 
 from ..agents import AgentProcesses, Pulse, SimulatedAgents
 from ..tiers import exhaustive

@@ -18,18 +18,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.cli.main import main
-from evener.core.errors import UsageError
-from evener.core.file_io import file_digest, write_atomic
-from evener.core.host_info import local_host_info
-from evener.core.resolve import resolve
-from evener.core.roster import RankSlot, initial_roster
-from evener.core.run_spec import FLAGS, RunSpec, parse_args
-from evener.core.rundir import Checkpoint, Manifest, RankProcess
-from evener.core.runwriter import RunWriter
-from evener.core.shape import preset_shape
+from evener.core.base.errors import UsageError
+from evener.core.base.file_io import file_digest, write_atomic
+from evener.core.cluster.host_info import local_host_info
+from evener.core.model.shape import preset_shape
+from evener.core.run.resolve import resolve
+from evener.core.run.roster import RankSlot, initial_roster
+from evener.core.run.run_spec import FLAGS, RunSpec, parse_args
+from evener.core.run.rundir import Checkpoint, Manifest, RankProcess
+from evener.core.run.runwriter import RunWriter
 from evener.launch import local_run
 from evener.worker import __main__ as worker
-from evener.worker import loop
+from evener.worker.train import loop
 
 from ..tiers import num_examples
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from evener.core.shape import preset_shape
-from evener.plan.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
+from evener.core.model.shape import preset_shape
+from evener.plan.cost.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
 
 from ..tiers import exhaustively
 
@@ -15,8 +15,8 @@ SCRIPT = """
 import json, sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from evener.core.shape import preset_shape
-from evener.worker.model import GPT
+from evener.core.model.shape import preset_shape
+from evener.worker.train.model import GPT
 
 name, vocab_size, num_layers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 most_MiB = int(sys.argv[4]) or None

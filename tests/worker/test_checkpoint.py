@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from evener.core.errors import CheckpointError, RunError, UsageError
-from evener.core.file_io import write_atomic
-from evener.core.membership_epoch import CHECKPOINT_REQUEST_FILE
-from evener.core.rundir import RunDir, read_checkpoint
-from evener.core.runwriter import RunWriter
-from evener.worker.checkpoint import load, load_weights, named_weights, save
-from evener.worker.replica_hashes import hash_tensors
+from evener.core.base.errors import CheckpointError, RunError, UsageError
+from evener.core.base.file_io import write_atomic
+from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE
+from evener.core.run.rundir import RunDir, read_checkpoint
+from evener.core.run.runwriter import RunWriter
+from evener.worker.state.checkpoint import load, load_weights, named_weights, save
+from evener.worker.state.replica_hashes import hash_tensors
 
 from ..conftest import ENV, wait_until
 
@@ -150,11 +150,11 @@ def test_unsaveable_state_leaves_no_partial_checkpoint(tmp_path):
 
 FILLS = """
 import sys, torch
-from evener.core.errors import RunError
-from evener.core.rundir import read_checkpoint
-from evener.core.runwriter import RunWriter
-from evener.core.runwriter import RunWriter
-from evener.worker.checkpoint import save
+from evener.core.base.errors import RunError
+from evener.core.run.rundir import read_checkpoint
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.runwriter import RunWriter
+from evener.worker.state.checkpoint import save
 
 run = RunWriter(sys.argv[1])
 def write(step, num_bytes, **states):
@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_the_last_complete_checkpoint(tmp_path):
 
 OWN_LOOP = """
 import sys, numpy, torch, evener
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 300))

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from evener.core.run_plan import read_plan
-from evener.core.rundir import RunDir
+from evener.core.run.run_plan import read_plan
+from evener.core.run.rundir import RunDir
 
 from ..conftest import ENV, TIMEOUT_S, wait_until
 from ..tiers import exhaustive, exhaustively

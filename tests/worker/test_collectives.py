@@ -12,7 +12,8 @@ import msgspec
 import psutil
 import pytest
 
-from evener.core.collective_results import (
+from evener.core.base.errors import UsageError
+from evener.core.cluster.collective_results import (
     COLLECTIVES,
     CollectiveBenchGroup,
     CollectiveBenchMessage,
@@ -20,9 +21,8 @@ from evener.core.collective_results import (
     CollectiveResult,
     SkippedSizes,
 )
-from evener.core.errors import UsageError
 from evener.launch.distributed_program import local_program_lines
-from evener.plan.collective_cost import bus_factor
+from evener.plan.cost.collective_cost import bus_factor
 
 from ..conftest import TIMEOUT_S, wait_until
 from ..integration.pseudo import ESCAPE, in_terminal
@@ -37,7 +37,7 @@ def measure(ranks: int, **fields: object) -> tuple[CollectiveBenchGroup, list[Co
     arg = msgspec.json.encode(spec).decode()
     told = [
         msgspec.json.decode(line, type=CollectiveBenchMessage)
-        for line in local_program_lines(ranks, "evener.worker.collective_bench", arg, threads=1)
+        for line in local_program_lines(ranks, "evener.worker.probe.collective_bench", arg, threads=1)
     ]
     assert isinstance(told[0], CollectiveBenchGroup)
     return (

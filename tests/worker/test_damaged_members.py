@@ -16,14 +16,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.agent.__main__ import HostAgent
-from evener.agent.consensus import AcceptorState, ConsensusState
-from evener.agent.rank_processes import RankProcesses
-from evener.core.errors import EvenerError
-from evener.core.json_files import read_json
-from evener.core.membership_epoch import AgentSpec, HostEntry, MembershipEpoch, RankStatus, Rendezvous, read_rendezvous
-from evener.core.roster import Member, Roster, parse_sync
-from evener.core.run_plan import read_launcher_roster
+from evener.core.base.errors import EvenerError
+from evener.core.base.json_files import read_json
+from evener.core.run.membership_epoch import (
+    AgentSpec,
+    HostEntry,
+    MembershipEpoch,
+    RankStatus,
+    Rendezvous,
+    read_rendezvous,
+)
+from evener.core.run.roster import Member, Roster, parse_sync
+from evener.core.run.run_plan import read_launcher_roster
+from evener.node.agent.__main__ import HostAgent
+from evener.node.agent.consensus import AcceptorState, ConsensusState
+from evener.node.agent.rank_processes import RankProcesses
 from evener.worker.membership.memory_limits import KilledRanks, RankMemoryLimit, SupervisorOomState, read_host_file
 from tests.unit.test_damaged_files import damage, remove
 

@@ -20,10 +20,10 @@ from torch.utils.data import (
     default_collate,
 )
 
-from evener.core.decoding import from_json
-from evener.core.errors import UsageError
-from evener.core.run_spec import RunSpec
-from evener.worker.datasets import DataFingerprint, MapStyleDataset, as_dataset, fingerprint_data, to_device
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import UsageError
+from evener.core.run.run_spec import RunSpec
+from evener.worker.train.datasets import DataFingerprint, MapStyleDataset, as_dataset, fingerprint_data, to_device
 
 CPU = torch.device("cpu")
 DATA = TensorDataset(torch.arange(50.0)[:, None], torch.arange(50))

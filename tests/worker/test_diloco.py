@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evener.core.host_info import local_host_info
-from evener.core.roster import NO_SYNC, RankSlot, initial_roster
-from evener.core.run_spec import parse_args
-from evener.core.rundir import RunDir, read_checkpoint
-from evener.core.runwriter import RunWriter
-from evener.worker.rank_state import load_rank_state
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.roster import NO_SYNC, RankSlot, initial_roster
+from evener.core.run.run_spec import parse_args
+from evener.core.run.rundir import RunDir, read_checkpoint
+from evener.core.run.runwriter import RunWriter
+from evener.worker.state.rank_state import load_rank_state
 from tests.conftest import flags_of
 
 from ..tiers import exhaustively
@@ -28,9 +28,9 @@ OUTER = """
 import json, os, sys, types
 import torch, torch.distributed as dist
 from torch import nn
-from evener.core.roster import parse_sync
-from evener.plan import sync_traffic as plan
-from evener.worker.clock import HostClock
+from evener.core.run.roster import parse_sync
+from evener.plan.cost import sync_traffic as plan
+from evener.worker.rank.clock import HostClock
 from evener.worker.sync import diloco
 
 plan.FRAGMENT_BYTES = 8000  # several fragments
@@ -151,8 +151,8 @@ KEPT = """
 import json, os, sys, types
 import torch, torch.distributed as dist
 from torch import nn
-from evener.core.roster import parse_sync
-from evener.worker.clock import HostClock
+from evener.core.run.roster import parse_sync
+from evener.worker.rank.clock import HostClock
 from evener.worker.sync.streaming_diloco import StreamingDiLoCo
 
 dist.init_process_group("gloo")
@@ -204,7 +204,7 @@ def test_streamed_updates_are_neither_lost_nor_counted_twice(run_script, sync, r
 CLOSED = """
 import functools, sys, numpy, torch, evener
 from torch import nn
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 from evener.worker.sync import sync_factory
 from evener.worker.sync.diloco import DiLoCo
 

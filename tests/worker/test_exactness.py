@@ -63,7 +63,7 @@ def test_run_initializes_from_gpt2_weights(tmp_path, train, start):
     """At a learning rate of 0 what is saved is what was loaded; another shape is refused."""
     import transformers
 
-    from evener.worker.gpt2 import load_gpt2
+    from evener.worker.train.gpt2 import load_gpt2
 
     config = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "theirs")

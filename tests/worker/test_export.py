@@ -11,10 +11,10 @@ import torch
 import transformers
 
 from evener.cli.main import app
-from evener.core.rundir import RunDir
+from evener.core.run.rundir import RunDir
 from evener.corpus.tokenizer import load_tokenizer
-from evener.worker.checkpoint import load_weights, read_safetensors
-from evener.worker.model import GPT
+from evener.worker.state.checkpoint import load_weights, read_safetensors
+from evener.worker.train.model import GPT
 
 from ..tiers import exhaustive, exhaustively
 

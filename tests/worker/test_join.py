@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from evener.core.rundir import RunDir, read_checkpoint_unverified
+from evener.core.run.rundir import RunDir, read_checkpoint_unverified
 
 from ..ranks import Server
 from ..tiers import thinned

@@ -38,12 +38,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from evener.core.errors import RunError
-from evener.core.resolve import resolve
-from evener.core.rundir import RunDir
-from evener.core.run_spec import parse_args
-from evener.worker import loop, optim
-from evener.worker.model import GPT
+from evener.core.base.errors import RunError
+from evener.core.run.resolve import resolve
+from evener.core.run.rundir import RunDir
+from evener.core.run.run_spec import parse_args
+from evener.worker.train import loop, optim
+from evener.worker.train.model import GPT
 
 folder = sys.argv[1]
 FLAGS = ["--model=tiny", "--block-size=3", "--num-layers=1", "--num-heads=1", "--steps=60", "--warmup=6"]
@@ -71,8 +71,9 @@ def scaled(factor):
 
 
 def train(name, flags, **broken):
-    places = {"sampler": "evener.worker.token_blocks.epoch_positions", "schedule": "evener.worker.optim.learning_rate",
-              "optimizer": "evener.worker.loop.adamw", "scale": "evener.worker.model.GPT.forward"}
+    places = {"sampler": "evener.worker.train.token_blocks.epoch_positions",
+              "schedule": "evener.worker.train.optim.learning_rate",
+              "optimizer": "evener.worker.train.loop.adamw", "scale": "evener.worker.train.model.GPT.forward"}
     out = f"{folder}/{name}"
     with contextlib.ExitStack() as stack:
         for part, by in broken.items():

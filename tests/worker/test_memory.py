@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from evener.core.corpus import CorpusMeta
-from evener.core.roster import Member, Roster, parse_sync
-from evener.core.rundir import RunDir
-from evener.core.shape import preset_shape
-from evener.plan import memory as plan
-from evener.plan.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, fragment_bytes, gradient_tensors
-from evener.worker import model as worker
-from evener.worker.model import GPT
+from evener.core.model.corpus import CorpusMeta
+from evener.core.model.shape import preset_shape
+from evener.core.run.roster import Member, Roster, parse_sync
+from evener.core.run.rundir import RunDir
+from evener.plan.cost import memory as plan
+from evener.plan.cost.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, fragment_bytes, gradient_tensors
 from evener.worker.sync import packed, quantized, sync_factory
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.diloco import split_into_fragments
+from evener.worker.train import model as worker
+from evener.worker.train.model import GPT
 
 from ..conftest import module_argv
 from ..tiers import exhaustive

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
-from evener.core.errors import CheckpointError, UsageError
-from evener.core.shape import PRESETS, GPTShape, preset_shape
-from evener.worker.gpt2 import load_gpt2
-from evener.worker.model import GPT, STRIP_ROWS, FastCpuDropout, apply_rotary, causal_attention, rotary_angles
+from evener.core.base.errors import CheckpointError, UsageError
+from evener.core.model.shape import PRESETS, GPTShape, preset_shape
+from evener.worker.train.gpt2 import load_gpt2
+from evener.worker.train.model import GPT, STRIP_ROWS, FastCpuDropout, apply_rotary, causal_attention, rotary_angles
 
 from ..tiers import exhaustive
 

@@ -15,11 +15,11 @@ import faulthandler, json, math, os, random, sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from torch import nn
-from evener.core.peer_failure import is_peer_failure
-from evener.core.roster import parse_sync
-from evener.plan import sync_traffic as plan
-from evener.worker.clock import HostClock
-from evener.worker.process_groups import ProcessGroups, _open_sockets
+from evener.core.run.peer_failure import is_peer_failure
+from evener.core.run.roster import parse_sync
+from evener.plan.cost import sync_traffic as plan
+from evener.worker.rank.clock import HostClock
+from evener.worker.rank.process_groups import ProcessGroups, _open_sockets
 from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.streaming_diloco import StreamingDiLoCo
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from evener.core.file_io import file_digest
-from evener.core.rundir import RunDir
+from evener.core.base.file_io import file_digest
+from evener.core.run.rundir import RunDir
 
 from ..conftest import ENV
 from ..tiers import exhaustive, exhaustively, num_examples
@@ -128,7 +128,7 @@ def test_rank_with_differing_records_is_named(run):
 @pytest.mark.parametrize("hashed", [True, *exhaustively(False)])
 def test_changed_weight_is_detected_in_first_step(run, hashed):
     """One that the ranks had hashed otherwise, and one that they had like that, too."""
-    from evener.worker.replica_hashes import hash_tensors
+    from evener.worker.state.replica_hashes import hash_tensors
 
     folder = run.checkpoint_path(20)
     weights = load_file(folder / "weights.safetensors")
@@ -162,9 +162,9 @@ def test_changed_corpus_bytes_are_detected(run):
 
 WRONG = """
 import sys, torch
-from evener.core.resolve import resolve
-from evener.core.run_spec import parse_args
-from evener.worker.loop import train
+from evener.core.run.resolve import resolve
+from evener.core.run.run_spec import parse_args
+from evener.worker.train.loop import train
 from evener.worker.sync.allreduce_hook import AllReduceHook
 
 start = AllReduceHook.start

@@ -12,10 +12,10 @@ import time
 import psutil
 import pytest
 
-from evener.core.errors import CheckpointError
-from evener.core.rundir import RunDir, read_checkpoint
-from evener.core.runwriter import RunWriter
-from evener.report.run_summary import summarize_run
+from evener.core.base.errors import CheckpointError
+from evener.core.run.rundir import RunDir, read_checkpoint
+from evener.core.run.runwriter import RunWriter
+from evener.report.read.run_summary import summarize_run
 
 from ..conftest import TIMEOUT_S, wait_until
 from ..tiers import exhaustive, exhaustively
@@ -165,7 +165,7 @@ def test_checkpoint_of_other_shape_is_refused(tmp_path, train, start):
 OWN_LOOP = """
 import sys, numpy, torch, evener
 from torch import nn
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))
@@ -200,7 +200,7 @@ def test_custom_loop_resumes_bit_for_bit(tmp_path, run_script):
 STOPS = """
 import os, sys, evener, torch
 from torch import nn
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return torch.ones(num, 2).numpy()
@@ -233,10 +233,10 @@ def test_stop_on_checkpoint_step_works_with_separate_disks(tmp_path, run_script)
 
 KILLED_AS_IT_SAVES = """
 import os, signal, sys
-from evener.core.run_spec import parse_args
-from evener.core.resolve import resolve
-from evener.worker import checkpoint
-from evener.worker.loop import train
+from evener.core.run.run_spec import parse_args
+from evener.core.run.resolve import resolve
+from evener.worker.state import checkpoint
+from evener.worker.train.loop import train
 
 save = checkpoint.save
 def save_and_die(*args, **kwargs):

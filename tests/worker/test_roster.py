@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import torch
 
-from evener.core.roster import RankSlot, initial_roster, parse_sync
-from evener.core.run_spec import parse_args
-from evener.core.rundir import RunDir
-from evener.core.runwriter import RunWriter
-from evener.core.step_cost import BLOCKED
-from evener.worker.clock import HostClock
+from evener.core.run.roster import RankSlot, initial_roster, parse_sync
+from evener.core.run.run_spec import parse_args
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_cost import BLOCKED
 from evener.worker.membership.fixed import FixedMembership
-from evener.worker.span_recorder import SpanRecorder
-from evener.worker.step_recorder import HostCopy, StepRecorder, StepReport
+from evener.worker.rank.clock import HostClock
+from evener.worker.record.span_recorder import SpanRecorder
+from evener.worker.record.step_recorder import HostCopy, StepRecorder, StepReport
 
 from ..tiers import exhaustive, exhaustively
 
@@ -55,10 +55,10 @@ def test_unequal_shares_give_same_losses_as_one_process(tmp_path, train, one_ran
 
 RESHARED = """
 import sys
-from evener.core.resolve import resolve
-from evener.core.run_spec import parse_args
-from evener.worker import loop
-from evener.worker.run import Run
+from evener.core.run.resolve import resolve
+from evener.core.run.run_spec import parse_args
+from evener.worker.train import loop
+from evener.worker.train.run import Run
 
 steps = Run.steps
 
@@ -97,9 +97,10 @@ def test_shares_change_at_the_same_step_on_all_ranks(tmp_path, corpus, run_scrip
 TIMED = """
 import sys
 import msgspec
-from evener.core.resolve import resolve
-from evener.core.run_spec import parse_args
-from evener.worker import loop, step_recorder
+from evener.core.run.resolve import resolve
+from evener.core.run.run_spec import parse_args
+from evener.worker.train import loop
+from evener.worker.record import step_recorder
 
 row = step_recorder.StepReport.to_row
 
@@ -171,7 +172,7 @@ OWN = """
 import os, sys
 import msgspec, numpy, torch, evener
 from torch import nn
-from evener.worker import step_recorder
+from evener.worker.record import step_recorder
 
 row, shares = step_recorder.StepReport.to_row, {}
 
@@ -341,7 +342,7 @@ def test_reported_time_is_input_plus_compute_with_update_separate(tmp_path):
 @exhaustive
 def test_launcher_roster_is_used_and_roster_of_other_ranks_refused(tmp_path, start, monkeypatch):
     """EVENER_ROSTER names a file; what it says counts, whatever the flags say, as long as it is of these ranks."""
-    from evener.core.host_info import local_host_info
+    from evener.core.cluster.host_info import local_host_info
 
     here = RankSlot(host=local_host_info().host, device="cpu")
     spec = parse_args(["--batch", "16", "--shares", "3:1", "--dtype", "fp32"])
@@ -362,7 +363,7 @@ def test_launcher_roster_is_used_and_roster_of_other_ranks_refused(tmp_path, sta
 
 def test_round_steps_may_differ_and_omit_no_sample(tmp_path, train, start, monkeypatch):
     """Where nothing is learned, a step's loss tells of which samples it was: those that one process has."""
-    from evener.core.host_info import local_host_info
+    from evener.core.cluster.host_info import local_host_info
 
     flags = ("--steps", "12", "--batch", "11", "--lr", "1e-30", "--dropout", "0", "--micro-batch", "3")
     alone = train(tmp_path / "alone", *flags, ranks=1)
@@ -384,13 +385,13 @@ def test_round_steps_may_differ_and_omit_no_sample(tmp_path, train, start, monke
 RECORDERS = """
 import os, sys, torch
 import torch.distributed as dist
-from evener.core.roster import RankSlot, initial_roster
-from evener.core.rundir import RunDir
-from evener.core.run_spec import parse_args
-from evener.core.step_cost import BLOCKED
-from evener.worker.clock import HostClock
-from evener.worker.step_recorder import HostCopy, StepRecorder
-from evener.worker.span_recorder import SpanRecorder
+from evener.core.run.roster import RankSlot, initial_roster
+from evener.core.run.rundir import RunDir
+from evener.core.run.run_spec import parse_args
+from evener.core.run.step_cost import BLOCKED
+from evener.worker.rank.clock import HostClock
+from evener.worker.record.step_recorder import HostCopy, StepRecorder
+from evener.worker.record.span_recorder import SpanRecorder
 
 class QueueClock(HostClock):
     "As of a device that is a step behind: asked for step k while step k + 1 has not been queued, it would wait."
@@ -457,12 +458,12 @@ def test_ranks_of_different_devices_report_with_equal_lag(tmp_path, run_script):
 DRIFTING = """
 import os, sys, math, torch
 import torch.distributed as dist
-from evener.core.roster import RankSlot, initial_roster
-from evener.core.rundir import RunDir
-from evener.core.run_spec import parse_args
-from evener.worker.clock import HostClock
-from evener.worker.step_recorder import STOP, HostCopy, StepRecorder
-from evener.worker.span_recorder import SpanRecorder
+from evener.core.run.roster import RankSlot, initial_roster
+from evener.core.run.rundir import RunDir
+from evener.core.run.run_spec import parse_args
+from evener.worker.rank.clock import HostClock
+from evener.worker.record.step_recorder import STOP, HostCopy, StepRecorder
+from evener.worker.record.span_recorder import SpanRecorder
 
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 dist.init_process_group("gloo")

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from evener.core.rundir import RunDir
-from evener.core.runwriter import RunWriter
-from evener.core.step_spans import RECORD_EVERY_STEPS, RECORD_LAST_STEPS
-from evener.report.chrome_trace import write_trace
-from evener.report.clock_offsets import RankClocks
-from evener.report.timeline import read_timeline
-from evener.report.torch_profile import read_profile, read_profiles
-from evener.worker.clock import HostClock
-from evener.worker.span_recorder import MAX_LAYER_GROUPS, LayerTracer, layer_groups
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_spans import RECORD_EVERY_STEPS, RECORD_LAST_STEPS
+from evener.report.export.chrome_trace import write_trace
+from evener.report.read.clock_offsets import RankClocks
+from evener.report.read.timeline import read_timeline
+from evener.report.read.torch_profile import read_profile, read_profiles
+from evener.worker.rank.clock import HostClock
+from evener.worker.record.span_recorder import MAX_LAYER_GROUPS, LayerTracer, layer_groups
 
 from .. import traces
 from ..tiers import exhaustively
@@ -79,7 +79,7 @@ def test_spans_sum_to_records_and_trace_is_complete(tmp_path, train, sync, ranks
 SLOW_RANK = """
 import sys, time, torch, evener
 from torch import nn
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): import numpy; return numpy.arange(num) + step

@@ -9,15 +9,15 @@ import sys
 import pytest
 import torch
 
-from evener.core.rundir import RunDir
-from evener.worker.replica_hashes import hash_tensor
+from evener.core.run.rundir import RunDir
+from evener.worker.state.replica_hashes import hash_tensor
 
 from ..tiers import exhaustively
 
 FLIP = """
 import sys, numpy, torch, evener
 from torch import nn
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng(step).normal(size=(num, 8))

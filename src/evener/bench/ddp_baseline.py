@@ -20,24 +20,24 @@ from typing import Any
 
 import msgspec
 
-from evener.core.corpus import Corpus, load_corpus
-from evener.core.errors import UsageError
-from evener.core.file_io import write_atomic
-from evener.core.host_info import local_host_info
-from evener.core.roster import RankSlot, initial_roster
-from evener.core.run_spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
-from evener.core.rundir import Manifest, RankProcess, RunResult, code_hash
-from evener.core.runwriter import RunWriter
-from evener.core.shape import GPTShape, preset_shape
-from evener.core.step_cost import StepCost, StepRecord, align_steps, split_blocked
-from evener.core.units import percentile
-from evener.core.version import __version__
+from evener.core.base.errors import UsageError
+from evener.core.base.file_io import write_atomic
+from evener.core.base.units import percentile
+from evener.core.base.version import __version__
+from evener.core.cluster.host_info import local_host_info
+from evener.core.model.corpus import Corpus, load_corpus
+from evener.core.model.shape import GPTShape, preset_shape
+from evener.core.run.roster import RankSlot, initial_roster
+from evener.core.run.run_spec import DataSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.run.rundir import Manifest, RankProcess, RunResult, code_hash
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_cost import StepCost, StepRecord, align_steps, split_blocked
 from evener.launch.distributed_program import local_program_lines
 from evener.launch.torch_subprocess import program_lines
-from evener.plan.collective_cost import ring_all_reduce_bytes
-from evener.report.explain import explain_scaling
-from evener.report.png_charts import scaling_png
-from evener.report.run_summary import RunSummary, read_records, summarize_run
+from evener.plan.cost.collective_cost import ring_all_reduce_bytes
+from evener.report.explain.explain_run import explain_scaling
+from evener.report.pages.png_charts import scaling_png
+from evener.report.read.run_summary import RunSummary, read_records, summarize_run
 
 SEED = 35000
 STEPS = 100
@@ -97,7 +97,10 @@ def _run_and_write(
         notify(f"{num_ranks} {'process' if num_ranks == 1 else 'processes'}: {STEPS} steps")
         started = time.time()
         # to the end
-        deque(local_program_lines(num_ranks, "evener.worker.ddp_baseline", json.dumps(lab), threads=threads), maxlen=0)
+        deque(
+            local_program_lines(num_ranks, "evener.worker.probe.ddp_baseline", json.dumps(lab), threads=threads),
+            maxlen=0,
+        )
         records = [[json.loads(line) for line in (work / f"rank-{rank}.jsonl").open()] for rank in range(num_ranks)]
         shards = [lines[0] for lines in records]
         rows = records[0][1:]

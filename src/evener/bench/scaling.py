@@ -16,16 +16,16 @@ from typing import Any
 
 import msgspec
 
-from evener.core.errors import UsageError
-from evener.core.file_io import write_atomic
-from evener.core.prediction import Prediction
-from evener.core.resolve import resolve
-from evener.core.run_spec import RunSpec
-from evener.core.rundir import RunDir
-from evener.core.step_cost import StepRecord
+from evener.core.base.errors import UsageError
+from evener.core.base.file_io import write_atomic
+from evener.core.run.prediction import Prediction
+from evener.core.run.resolve import resolve
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import RunDir
+from evener.core.run.step_cost import StepRecord
 from evener.launch.launcher import plan_training
 from evener.launch.local_run import open_local_session, prepare_local, run_attached
-from evener.report.run_summary import RunSummary, summarize_run
+from evener.report.read.run_summary import RunSummary, summarize_run
 
 FORMAT = 1
 Predictor = Callable[[RunSpec], Prediction | None]

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.prediction import Job
-from evener.core.resolve import check_sync_for_shape
-from evener.core.roster import parse_sync
-from evener.core.run_spec import RunSpec
-from evener.core.units import pluralize
-from evener.plan.options import is_applicable
+from evener.core.base.units import pluralize
+from evener.core.run.prediction import Job
+from evener.core.run.resolve import check_sync_for_shape
+from evener.core.run.roster import parse_sync
+from evener.core.run.run_spec import RunSpec
+from evener.plan.choice.options import is_applicable
 
 MAX_PROCESSES = 8  # on one host's CPU
 DEFAULT_SYNC_STRATEGIES = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8",
@@ -41,7 +41,7 @@ class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
 def single_host_setups(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[BenchSetup]:
     """Return the set-ups of one host by itself: CPU processes, then GPUs.
 
-    >>> from evener.core.run_spec import RunSpec
+    >>> from evener.core.run.run_spec import RunSpec
     >>> [setup.name for setup in single_host_setups(RunSpec(), "attic", 4, 1)]
     ['attic-1-process', 'attic-4-processes', 'attic-GPU']
     """

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from evener.core.run_plan import Plan
-    from evener.core.rundir import RunDir
+    from evener.core.run.run_plan import Plan
+    from evener.core.run.rundir import RunDir
 
 LEAVE_EXAMPLES = "evener leave runs/mine --host laptop"
 ADD_EXAMPLES = "evener add runs/mine --host laptop\nevener add runs/mine --host friend --fleet fleet.toml"
@@ -26,7 +26,7 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
     The host finishes its step first, and no synchronized step is lost. Not possible with --membership fixed.
     """
     from evener.cli import start_run
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
     from evener.launch import add_remove_hosts, launcher
 
     rundir, plan = _load_elastic_run(run)
@@ -54,8 +54,8 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     the others train, and joins between two steps.
     """
     from evener.cli import start_run
-    from evener.core.errors import UsageError
-    from evener.core.fleet_file import DEFAULT_FLEET, load_fleet
+    from evener.core.base.errors import UsageError
+    from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
     from evener.launch import add_remove_hosts
 
     rundir, plan = _load_elastic_run(run)
@@ -78,9 +78,9 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
 def _load_elastic_run(run: str) -> tuple[RunDir, Plan]:
     """Fetch the records of a running job; return it and its plan. UsageError if it has ended or its hosts are fixed."""
     from evener.cli import start_run
-    from evener.core.errors import UsageError
-    from evener.core.run_plan import read_plan
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import UsageError
+    from evener.core.run.run_plan import read_plan
+    from evener.core.run.rundir import RunDir
     from evener.launch import launcher
 
     rundir = RunDir(start_run.find_run(run))

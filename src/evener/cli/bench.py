@@ -38,7 +38,7 @@ def bench(
     stopped bench continues where it was.
     """
     from evener.cli import bench_local, start_run
-    from evener.core.errors import UsageError, did_you_mean
+    from evener.core.base.errors import UsageError, did_you_mean
 
     preset = preset or ("scaling" if fleet is None else "fleet")
     if preset == "scaling":
@@ -49,7 +49,7 @@ def bench(
         presets = ["scaling", "fleet", "strategies", "lab01"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
     from evener.cli import bench_fleet
-    from evener.core.fleet_file import load_fleet, select_hosts
+    from evener.core.cluster.fleet_file import load_fleet, select_hosts
 
     path = start_run.fleet_path(fleet)
     if path is None:

@@ -16,22 +16,22 @@ from evener.bench import setups
 from evener.bench.setups import BenchSetup
 from evener.cli import fleet_training, follow_output, start_run
 from evener.cli.terminal import make_console, print_table, print_text
-from evener.core.errors import EvenerError, UsageError
-from evener.core.fleet_file import Fleet, load_fleet, select_hosts
-from evener.core.resolve import resolve
-from evener.core.run_plan import Plan, read_plan_if_present
-from evener.core.run_spec import EvalSpec, ModelSpec, RunSpec, TrainSpec
-from evener.core.rundir import RunDir
-from evener.hosts.session import connect
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.cluster.fleet_file import Fleet, load_fleet, select_hosts
+from evener.core.run.resolve import resolve
+from evener.core.run.run_plan import Plan, read_plan_if_present
+from evener.core.run.run_spec import EvalSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.follow_run import follow_run
-from evener.plan.cluster import NotMeasuredError, build_cluster
-from evener.plan.search import predict
-from evener.report import compare_setups
-from evener.report.compare_setups import BenchKind, SetupComparison
-from evener.report.html_report import write_report
-from evener.report.png_charts import throughput_png, tradeoff_png
-from evener.report.run_summary import RunSummary, summarize_run, summary_json
+from evener.plan.choice.cluster import NotMeasuredError, build_cluster
+from evener.plan.choice.search import predict
+from evener.report.pages import compare_setups
+from evener.report.pages.compare_setups import BenchKind, SetupComparison
+from evener.report.pages.html_report import write_report
+from evener.report.pages.png_charts import throughput_png, tradeoff_png
+from evener.report.read.run_summary import RunSummary, summarize_run, summary_json
+from evener.ssh.session import connect
 
 MAX_STEPS = 10_000  # more than fit in any --seconds: the time limit ends a run
 MINIMAL_EVALUATION = EvalSpec(eval_every=0, eval_tokens=1)  # only one block, at the end

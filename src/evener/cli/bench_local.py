@@ -16,24 +16,24 @@ from evener.bench import ddp_baseline as lab
 from evener.bench import scaling as bench
 from evener.cli import follow_output
 from evener.cli.terminal import make_console, print_table, print_text
-from evener.core.decoding import json_decoder
-from evener.core.errors import UsageError
-from evener.core.fleet_file import Fleet, HostConfig, Rates
-from evener.core.host_info import local_host_info, usable_cores
-from evener.core.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
-from evener.core.prediction import Prediction
-from evener.core.resolve import resolve
-from evener.core.run_spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
-from evener.core.rundir import RunDir
+from evener.core.base.decoding import json_decoder
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import Fleet, HostConfig, Rates
+from evener.core.cluster.host_info import local_host_info, usable_cores
+from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
+from evener.core.run.prediction import Prediction
+from evener.core.run.resolve import resolve
+from evener.core.run.run_spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.run.rundir import RunDir
 from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.distributed_program import local_program_lines
-from evener.plan.cluster import build_cluster
-from evener.plan.search import predict
-from evener.report.bench_table import bench_rows
-from evener.report.explain import explain_scaling, max_loss_difference
-from evener.report.html_report import write_report
-from evener.report.png_charts import scaling_png
-from evener.report.run_summary import summary_json
+from evener.plan.choice.cluster import build_cluster
+from evener.plan.choice.search import predict
+from evener.report.explain.bench_table import bench_rows
+from evener.report.explain.explain_run import explain_scaling, max_loss_difference
+from evener.report.pages.html_report import write_report
+from evener.report.pages.png_charts import scaling_png
+from evener.report.read.run_summary import summary_json
 
 DEFAULT_CORPORA = ("data/verbs", "data/python")
 PROBE_S = 8.0  # training time of the probe before the runs
@@ -155,7 +155,9 @@ def _probe_local_rates(spec: RunSpec, screen: Console) -> dict[str, Rates]:
         device=spec.machine.device,
     )
     decode = json_decoder(ProbeMessage).decode
-    messages = map(decode, local_program_lines(1, "evener.worker.device_probe", msgspec.json.encode(request).decode()))
+    messages = map(
+        decode, local_program_lines(1, "evener.worker.probe.device_probe", msgspec.json.encode(request).decode())
+    )
     return {item.device: item.rates for item in messages if isinstance(item, DeviceProbeResult)}
 
 

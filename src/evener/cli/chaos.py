@@ -24,7 +24,7 @@ def chaos(
 
     Start a run there first. Faults that are active when this ends, also by Ctrl-C, are repaired.
     """
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
     from evener.lab.emulated_lab import EmulatedLab
     from evener.lab.fault_injection import FAULT_TABLE, find_faults, inject_faults, schedule_faults, split_supported
 

@@ -93,7 +93,7 @@ def text(
 
     The last tenth is for validation. Several files are first shuffled by a hash of their names, for a fair sample.
     """
-    from evener.core.errors import DataError
+    from evener.core.base.errors import DataError
     from evener.corpus.documents import find_documents, split_by_fraction
     from evener.corpus.prepare_corpus import prepare
 

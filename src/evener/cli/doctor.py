@@ -13,9 +13,9 @@ from evener.cli.start_run import fleet_path
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evener.core.finding import Finding
-    from evener.hosts.connectivity import PairConnectivity
-    from evener.hosts.preflight import PreflightReport
+    from evener.core.cluster.finding import Finding
+    from evener.doctor.connectivity import PairConnectivity
+    from evener.doctor.preflight import PreflightReport
 
 CONNECT_TIMEOUT_S = 5.0  # for a host that accepts the connection and then does not answer
 MAX_MATRIX_HOSTS = 16  # hosts; more than that get no matrix
@@ -45,10 +45,10 @@ def doctor(
     import json
 
     from evener.cli.terminal import make_console
-    from evener.core.fleet_file import Fleet, HostConfig, load_fleet
-    from evener.core.run_spec import MachineSpec
-    from evener.hosts.preflight import run_preflight
-    from evener.hosts.session import connect
+    from evener.core.cluster.fleet_file import Fleet, HostConfig, load_fleet
+    from evener.core.run.run_spec import MachineSpec
+    from evener.doctor.preflight import run_preflight
+    from evener.ssh.session import connect
 
     path, machine = fleet_path(fleet), MachineSpec(private=private)
     known = load_fleet(path) if path is not None else Fleet(hosts={"local": HostConfig(address="local")})
@@ -120,7 +120,7 @@ def print_preflight(console: Console, preflight: PreflightReport) -> None:
 
 def _print_hosts(screen: Console, preflight: PreflightReport) -> None:
     from evener.cli.terminal import print_table
-    from evener.core.units import format_bytes
+    from evener.core.base.units import format_bytes
 
     rows = []
     for name in preflight.hosts:
@@ -173,7 +173,7 @@ def _print_connectivity_matrix(screen: Console, preflight: PreflightReport, wide
 
 
 def _matrix_cell(pair: PairConnectivity | None, wide: bool) -> str:
-    from evener.core.units import format_bit_rate, format_seconds
+    from evener.core.base.units import format_bit_rate, format_seconds
 
     if pair is None:
         return "?"
@@ -189,7 +189,7 @@ def _matrix_cell(pair: PairConnectivity | None, wide: bool) -> str:
 
 def _connectivity_summary(preflight: PreflightReport) -> list[str]:
     """Return the figures that narrow cells omit: open pairs, and the ranges of round trip and goodput."""
-    from evener.core.units import format_bit_rate, format_seconds
+    from evener.core.base.units import format_bit_rate, format_seconds
 
     good = [pair for pair in preflight.pairs if pair.is_open and pair.large != "stalled"]
     lines = [

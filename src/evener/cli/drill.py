@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from evener.core.finding import Finding
-    from evener.lab.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput
+    from evener.core.cluster.finding import Finding
+    from evener.lab.drills.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput
 
 SEVERITY_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 MAX_OUTPUT_LINES = 4  # shown of a command's output
@@ -31,8 +31,8 @@ def drill(
 
     The lab is taken down at the end, also on Ctrl-C.
     """
-    from evener.core.errors import UsageError
-    from evener.lab import drill_catalog
+    from evener.core.base.errors import UsageError
+    from evener.lab.drills import drill_catalog
 
     if (name is not None) + listed + every > 1:
         raise UsageError("a name, --list and --all exclude each other", hint="give one of them")
@@ -46,7 +46,7 @@ def drill(
 
 def _list_drills(as_json: bool) -> int:
     from evener.cli.terminal import make_console, print_table
-    from evener.lab.drill_catalog import DRILLS, UNSUPPORTED_CHECKS
+    from evener.lab.drills.drill_catalog import DRILLS, UNSUPPORTED_CHECKS
 
     lacking = {name: reason for name, one in DRILLS.items() if (reason := one.unsupported_reason()) is not None}
     if as_json:
@@ -72,8 +72,8 @@ def _list_drills(as_json: bool) -> int:
 
 def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
     """Run all drills and print a line for each."""
-    from evener.core.errors import EvenerError
-    from evener.lab.drill_runner import DrillRun
+    from evener.core.base.errors import EvenerError
+    from evener.lab.drills.drill_runner import DrillRun
 
     results, failed = [], 0
     for one in drills:
@@ -106,8 +106,8 @@ def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
 
 
 def _run_one(one: Drill, short: bool, as_json: bool) -> int:
-    from evener.core.errors import EvenerError
-    from evener.lab.drill_runner import DrillRun
+    from evener.core.base.errors import EvenerError
+    from evener.lab.drills.drill_runner import DrillRun
 
     reason = one.unsupported_reason()
     if reason is not None:

@@ -23,9 +23,9 @@ def export(
 
     import msgspec
 
-    from evener.core.errors import UsageError
-    from evener.core.file_io import write_folder_atomic
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import UsageError
+    from evener.core.base.file_io import write_folder_atomic
+    from evener.core.run.rundir import RunDir
     from evener.corpus.huggingface import write_tokenizer
     from evener.corpus.tokenizer import load_run_tokenizer
     from evener.launch.torch_subprocess import program_lines

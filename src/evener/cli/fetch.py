@@ -19,11 +19,12 @@ def fetch(
     import json
 
     from evener.cli import start_run
-    from evener.core.errors import EvenerError, HostError
-    from evener.core.run_plan import read_plan
-    from evener.core.rundir import RunDir
-    from evener.launch import checkpoint_transfer, launcher
-    from evener.launch.script_outputs import fetch_outputs
+    from evener.core.base.errors import EvenerError, HostError
+    from evener.core.run.run_plan import read_plan
+    from evener.core.run.rundir import RunDir
+    from evener.launch import launcher
+    from evener.transfer import checkpoint_transfer
+    from evener.transfer.script_outputs import fetch_outputs
 
     rundir = RunDir(start_run.find_run(run))
     plan = read_plan(rundir)

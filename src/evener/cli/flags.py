@@ -14,7 +14,7 @@ from evener.cli.help import METAVARS
 if TYPE_CHECKING:
     from typer.models import ArgumentInfo, OptionInfo
 
-    from evener.core.run_spec import Flag
+    from evener.core.run.run_spec import Flag
 
 HELP_PANELS = {
     "data": "Data",
@@ -31,7 +31,7 @@ CommandParameter = tuple[str, "ArgumentInfo | OptionInfo", type | UnionType]
 
 def spec_options() -> list[CommandParameter]:
     """Return one option for every leaf of RunSpec."""
-    from evener.core.run_spec import FLAGS
+    from evener.core.run.run_spec import FLAGS
 
     options: list[CommandParameter] = []
     for flag in FLAGS.values():

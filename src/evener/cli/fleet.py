@@ -15,8 +15,8 @@ from evener.cli.help import CliApp
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evener.core.fleet_file import Fleet, HostConfig
-    from evener.hosts.import_hosts import HostList
+    from evener.core.cluster.fleet_file import Fleet, HostConfig
+    from evener.sources.import_hosts import HostList
 
 app = CliApp(help="The file that names your machines.")
 
@@ -61,10 +61,10 @@ def init(
     Without arguments it asks for the hosts. Several sources are merged; a machine in two of them is taken once. No
     machine is contacted; evener doctor does that afterwards.
     """
-    from evener.core.errors import UsageError
-    from evener.core.file_io import write_atomic
-    from evener.core.fleet_file import format_fleet, parse_fleet
-    from evener.hosts.import_hosts import merge_host_lists
+    from evener.core.base.errors import UsageError
+    from evener.core.base.file_io import write_atomic
+    from evener.core.cluster.fleet_file import format_fleet, parse_fleet
+    from evener.sources.import_hosts import merge_host_lists
 
     if os.path.lexists(out):
         raise UsageError(f"{out} exists already", hint="edit it, or write another file: --out other.toml")
@@ -93,10 +93,10 @@ def _read_sources(
     group: str | None,
 ) -> list[HostList]:  # fmt: skip
     """Read the hosts of each given source."""
-    from evener.core.errors import UsageError
-    from evener.hosts.ansible_inventory import import_inventory
-    from evener.hosts.hostfile import import_hostfile, parse_host_arguments
-    from evener.hosts.ssh_config import import_ssh_config
+    from evener.core.base.errors import UsageError
+    from evener.sources.ansible_inventory import import_inventory
+    from evener.sources.hostfile import import_hostfile, parse_host_arguments
+    from evener.sources.ssh_config import import_ssh_config
 
     for name in names:
         if "=" not in name and os.path.isfile(name):
@@ -111,7 +111,7 @@ def _read_sources(
 
 def _prompt_hosts(out: Path) -> HostList:
     """Ask for the hosts on the terminal; raise UsageError if there is none."""
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     if not is_interactive():
         raise UsageError(
@@ -136,7 +136,7 @@ def local_host_name() -> str:
     """Return the name of this machine for the fleet file: its own host name."""
     import socket
 
-    from evener.hosts.import_hosts import LOCALHOST_NAMES, sanitize_host_name
+    from evener.sources.import_hosts import LOCALHOST_NAMES, sanitize_host_name
 
     host = socket.gethostname().partition(".")[0]
     return "here" if host.lower() in ("", *LOCALHOST_NAMES) else sanitize_host_name(host)
@@ -145,7 +145,7 @@ def local_host_name() -> str:
 def _print_result(out: Path, text: str, host_list: HostList, fleet: Fleet, advice: list[str]) -> None:
     """Print the file; on stderr what differs from the sources, hints, and the next command."""
     from evener.cli.terminal import make_console, print_text
-    from evener.core.units import pluralize
+    from evener.core.base.units import pluralize
 
     screen = make_console(stderr=True)
     for line in _import_warnings(host_list):

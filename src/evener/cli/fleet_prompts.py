@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 
 from evener.cli.terminal import make_console, print_text
-from evener.core.errors import EvenerError, UsageError
-from evener.core.fleet_file import HostConfig
-from evener.hosts.hostfile import parse_host_argument
-from evener.hosts.import_hosts import USERNAME_PATTERN, HostList, ImportedHost, SkippedHost
-from evener.hosts.ssh_config import import_ssh_config
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.cluster.fleet_file import HostConfig
+from evener.sources.hostfile import parse_host_argument
+from evener.sources.import_hosts import USERNAME_PATTERN, HostList, ImportedHost, SkippedHost
+from evener.sources.ssh_config import import_ssh_config
 
 INSTRUCTIONS = "One a line: a name or address as for ssh (also user@host:port); NAME=ADDRESS calls it NAME."
 END_HINT = " An empty line ends the list."

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from evener.core.errors import HostError
-    from evener.core.fleet_file import Fleet
-    from evener.core.resolve import ResolvedRun
-    from evener.core.run_plan import Plan
-    from evener.hosts.session import Sessions
-    from evener.launch.file_tree import FileTree
+    from evener.core.base.errors import HostError
+    from evener.core.cluster.fleet_file import Fleet
+    from evener.core.run.resolve import ResolvedRun
+    from evener.core.run.run_plan import Plan
     from evener.launch.launcher import PreparedFleet
+    from evener.ssh.session import Sessions
+    from evener.transfer.file_tree import FileTree
 
 
 def plan_fleet_training(fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], resolved: ResolvedRun,
@@ -26,9 +26,9 @@ def plan_fleet_training(fleet: Fleet, sessions: Sessions, errors: Mapping[str, H
     import msgspec
 
     from evener.cli import start_run
-    from evener.core.fleet_file import select_hosts
+    from evener.core.cluster.fleet_file import select_hosts
     from evener.launch import launcher
-    from evener.plan.plan_request import host_ring_order
+    from evener.plan.choice.plan_request import host_ring_order
 
     name, to_plan = start_run.rundir_of(resolved).path.name, start_run.with_previous_sync(resolved)
     # A resumed run keeps the order of its ranks.
@@ -61,7 +61,8 @@ def start_fleet_training(
 ) -> None:
     """Send the files that the hosts lack, and start all ranks."""
     from evener.cli import start_run
-    from evener.launch import checkpoint_transfer, launcher
+    from evener.launch import launcher
+    from evener.transfer import checkpoint_transfer
 
     rundir = start_run.rundir_of(resolved)
     members = {host.name: sessions[host.name] for host in plan.hosts}

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from evener.cli.terminal import make_console, print_text
-from evener.core.decoding import json_decoder
-from evener.core.file_io import follow_lines
-from evener.core.progress import WINDOW_STEPS, RunProgress, StragglerDetector
-from evener.core.resolve import ResolvedRun
-from evener.core.roster import parse_sync
-from evener.core.run_plan import Plan, read_plan_if_present
-from evener.core.run_spec import RunSpec
-from evener.core.rundir import Manifest, RunDir
-from evener.core.step_cost import StepRecord
-from evener.core.units import format_bytes, format_count, format_seconds, pluralize
-from evener.report.event_log import NOTICE_EVENTS, describe_notice
+from evener.core.base.decoding import json_decoder
+from evener.core.base.file_io import follow_lines
+from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.core.run.progress import WINDOW_STEPS, RunProgress, StragglerDetector
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import parse_sync
+from evener.core.run.run_plan import Plan, read_plan_if_present
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import Manifest, RunDir
+from evener.core.run.step_cost import StepRecord
+from evener.report.read.event_log import NOTICE_EVENTS, describe_notice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from evener.bench import scaling
     from evener.cli.live_display import LiveDisplay
     from evener.launch.follow_run import Observer
-    from evener.report.run_summary import RunSummary
+    from evener.report.read.run_summary import RunSummary
 
 PLAIN_LINE_INTERVAL_S = 5.0
 POLL_INTERVAL_S = 0.5

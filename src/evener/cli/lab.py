@@ -49,8 +49,8 @@ def up(
     as_json: AsJson = False,
 ) -> None:
     """Make a lab, wait until every host accepts ssh logins, and write its fleet file."""
-    from evener.core.errors import UsageError
-    from evener.core.units import format_seconds
+    from evener.core.base.errors import UsageError
+    from evener.core.base.units import format_seconds
     from evener.lab.emulated_lab import EmulatedLab
     from evener.lab.lab_spec import LabSpec, default_host_names, read_lab_spec, with_host_values
 
@@ -185,7 +185,7 @@ def down(
     as_json: AsJson = False,
 ) -> None:
     """End a lab and remove all of it: processes, networks, cgroups, files. Safe to repeat."""
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
     from evener.lab import state
     from evener.lab.emulated_lab import default_lab_name, take_down
 
@@ -231,7 +231,7 @@ def _lab_to_dict(lab: EmulatedLab) -> dict[str, Any]:
 
 
 def _format_rate(bps: int | None) -> str:
-    from evener.core.units import format_si
+    from evener.core.base.units import format_si
 
     return "unlimited" if bps is None else f"{format_si(bps)}bit"
 
@@ -241,7 +241,7 @@ def _split_names(text: str | None) -> list[str]:
 
 
 def _parse_cores(text: str | None) -> list[int]:
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     try:
         return [int(word) for word in _split_names(text)]

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from evener.core.run_plan import Plan
-    from evener.core.rundir import RunDir
-    from evener.launch.mirror import RunMirror, SupervisorState
+    from evener.core.run.run_plan import Plan
+    from evener.core.run.rundir import RunDir
+    from evener.transfer.mirror import RunMirror, SupervisorState
 
 
 EXAMPLES = "evener launch -- train.py --lr 1e-3"
@@ -44,12 +44,12 @@ def launch(
     from pathlib import Path
 
     from evener.cli import follow_output, start_run
-    from evener.core.errors import RunError, UsageError
-    from evener.core.run_spec import MachineSpec
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import RunError, UsageError
+    from evener.core.run.run_spec import MachineSpec
+    from evener.core.run.rundir import RunDir
     from evener.launch import launcher, local_run
-    from evener.launch.file_tree import ignored_file_sizes, summarize_largest
     from evener.launch.follow_run import follow_run
+    from evener.transfer.file_tree import ignored_file_sizes, summarize_largest
 
     path = start_run.fleet_path(fleet)
     project, argv = _parse_program(program)
@@ -123,7 +123,7 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
 
     from evener.cli import start_run
     from evener.launch.root_cause import missing_gpu_message
-    from evener.launch.script_outputs import find_outputs
+    from evener.transfer.script_outputs import find_outputs
 
     stopped = any(state.get("stopped") for state in states.values())
     if as_json:
@@ -143,7 +143,7 @@ def _parse_program(argv: list[str]) -> tuple[Path, list[str]]:
     """Return the project's folder, and the program's arguments for torchrun relative to it."""
     from pathlib import Path
 
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     cwd = Path.cwd().resolve()
     if argv[0] == "-m":

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evener.core.progress import HostStepTime, RunProgress
-from evener.core.units import format_seconds
+from evener.core.base.units import format_seconds
+from evener.core.run.progress import HostStepTime, RunProgress
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evener.core.rundir import RunDir
-    from evener.core.step_cost import StepRecord
+    from evener.core.run.rundir import RunDir
+    from evener.core.run.step_cost import StepRecord
     from evener.launch.follow_run import Observer
 
 SLOW_LOGGER_S = 2.0  # after this, print which loggers have not received all steps
@@ -21,9 +21,9 @@ LOGGER_TIMEOUT_S = 60.0  # after this, leave a slow logger to finish in the back
 def select_loggers(given: Sequence[str] | None, rundir: RunDir | None) -> list[str]:
     """Return the requested loggers; for a resumed run without a request those that it had before."""
     from evener.cli import start_run
-    from evener.core.errors import UsageError
-    from evener.report.experiment_loggers import parse_loggers
-    from evener.report.logger_feed import registered_loggers
+    from evener.core.base.errors import UsageError
+    from evener.report.export.experiment_loggers import parse_loggers
+    from evener.report.export.logger_feed import registered_loggers
 
     if given:
         return parse_loggers(given)
@@ -42,7 +42,7 @@ def feed_loggers(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Obs
 
     At exit the loggers receive the remaining steps.
     """
-    from evener.report.logger_feed import register_loggers
+    from evener.report.export.logger_feed import register_loggers
 
     feeders: dict[str, subprocess.Popen[bytes]] = {}
     broken: set[str] = set()
@@ -78,7 +78,7 @@ def feed_loggers(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Obs
 def defer_loggers(rundir: RunDir, names: Sequence[str]) -> None:
     """Remember the loggers of a detached run, and print how they receive its steps."""
     from evener.cli import start_run
-    from evener.report.logger_feed import register_loggers
+    from evener.report.export.logger_feed import register_loggers
 
     register_loggers(rundir, list(names))
     if names:
@@ -90,7 +90,7 @@ def _start_feeder(rundir: RunDir, name: str) -> subprocess.Popen[bytes]:
     """Start a feeder in its own session: Ctrl-C does not reach it, and closing the terminal only ends its input."""
     with (rundir.path / "loggers" / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "evener.report.logger_feed", str(rundir.path), name],
+            [sys.executable, "-P", "-m", "evener.report.export.logger_feed", str(rundir.path), name],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
 
@@ -121,7 +121,7 @@ def _wait_for_feeders(feeders: dict[str, subprocess.Popen[bytes]]) -> None:
 
 def _print_failure(rundir: RunDir, name: str) -> None:
     from evener.cli import start_run
-    from evener.core.file_io import read_file
+    from evener.core.base.file_io import read_file
 
     log = rundir.path / "loggers" / f"{name}.log"
     lines = [line.strip() for line in read_file(log).decode(errors="replace").splitlines() if line.strip()]
@@ -132,9 +132,9 @@ def _print_failure(rundir: RunDir, name: str) -> None:
 def backfill_loggers(rundir: RunDir, names: Sequence[str]) -> None:
     """Send loggers the steps of a run that they do not have yet; raise RunError if one fails."""
     from evener.cli import start_run
-    from evener.core.errors import EvenerError, RunError
-    from evener.core.units import pluralize
-    from evener.report.logger_feed import feed_logger, read_cursor
+    from evener.core.base.errors import EvenerError, RunError
+    from evener.core.base.units import pluralize
+    from evener.report.export.logger_feed import feed_logger, read_cursor
 
     rundir.manifest()  # raises before anything is written if this is no run
     for name in names:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from evener.launch.mirror import RunMirror
+    from evener.transfer.mirror import RunMirror
 
 EXAMPLES = "evener logs -f runs/mine --host attic"
 
@@ -22,9 +22,9 @@ def logs(
     """Print the output of a run's ranks and launchers: time, rank, host, line."""
     from evener.cli import follow_output as follow_cli
     from evener.cli import logger_processes, start_run
-    from evener.core.errors import UsageError, did_you_mean
-    from evener.core.run_plan import read_plan
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import UsageError, did_you_mean
+    from evener.core.run.run_plan import read_plan
+    from evener.core.run.rundir import RunDir
     from evener.launch import launcher
     from evener.launch.follow_run import follow_run
 

@@ -31,8 +31,8 @@ from evener.cli import (
     watch,
 )
 from evener.cli.help import CliApp
-from evener.core.errors import EvenerError
-from evener.core.version import __version__
+from evener.core.base.errors import EvenerError
+from evener.core.base.version import __version__
 
 EXAMPLES = """
 evener data verbs

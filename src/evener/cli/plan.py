@@ -80,9 +80,9 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
 
     from evener.cli import plan_output
     from evener.cli.flags import explicit_values
-    from evener.core.errors import UsageError
-    from evener.core.run_spec import make_spec
-    from evener.plan.plan_request import answer_request
+    from evener.core.base.errors import UsageError
+    from evener.core.run.run_spec import make_spec
+    from evener.plan.choice.plan_request import answer_request
 
     of_what, machines, of_bill, of_scale = (
         {name: values.pop(name) for name in group}
@@ -132,7 +132,7 @@ def _flag_name(group: dict[str, tuple[Any, Any]], name: str) -> str:
 def _check_scale_flags(
     scale: str | None, of_scale: dict[str, Any], others: dict[str, Any], texts: dict[str, str]
 ) -> None:
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     stray = [_flag_name(SIMULATION_OPTIONS, name) for name, value in of_scale.items() if value not in (None, False)]
     if scale is None and stray:

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from evener.cli.terminal import make_console, print_table, print_text
-from evener.core.errors import UsageError
-from evener.core.fleet_file import load_fleet, select_hosts
-from evener.core.fleet_update import update_fleet_file
-from evener.core.prediction import PlanOption, Prediction
-from evener.core.roster import format_shares
-from evener.core.run_spec import RunSpec
-from evener.core.units import format_bytes, format_count, format_seconds, pluralize
-from evener.plan import plan_request
-from evener.plan.advice import collect_advice
-from evener.plan.break_even import Advice, Fabric, LinkSearch, best_single_host, with_bf16_gradients
-from evener.plan.plan_request import PlanRequest, with_assumptions
-from evener.plan.training_cost import TrainingCost, estimate_training_cost, parse_offers, total_tokens
+from evener.core.base.errors import UsageError
+from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.core.cluster.fleet_file import load_fleet, select_hosts
+from evener.core.cluster.fleet_update import update_fleet_file
+from evener.core.run.prediction import PlanOption, Prediction
+from evener.core.run.roster import format_shares
+from evener.core.run.run_spec import RunSpec
+from evener.plan.choice import plan_request
+from evener.plan.choice.advice import collect_advice
+from evener.plan.choice.break_even import Advice, Fabric, LinkSearch, best_single_host, with_bf16_gradients
+from evener.plan.choice.plan_request import PlanRequest, with_assumptions
+from evener.plan.choice.training_cost import TrainingCost, estimate_training_cost, parse_offers, total_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evener.core.corpus import Corpus
+    from evener.core.model.corpus import Corpus
 
 LEGEND = (
     "exposed: communication not hidden by computation. ×: speedup over the fastest host alone. sends: bytes of a rank "
@@ -75,8 +75,8 @@ def with_assumed_vocabulary(request: PlanRequest) -> PlanRequest:
 
 def load_run_request(run: str, texts: dict[str, str], link: str | None, fleet: str | None) -> PlanRequest:
     """Make a request from a run's records, with the flags applied; write its rates to the fleet file if given."""
-    from evener.core.run_plan import read_prediction
-    from evener.core.rundir import RunDir
+    from evener.core.run.run_plan import read_prediction
+    from evener.core.run.rundir import RunDir
 
     rundir = RunDir(run)
     manifest = rundir.manifest()
@@ -93,7 +93,7 @@ def load_run_request(run: str, texts: dict[str, str], link: str | None, fleet: s
 
 def find_corpus(spec: RunSpec) -> Corpus | None:
     """Load the corpus of a spec; None if it is not on this machine."""
-    from evener.core.corpus import load_corpus
+    from evener.core.model.corpus import load_corpus
 
     path = Path(spec.data.data)
     return load_corpus(path) if path.exists() else None

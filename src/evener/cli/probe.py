@@ -15,13 +15,13 @@ from evener.cli.terminal import make_console, print_omitted_columns
 from evener.cli.terminal import print_text as say_on
 
 if TYPE_CHECKING:
-    from evener.core.collective_results import CollectiveBenchMessage, CollectiveBenchSpec, CollectiveResult
-    from evener.core.errors import HostError
-    from evener.core.fleet_file import Fleet
-    from evener.core.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
-    from evener.hosts.session import Sessions
+    from evener.core.base.errors import HostError
+    from evener.core.cluster.collective_results import CollectiveBenchMessage, CollectiveBenchSpec, CollectiveResult
+    from evener.core.cluster.fleet_file import Fleet
+    from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
     from evener.launch.commands import PreparedHost
     from evener.launch.launcher import PreparedFleet
+    from evener.ssh.session import Sessions
 
 Spec = TypeVar("Spec")
 
@@ -56,12 +56,12 @@ def wire(
     import msgspec
 
     from evener.cli import probe_output
-    from evener.core.errors import UsageError
-    from evener.core.fleet_update import update_fleet_file
-    from evener.core.units import format_seconds as duration
-    from evener.hosts import link_probe as wires
-    from evener.hosts import tcp_settings, tcp_tuning
-    from evener.hosts.preflight import run_preflight
+    from evener.core.base.errors import UsageError
+    from evener.core.base.units import format_seconds as duration
+    from evener.core.cluster.fleet_update import update_fleet_file
+    from evener.doctor import link_probe as wires
+    from evener.doctor import tcp_settings, tcp_tuning
+    from evener.doctor.preflight import run_preflight
 
     path = fleet_path(fleet)
     if path is None:
@@ -134,10 +134,10 @@ def collectives(
     import msgspec
 
     from evener.cli import probe_output
-    from evener.core.collective_results import CollectiveBenchGroup, SkippedSizes
-    from evener.core.units import format_bit_rate
-    from evener.core.units import format_seconds as duration
-    from evener.report import bus_bandwidth as report
+    from evener.core.base.units import format_bit_rate
+    from evener.core.base.units import format_seconds as duration
+    from evener.core.cluster.collective_results import CollectiveBenchGroup, SkippedSizes
+    from evener.report.explain import bus_bandwidth as report
 
     spec = _collective_spec(op, _buffer_sizes(min_size, max_size, factor), dtype, seconds, in_place, device, backend)
     path = fleet_path(fleet)
@@ -222,12 +222,12 @@ def host(
     import msgspec
 
     from evener.cli import probe_output
-    from evener.core.errors import UsageError, did_you_mean
-    from evener.core.fleet_file import Rates
-    from evener.core.fleet_update import update_fleet_file
-    from evener.core.host_probe import HostProbeSpec, ProbeProgress
-    from evener.core.shape import PRESETS
-    from evener.plan.roofline import roofline
+    from evener.core.base.errors import UsageError, did_you_mean
+    from evener.core.cluster.fleet_file import Rates
+    from evener.core.cluster.fleet_update import update_fleet_file
+    from evener.core.cluster.host_probe import HostProbeSpec, ProbeProgress
+    from evener.core.model.shape import PRESETS
+    from evener.plan.cost.roofline import roofline
 
     if model not in PRESETS:
         raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
@@ -277,13 +277,13 @@ def _run_collectives(
     """Run the collectives on a fleet or this machine; yield (β of the slowest link, messages of the ranks)."""
     import msgspec
 
-    from evener.core.collective_results import CollectiveBenchMessage
-    from evener.core.decoding import json_decoder
-    from evener.core.errors import UsageError
-    from evener.hosts import link_probe as wires
+    from evener.core.base.decoding import json_decoder
+    from evener.core.base.errors import UsageError
+    from evener.core.cluster.collective_results import CollectiveBenchMessage
+    from evener.doctor import link_probe as wires
     from evener.launch.distributed_program import fleet_program_lines, local_program_lines
 
-    module, arg = "evener.worker.collective_bench", msgspec.json.encode(spec).decode()
+    module, arg = "evener.worker.probe.collective_bench", msgspec.json.encode(spec).decode()
     decode = json_decoder(CollectiveBenchMessage).decode
     if path is None:
         if ranks == 1:
@@ -306,9 +306,9 @@ def _resolve_backend(spec: CollectiveBenchSpec, places: Sequence[PreparedHost]) 
     """Choose one backend for all hosts. Gloo uses buffers in CPU memory: those of a GPU would only be copied there."""
     import msgspec
 
-    from evener.core.errors import UsageError
-    from evener.core.roster import choose_backend
-    from evener.core.run_spec import MachineSpec
+    from evener.core.base.errors import UsageError
+    from evener.core.run.roster import choose_backend
+    from evener.core.run.run_spec import MachineSpec
 
     seats = [seat for place in places for seat in place.rank_slots(MachineSpec(device=spec.device))]
     backend = choose_backend(seats, spec.backend)
@@ -325,11 +325,11 @@ def _probe_devices(
     """Probe the devices of a fleet or this machine; yield an iterator of (host, message)."""
     import msgspec
 
-    from evener.core.decoding import json_decoder
-    from evener.core.host_probe import ProbeMessage
+    from evener.core.base.decoding import json_decoder
+    from evener.core.cluster.host_probe import ProbeMessage
     from evener.launch.distributed_program import fleet_program_lines, local_program_lines
 
-    module = "evener.worker.device_probe"
+    module = "evener.worker.probe.device_probe"
     decode = json_decoder(ProbeMessage).decode
     if path is None:
         yield ((spec.host, decode(line)) for line in local_program_lines(1, module, msgspec.json.encode(spec).decode()))
@@ -373,9 +373,9 @@ def _prepare_hosts(known: Fleet, sessions: Sessions, errors: Mapping[str, HostEr
 
 def _measure_loopback_Bps() -> float:
     """Measure β of this machine's loopback, both directions at once."""
-    from evener.core.fleet_file import HostConfig
-    from evener.hosts import link_probe as wires
-    from evener.hosts.session import open_session
+    from evener.core.cluster.fleet_file import HostConfig
+    from evener.doctor import link_probe as wires
+    from evener.ssh.session import open_session
 
     local = HostConfig(address="local")
     with contextlib.ExitStack() as stack:
@@ -385,8 +385,8 @@ def _measure_loopback_Bps() -> float:
 
 def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, seconds: float, in_place: bool,
                      device: str, backend: str) -> CollectiveBenchSpec:  # fmt: skip
-    from evener.core.collective_results import COLLECTIVES, CollectiveBenchSpec
-    from evener.core.errors import UsageError, did_you_mean
+    from evener.core.base.errors import UsageError, did_you_mean
+    from evener.core.cluster.collective_results import COLLECTIVES, CollectiveBenchSpec
 
     names = [name.replace("-", "_") for name in op or COLLECTIVES]
     for name in names:
@@ -401,8 +401,8 @@ def _parse_spec(values: Mapping[str, object], kind: type[Spec]) -> Spec:
     """Convert flags to a struct; raise UsageError with the name of the wrong flag."""
     import msgspec
 
-    from evener.core.decoding import from_builtins
-    from evener.core.errors import UsageError
+    from evener.core.base.decoding import from_builtins
+    from evener.core.base.errors import UsageError
 
     try:
         return from_builtins(values, kind)
@@ -419,7 +419,7 @@ def _buffer_sizes(smallest: str, largest: str, factor: int) -> tuple[int, ...]:
     >>> _buffer_sizes("1KiB", "64KiB", 4)
     (1024, 4096, 16384, 65536)
     """
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     low, high = _parse_bytes("--min-size", smallest), _parse_bytes("--max-size", largest)
     if low > high:
@@ -438,7 +438,7 @@ def _parse_bytes(flag: str, text: str) -> int:
     """
     import re
 
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(i?))?B?", text.strip(), re.IGNORECASE)
     if not match or not float(match[1]):

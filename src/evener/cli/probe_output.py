@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from evener.cli.terminal import fit_columns, line_width, print_table, print_text
-from evener.core.units import format_bit_rate, format_bytes, format_count, format_seconds, pluralize
+from evener.core.base.units import format_bit_rate, format_bytes, format_count, format_seconds, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
-    from evener.core.fleet_file import ModelRate, Rates
-    from evener.core.host_probe import DeviceProbeResult
-    from evener.hosts.link_probe import LinkProbeResult
-    from evener.plan.roofline import Roofline
-    from evener.report.bus_bandwidth import CollectiveEfficiency
+    from evener.core.cluster.fleet_file import ModelRate, Rates
+    from evener.core.cluster.host_probe import DeviceProbeResult
+    from evener.doctor.link_probe import LinkProbeResult
+    from evener.plan.cost.roofline import Roofline
+    from evener.report.explain.bus_bandwidth import CollectiveEfficiency
 
 MIN_CPU_FRACTION = 0.6  # CPUs used per thread; below this, other programs were using them
 # nccl-tests' columns, then ours: title, unit, width in characters. The last four sum to the time.
@@ -71,7 +71,7 @@ def format_collectives_header(columns: Sequence[str]) -> list[str]:
 
 def format_collectives_row(judged: CollectiveEfficiency, columns: Sequence[str]) -> str:
     """Return one line of the table."""
-    from evener.core.collective_results import NCCL_DTYPE_NAMES
+    from evener.core.cluster.collective_results import NCCL_DTYPE_NAMES
 
     row, split = judged.row, judged.split
     terms = (row.time_s, split.wire_s, split.latency_s, split.reduction_s, split.rest_s)
@@ -139,7 +139,7 @@ def print_device(console: Console, result: DeviceProbeResult, roof: Roofline) ->
 def describe_all_reduce(rates: Rates) -> str:
     """Return the rates of an all-reduce on one host: of a processor that does nothing else, and between two ranks.
 
-    >>> from evener.core.fleet_file import Rates
+    >>> from evener.core.cluster.fleet_file import Rates
     >>> describe_all_reduce(Rates(sync_Bps=2.1e9, loopback_Bps=1.05e9))
     'a processor busy with nothing else sends 2.10 GB/s; two ranks here send 1.05 GB/s each'
     """
@@ -154,7 +154,7 @@ def describe_all_reduce(rates: Rates) -> str:
 def describe_micro_batch_time(model: ModelRate) -> str:
     """Return the fitted time of a micro-batch: a constant, and a term proportional to its tokens.
 
-    >>> from evener.core.fleet_file import ModelRate
+    >>> from evener.core.cluster.fleet_file import ModelRate
     >>> (describe_micro_batch_time(ModelRate(tokens_per_s=3200.0, pass_s=0.012)),
     ...  describe_micro_batch_time(ModelRate(tokens_per_s=57.0)))
     ('12 ms, and a second for each 3.2k tokens', 'a second for each 57 tokens; fixed time: not measured')

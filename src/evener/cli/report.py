@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.report.compare_runs import RunComparison
+    from evener.report.pages.compare_runs import RunComparison
 
 EXAMPLES = (
     "evener report runs/mine\n"
@@ -41,9 +41,9 @@ def report(
     several runs it compares their losses, steps and metrics, and lists the settings in which they differ.
     """
     from evener.cli import logger_processes
-    from evener.core.errors import UsageError, did_you_mean
-    from evener.core.rundir import RunDir
-    from evener.report import bench_report, compare_setups
+    from evener.core.base.errors import UsageError, did_you_mean
+    from evener.core.run.rundir import RunDir
+    from evener.report.pages import bench_report, compare_setups
 
     if log:
         names = logger_processes.select_loggers(log, None)
@@ -66,7 +66,7 @@ def report(
 
 def _bench_run_dirs(folder: Path) -> list[str]:
     """Return the run directories of a bench."""
-    from evener.report import bench_report, compare_setups
+    from evener.report.pages import bench_report, compare_setups
 
     if bench_report.is_bench(folder):
         names_of_runs = [name for names in bench_report.read_bench(folder).values() for name in names]
@@ -80,12 +80,12 @@ def _report_one(run: str, out: str | None, kind: str) -> int:
     import json
 
     from evener.cli import start_run
-    from evener.core.run_plan import read_plan_if_present
-    from evener.core.rundir import RunDir
-    from evener.report import bench_report, compare_setups
-    from evener.report.explain import explain_run, explain_scaling
-    from evener.report.html_report import write_report
-    from evener.report.run_summary import summarize_run, summary_json
+    from evener.core.run.run_plan import read_plan_if_present
+    from evener.core.run.rundir import RunDir
+    from evener.report.explain.explain_run import explain_run, explain_scaling
+    from evener.report.pages import bench_report, compare_setups
+    from evener.report.pages.html_report import write_report
+    from evener.report.read.run_summary import summarize_run, summary_json
 
     rundir = RunDir(run)
     result: dict[str, Any]
@@ -117,8 +117,8 @@ def _report_comparison(runs: list[str], out: str, kind: str) -> int:
     """Compare several runs; or report one run as text or a picture."""
     import json
 
-    from evener.core.file_io import write_atomic
-    from evener.report import compare_runs
+    from evener.core.base.file_io import write_atomic
+    from evener.report.pages import compare_runs
 
     comparison = compare_runs.compare_runs(runs)
     if kind == "json":
@@ -136,7 +136,7 @@ def _report_comparison(runs: list[str], out: str, kind: str) -> int:
 
 
 def _draw_comparison(both: RunComparison, path: Path) -> None:
-    from evener.report.png_charts import comparison_png
+    from evener.report.pages.png_charts import comparison_png
 
     path.parent.mkdir(parents=True, exist_ok=True)
     comparison_png(both, path)

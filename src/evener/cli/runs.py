@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from evener.core.run_plan import Plan
-    from evener.core.rundir import RunDir
-    from evener.launch.mirror import SupervisorState
-    from evener.report.run_table import RunRow
+    from evener.core.run.run_plan import Plan
+    from evener.core.run.rundir import RunDir
+    from evener.report.read.run_table import RunRow
+    from evener.transfer.mirror import SupervisorState
 
 
 EXAMPLES = "evener runs\nevener runs gpt2 finished --sort best\nevener runs --prune --fewer-than 100"
@@ -46,9 +46,9 @@ def runs(
 
     from evener.cli.terminal import make_console, print_text
     from evener.cli.watch_actions import find_run_dirs
-    from evener.core.errors import UsageError
-    from evener.core.rundir import RunDir
-    from evener.report import run_table
+    from evener.core.base.errors import UsageError
+    from evener.core.run.rundir import RunDir
+    from evener.report.read import run_table
 
     if not prune and (yes or fewer_than or older_than is not None):
         raise UsageError("--yes, --fewer-than and --older-than need --prune", hint="evener runs --prune")
@@ -74,7 +74,7 @@ def runs(
 
 def _split_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
     """Split the arguments into the folder to list and the words to filter by."""
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     folders = [word for word in words if "/" in word or Path(word).is_dir()]
     if len(folders) > 1:
@@ -90,8 +90,8 @@ def _print_table(screen: Console, rows: Sequence[RunRow]) -> None:
     import time
 
     from evener.cli.terminal import print_table
-    from evener.core.units import format_bytes, format_count
-    from evener.report.run_table import format_age
+    from evener.core.base.units import format_bytes, format_count
+    from evener.report.read.run_table import format_age
 
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.4f}"
@@ -154,10 +154,10 @@ def _format_hosts(states: dict[str, str], run_state: str) -> str:
 def _load_row(rundir: RunDir) -> RunRow:
     """Load one row of the table from a run directory, its plan and, if it has not ended, its hosts."""
     from evener.cli import start_run
-    from evener.core.run_plan import read_plan_if_present
-    from evener.report.event_log import evaluations
-    from evener.report.run_summary import summarize_run
-    from evener.report.run_table import RunRow, disk_bytes
+    from evener.core.run.run_plan import read_plan_if_present
+    from evener.report.read.event_log import evaluations
+    from evener.report.read.run_summary import summarize_run
+    from evener.report.read.run_table import RunRow, disk_bytes
 
     row = RunRow(run=str(rundir), bytes=disk_bytes(rundir.path))
     plan, events = read_plan_if_present(rundir), rundir.events()
@@ -194,7 +194,7 @@ def _load_row(rundir: RunDir) -> RunRow:
 
 def _query_hosts(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
     """Return the state of each host of a run, asking the hosts unless all are known to have ended, and of the run."""
-    from evener.core.errors import HostError
+    from evener.core.base.errors import HostError
     from evener.launch import launcher
 
     states = launcher.cached_states(rundir, plan)
@@ -215,7 +215,7 @@ def _query_hosts(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
 
 
 def _host_state(state: SupervisorState) -> str:
-    from evener.core.membership_epoch import EXIT_HOST_LEFT
+    from evener.core.run.membership_epoch import EXIT_HOST_LEFT
 
     if state.get("lost"):
         return "lost"
@@ -234,10 +234,10 @@ def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | N
     import time
 
     from evener.cli.terminal import make_console, print_table, print_text
-    from evener.core.rundir import RunDir
-    from evener.core.units import format_bytes, pluralize
+    from evener.core.base.units import format_bytes, pluralize
+    from evener.core.run.rundir import RunDir
     from evener.launch import prune_runs
-    from evener.report.run_table import prune_reason
+    from evener.report.read.run_table import prune_reason
 
     now = time.time()
 

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from evener.core.rundir import RunDir
+    from evener.core.run.rundir import RunDir
 
 EXAMPLES = 'evener sample runs/mine --prompt "She has " --num-tokens 80'
 
@@ -29,7 +29,7 @@ def sample(
     import json
     import sys
 
-    from evener.core.rundir import RunDir
+    from evener.core.run.rundir import RunDir
 
     rundir = RunDir(run)
     folder, shown, text = rundir.verified_checkpoint(step), "", ""
@@ -50,7 +50,7 @@ def generate_text(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int
 
     import msgspec
 
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
     from evener.corpus.tokenizer import load_run_tokenizer
     from evener.launch.torch_subprocess import program_lines
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from evener.cli.terminal import make_console, print_table, print_text
-from evener.core.errors import UsageError
-from evener.core.units import format_bytes, format_count, pluralize
-from evener.plan.options import explain_memory_shortage, job_with_larger_batch, predict_training
-from evener.plan.rule_of_thumb import describe_rule, nanogpt_scenario
-from evener.plan.scaling_model import (
+from evener.core.base.errors import UsageError
+from evener.core.base.units import format_bytes, format_count, pluralize
+from evener.plan.choice.options import explain_memory_shortage, job_with_larger_batch, predict_training
+from evener.plan.scaling.rule_of_thumb import describe_rule, nanogpt_scenario
+from evener.plan.scaling.scaling_model import (
     ScalingPoint,
     ScalingScenario,
     build_scenario,
@@ -23,7 +23,7 @@ from evener.plan.scaling_model import (
 )
 
 if TYPE_CHECKING:
-    from evener.plan.plan_request import PlanRequest
+    from evener.plan.choice.plan_request import PlanRequest
 
 LEGEND = (
     "effic.: tokens/s of a rank compared with one rank alone. wait: mean wait of a rank for the slowest. fails: time "
@@ -67,7 +67,7 @@ def print_scaling(
 
 
 def _draw_plots(points: list[ScalingPoint], folder: str, model: str) -> list[str]:
-    from evener.report.simulated_scaling import breakdown_png, efficiency_png
+    from evener.report.pages.simulated_scaling import breakdown_png, efficiency_png
 
     place = Path(folder)
     try:
@@ -88,7 +88,7 @@ def _print_table(
     rule: list[str],
     pictures: list[str],
 ) -> None:
-    from evener.report.simulated_scaling import SCALING_COLUMNS, scaling_rows
+    from evener.report.pages.simulated_scaling import SCALING_COLUMNS, scaling_rows
 
     screen = make_console()
     last, job = points[-1], request.job

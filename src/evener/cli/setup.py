@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from evener.launch.host_setup import SetupProgress
+    from evener.transfer.host_setup import SetupProgress
 
 
 EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
@@ -35,11 +35,11 @@ def setup(
 
     import msgspec
 
-    from evener.core.errors import EvenerError, UsageError, did_you_mean
-    from evener.core.fleet_file import load_fleet
-    from evener.hosts.session import connect
-    from evener.launch.host_setup import HostSetupResult, set_up_hosts
-    from evener.launch.wheels import parse_requirements
+    from evener.core.base.errors import EvenerError, UsageError, did_you_mean
+    from evener.core.cluster.fleet_file import load_fleet
+    from evener.ssh.session import connect
+    from evener.transfer.host_setup import HostSetupResult, set_up_hosts
+    from evener.transfer.wheels import parse_requirements
 
     packages = parse_requirements(more or [])
     whole = load_fleet(fleet)

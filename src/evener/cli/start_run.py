@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from evener.core.errors import HostError
-    from evener.core.finding import Finding
-    from evener.core.fleet_file import Fleet
-    from evener.core.prediction import Prediction
-    from evener.core.resolve import ResolvedRun
-    from evener.core.roster import RankSlot, Roster
-    from evener.core.run_plan import Plan
-    from evener.core.rundir import RunDir
-    from evener.hosts.session import Sessions
+    from evener.core.base.errors import HostError
+    from evener.core.cluster.finding import Finding
+    from evener.core.cluster.fleet_file import Fleet
+    from evener.core.run.prediction import Prediction
+    from evener.core.run.resolve import ResolvedRun
+    from evener.core.run.roster import RankSlot, Roster
+    from evener.core.run.run_plan import Plan
+    from evener.core.run.rundir import RunDir
     from evener.launch.launcher import PreparedFleet
-    from evener.launch.mirror import HostMirror
+    from evener.ssh.session import Sessions
+    from evener.transfer.mirror import HostMirror
 
 LOCAL_FLEET = "local"  # --fleet local: this machine, whatever fleet.toml says
 
 
 def fleet_path(given: str | None) -> str | None:
     """Return the path of the fleet file: the given one, else fleet.toml if it exists; None is this machine alone."""
-    from evener.core.fleet_file import DEFAULT_FLEET
+    from evener.core.cluster.fleet_file import DEFAULT_FLEET
 
     if given is not None:
         return None if given == LOCAL_FLEET else given
@@ -37,7 +37,7 @@ def fleet_path(given: str | None) -> str | None:
 
 def select_fleet(given: str | None, names: str | None) -> Fleet | None:
     """Return the hosts to train on, from the given fleet file or else fleet.toml; None is this machine alone."""
-    from evener.core.fleet_file import load_fleet
+    from evener.core.cluster.fleet_file import load_fleet
 
     path = fleet_path(given)
     return _select_hosts(None if path is None else load_fleet(path), names)
@@ -51,8 +51,8 @@ def select_fleet_to_resume(given: str | None, names: str | None, previous_plan: 
     """
     import msgspec
 
-    from evener.core.errors import EvenerError
-    from evener.core.fleet_file import DEFAULT_FLEET, load_fleet
+    from evener.core.base.errors import EvenerError
+    from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
 
     if given is not None:
         return select_fleet(given, names)
@@ -67,8 +67,8 @@ def select_fleet_to_resume(given: str | None, names: str | None, previous_plan: 
 
 
 def _select_hosts(fleet: Fleet | None, names: str | None) -> Fleet | None:
-    from evener.core.errors import UsageError
-    from evener.core.fleet_file import select_hosts
+    from evener.core.base.errors import UsageError
+    from evener.core.cluster.fleet_file import select_hosts
 
     if fleet is None and names is not None:
         raise UsageError("--hosts names hosts of a fleet, but there is no fleet file", hint="--fleet FILE")
@@ -82,7 +82,7 @@ def print_status(text: str) -> None:
 
 def find_run(run: str) -> Path:
     """Return the directory of a run that is given by its path, or by the id that its processes carry on the hosts."""
-    from evener.core.file_io import read_file
+    from evener.core.base.file_io import read_file
 
     for path in Path("runs").glob("*/plan.json"):
         if not Path(run).exists() and read_file(path).find(f'"id": "{run}"'.encode()) >= 0:
@@ -92,7 +92,7 @@ def find_run(run: str) -> Path:
 
 def rundir_of(resolved: ResolvedRun) -> RunDir:
     """Return the run directory of a resolved spec, whose `out` is always set."""
-    from evener.core.rundir import RunDir
+    from evener.core.run.rundir import RunDir
 
     assert resolved.spec.out is not None
     return RunDir(resolved.spec.out)
@@ -124,10 +124,10 @@ def predict_run(
 
     Return None where too little was measured. `as_requested`: leave out no host, and recommend nothing else.
     """
-    from evener.core.errors import UsageError
-    from evener.plan.advice import format_loss_penalty
-    from evener.plan.plan_request import predict_launch
-    from evener.plan.search import format_run_prediction, recommended_flags
+    from evener.core.base.errors import UsageError
+    from evener.plan.choice.advice import format_loss_penalty
+    from evener.plan.choice.plan_request import predict_launch
+    from evener.plan.choice.search import format_run_prediction, recommended_flags
 
     try:
         prediction = predict_launch(fleet, resolved.job, seats, may_leave_out=not as_requested)
@@ -154,7 +154,7 @@ def predict_resumed_run(
     fleet: Fleet, resolved: ResolvedRun, seats: Sequence[RankSlot], previous_plan: Plan
 ) -> Prediction | None:
     """Predict a resumed run; reuse its previous prediction if neither the job nor the measurements have changed."""
-    from evener.core.roster import NO_SYNC, requested_sync
+    from evener.core.run.roster import NO_SYNC, requested_sync
 
     spec, was = resolved.spec, previous_plan.spec
     assert was is not None, "a script of the user's own is not resumed"
@@ -178,7 +178,7 @@ def with_previous_sync(resolved: ResolvedRun) -> ResolvedRun:
     """Replace `--sync auto` of a resumed run by the strategy it had last, which its checkpoint belongs to."""
     import msgspec
 
-    from evener.core.roster import NO_SYNC
+    from evener.core.run.roster import NO_SYNC
 
     train = resolved.spec.train
     if resolved.resume is None or train.sync != "auto":
@@ -204,8 +204,8 @@ def predict_local_run(resolved: ResolvedRun, seats: Sequence[RankSlot]) -> Predi
     """Predict a run on this machine alone, if fleet.toml has its rates."""
     import msgspec
 
-    from evener.core.errors import EvenerError
-    from evener.core.fleet_file import DEFAULT_FLEET, load_fleet
+    from evener.core.base.errors import EvenerError
+    from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
 
     try:
         fleet = load_fleet(DEFAULT_FLEET)
@@ -267,7 +267,7 @@ def print_plan(plan: Plan, as_json: bool) -> None:
 
 def print_detached(rundir: RunDir) -> None:
     """Print how to follow, stop and fetch a run that continues without this terminal."""
-    from evener.core.run_plan import read_plan
+    from evener.core.run.run_plan import read_plan
     from evener.launch import launcher
 
     plan = read_plan(rundir)
@@ -310,7 +310,7 @@ def print_checkpoint(rundir: RunDir, plan: Plan | None) -> None:
 def print_outputs(rundir: RunDir, plan: Plan) -> None:
     """Print what an ended run produced: its weights, and the files that a script wrote on its hosts."""
     from evener.launch.launcher import cached_states
-    from evener.launch.script_outputs import find_outputs
+    from evener.transfer.script_outputs import find_outputs
 
     print_checkpoint(rundir, plan)
     outputs = find_outputs(plan, cached_states(rundir, plan))
@@ -341,7 +341,7 @@ class RankLogPrinter:
 
     def add_hosts(self, plan: Plan) -> None:
         """Follow the hosts and ranks of a plan that are not followed yet."""
-        from evener.core.file_io import follow_lines
+        from evener.core.base.file_io import follow_lines
 
         self._width = max(len(f"{host.first_rank + host.num_ranks} {host.name}") for host in plan.hosts)
         for host in plan.hosts:
@@ -383,8 +383,8 @@ class RankLogPrinter:
 @contextlib.contextmanager
 def connect_fleet(path: str) -> Iterator[tuple[Fleet, Sessions, dict[str, HostError]]]:
     """Connect to all hosts of a fleet file; yield (fleet, sessions, errors)."""
-    from evener.core.fleet_file import load_fleet
-    from evener.hosts.session import connect
+    from evener.core.cluster.fleet_file import load_fleet
+    from evener.ssh.session import connect
 
     fleet = load_fleet(path)
     with connect(fleet) as (sessions, errors):

@@ -15,7 +15,7 @@ def stop(
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Stop a run on all its hosts. evener's own worker finishes its step and saves; no process is left behind."""
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     if stale and run is None:
         return _stop_stale(fleet, as_json)
@@ -28,10 +28,11 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     import json
 
     from evener.cli import start_run
-    from evener.core.errors import EvenerError, HostError
-    from evener.core.run_plan import read_plan
-    from evener.core.rundir import RunDir
-    from evener.launch import checkpoint_transfer, launcher
+    from evener.core.base.errors import EvenerError, HostError
+    from evener.core.run.run_plan import read_plan
+    from evener.core.run.rundir import RunDir
+    from evener.launch import launcher
+    from evener.transfer import checkpoint_transfer
 
     rundir = RunDir(start_run.find_run(run))
     plan = read_plan(rundir)
@@ -69,8 +70,8 @@ def _stop_stale(fleet: str | None, as_json: bool) -> int:
     import json
 
     from evener.cli import start_run
-    from evener.core.errors import UsageError
-    from evener.hosts.session import parallel_map
+    from evener.core.base.errors import UsageError
+    from evener.ssh.session import parallel_map
 
     path = start_run.fleet_path(fleet)
     if path is None:

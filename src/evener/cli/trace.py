@@ -30,10 +30,10 @@ def trace(
     from pathlib import Path
 
     from evener.cli.terminal import make_console, print_text
-    from evener.core.rundir import RunDir
-    from evener.report.chrome_trace import format_clock_error, write_trace
-    from evener.report.timeline import format_ranges, missing_ranges, read_timeline
-    from evener.report.torch_profile import read_profiles
+    from evener.core.run.rundir import RunDir
+    from evener.report.export.chrome_trace import format_clock_error, write_trace
+    from evener.report.read.timeline import format_ranges, missing_ranges, read_timeline
+    from evener.report.read.torch_profile import read_profiles
 
     rundir = RunDir(run)
     requested = None if steps is None else _parse_steps(steps)
@@ -73,7 +73,7 @@ def trace(
 
 def _parse_steps(text: str) -> range:
     """Parse `100:110` or a single step; raise UsageError for anything else."""
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
 
     first, colon, last = text.partition(":")
     if not (first.isdecimal() and (last.isdecimal() or not colon)):

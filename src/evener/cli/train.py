@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.core.fleet_file import Fleet
-    from evener.core.resolve import ResolvedRun
-    from evener.core.run_plan import Plan
-    from evener.core.run_spec import RunSpec
+    from evener.core.cluster.fleet_file import Fleet
+    from evener.core.run.resolve import ResolvedRun
+    from evener.core.run.run_plan import Plan
+    from evener.core.run.run_spec import RunSpec
 
 EXAMPLES = (
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
@@ -44,10 +44,10 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     import json
 
     from evener.cli import follow_output, logger_processes, start_run
-    from evener.core.run_plan import read_plan_if_present
-    from evener.core.rundir import RunDir
+    from evener.core.run.run_plan import read_plan_if_present
+    from evener.core.run.rundir import RunDir
     from evener.corpus.token_check import check_token_ids
-    from evener.report.run_summary import summarize_run, summary_json
+    from evener.report.read.run_summary import summarize_run, summary_json
 
     logged = logger_processes.select_loggers(log, None if resume is None else RunDir(resume))
     before = None if resume is None else read_plan_if_present(RunDir(resume))
@@ -134,10 +134,10 @@ def _train_on_fleet(
     `before` is the plan of a run that is resumed.
     """
     from evener.cli import fleet_training, follow_output, logger_processes, start_run
-    from evener.core.errors import UsageError
-    from evener.core.run_plan import read_plan_if_present
-    from evener.hosts.session import connect
+    from evener.core.base.errors import UsageError
+    from evener.core.run.run_plan import read_plan_if_present
     from evener.launch.follow_run import follow_run
+    from evener.ssh.session import connect
 
     rundir = start_run.rundir_of(resolved)
     existing = read_plan_if_present(rundir)
@@ -175,9 +175,9 @@ def _resolve_spec(spec_file: str | None, resume: str | None, flags: dict[str, st
     import msgspec
 
     from evener.cli.flags import explicit_values
-    from evener.core.errors import UsageError
-    from evener.core.resolve import default_run_path, resolve
-    from evener.core.run_spec import make_spec
+    from evener.core.base.errors import UsageError
+    from evener.core.run.resolve import default_run_path, resolve
+    from evener.core.run.run_spec import make_spec
 
     texts = explicit_values(flags)
     base = None
@@ -193,9 +193,9 @@ def _resolve_spec(spec_file: str | None, resume: str | None, flags: dict[str, st
 def _resumed_spec(resume: str) -> RunSpec:
     """Return the spec of a run that is resumed, after fetching its records and newest checkpoint."""
     from evener.cli import start_run
-    from evener.core.errors import HostError, UsageError
-    from evener.core.run_plan import read_plan_if_present
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import HostError, UsageError
+    from evener.core.run.run_plan import read_plan_if_present
+    from evener.core.run.rundir import RunDir
 
     rundir = RunDir(resume)
     plan = read_plan_if_present(rundir)
@@ -203,7 +203,8 @@ def _resumed_spec(resume: str) -> RunSpec:
         return rundir.manifest().spec
     if plan.spec is None:
         raise UsageError(f"{resume}: a program of your own, which evener cannot resume", hint="evener launch again")
-    from evener.launch import checkpoint_transfer, launcher
+    from evener.launch import launcher
+    from evener.transfer import checkpoint_transfer
 
     for name, state in launcher.query_states(rundir, plan).items():
         if not isinstance(state, HostError) and state["state"] == "running":

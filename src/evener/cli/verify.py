@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.report.replay_check import ReplayTolerance, ReplayVerdict
-    from evener.report.replay_job import ReplayJob
+    from evener.report.explain.replay_check import ReplayTolerance, ReplayVerdict
+    from evener.report.read.replay_job import ReplayJob
 
 EXAMPLES = "evener verify runs/mine\nevener verify runs/mine --replay 20"
 
@@ -36,7 +36,7 @@ def verify(
     """
     import json
 
-    from evener.core.errors import UsageError
+    from evener.core.base.errors import UsageError
     from evener.launch.torch_subprocess import program_lines
 
     from pathlib import Path  # isort: skip
@@ -69,12 +69,12 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
 
     import msgspec
 
-    from evener.core.corpus import hash_content
-    from evener.core.errors import UsageError
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import UsageError
+    from evener.core.model.corpus import hash_content
+    from evener.core.run.rundir import RunDir
     from evener.launch.torch_subprocess import program_lines
-    from evener.report.replay_check import ReplayPoint, compare_replay_by_rank, replay_tolerance
-    from evener.report.replay_job import find_replay_job
+    from evener.report.explain.replay_check import ReplayPoint, compare_replay_by_rank, replay_tolerance
+    from evener.report.read.replay_job import find_replay_job
 
     from pathlib import Path  # isort: skip
 

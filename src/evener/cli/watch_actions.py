@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from evener.cli.start_run import find_run, print_status
 
 if TYPE_CHECKING:
-    from evener.core.rundir import RunDir
-    from evener.launch.mirror import RunMirror
+    from evener.core.run.rundir import RunDir
+    from evener.transfer.mirror import RunMirror
     from evener.watch.run_reader import RunReader
 
 RUNS_FOLDER = "runs"
@@ -20,8 +20,8 @@ RUNS_FOLDER = "runs"
 
 def make_run_finder(names: Sequence[str]) -> Callable[[], list[Path]]:
     """Return a function that lists the runs to watch: the named ones, which must exist, or else all in runs/."""
-    from evener.core.errors import UsageError
-    from evener.core.rundir import RunDir
+    from evener.core.base.errors import UsageError
+    from evener.core.run.rundir import RunDir
 
     if not names:
         if not Path(RUNS_FOLDER).is_dir():
@@ -116,8 +116,8 @@ def can_control(reader: RunReader) -> bool:
 
 def stop_run(reader: RunReader) -> str:
     """Stop the run as `evener stop` does: its ranks finish their step, save and exit."""
-    from evener.core.errors import HostError
-    from evener.core.run_plan import read_plan
+    from evener.core.base.errors import HostError
+    from evener.core.run.run_plan import read_plan
     from evener.launch import launcher
 
     plan = read_plan(reader.rundir)
@@ -134,7 +134,7 @@ def stop_run(reader: RunReader) -> str:
 
 def save_checkpoint(reader: RunReader) -> str:
     """Request a checkpoint now."""
-    from evener.core.run_plan import read_plan
+    from evener.core.run.run_plan import read_plan
     from evener.launch import launcher
 
     launcher.request_checkpoint(reader.rundir, read_plan(reader.rundir))
@@ -190,8 +190,8 @@ def background_followers() -> Iterator[Callable[[RunReader], None]]:
 
 def _needs_follower(rundir: RunDir) -> bool:
     """Return whether the run goes on without the terminal that started it, which would follow it."""
-    from evener.core.errors import EvenerError
-    from evener.core.run_plan import read_plan_if_present
+    from evener.core.base.errors import EvenerError
+    from evener.core.run.run_plan import read_plan_if_present
     from evener.launch.launcher import cached_states
 
     try:
@@ -205,8 +205,8 @@ def _needs_follower(rundir: RunDir) -> bool:
 
 def _follow_until_closed(rundir: RunDir, closing: threading.Event) -> None:
     """Follow a run to its end or until the page is closed. Errors are recorded as events, which the page shows."""
-    from evener.core.errors import EvenerError
-    from evener.core.run_plan import read_plan
+    from evener.core.base.errors import EvenerError
+    from evener.core.run.run_plan import read_plan
     from evener.launch.follow_run import follow_run
 
     def see(mirror: RunMirror) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from evener.core.errors import DataError, UsageError
+from evener.core.base.errors import DataError, UsageError
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the name of the phase, the bytes done and the bytes in all."""

@@ -23,7 +23,10 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.corpus import (
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import DataError, UsageError
+from evener.core.base.file_io import fsync_path, read_file
+from evener.core.model.corpus import (
     CORPUS_FORMAT,
     MIN_SPLIT_TOKENS,
     PARTIAL_SUFFIX,
@@ -34,9 +37,6 @@ from evener.core.corpus import (
     load_corpus,
     token_dtype,
 )
-from evener.core.decoding import from_json
-from evener.core.errors import DataError, UsageError
-from evener.core.file_io import fsync_path, read_file
 from evener.corpus.documents import CorpusSplits, DocumentSlice, ProgressCallback, read_text, scan_text
 from evener.corpus.tokenizer import (
     BPE_VOCAB_SIZE,

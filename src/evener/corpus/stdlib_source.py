@@ -8,7 +8,7 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from evener.core.errors import DataError
+from evener.core.base.errors import DataError
 from evener.corpus.documents import Document, find_documents, read_text, whole_document
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}

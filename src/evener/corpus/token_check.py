@@ -5,16 +5,16 @@ command line calls `check_token_ids` before a launch: one pass at the speed of t
 in the page cache. Where the vocabulary fills the dtype no id can be wrong, and nothing is read.
 
 Code that reads batches itself can do the same check at no cost: compare `ids.max()` with `corpus.vocab_size` and raise
-`evener.core.corpus.token_out_of_range_error`.
+`evener.core.model.corpus.token_out_of_range_error`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from evener.core.corpus import SPLITS, Corpus, token_out_of_range_error
-from evener.core.errors import DataError
-from evener.core.file_io import open_file
+from evener.core.base.errors import DataError
+from evener.core.base.file_io import open_file
+from evener.core.model.corpus import SPLITS, Corpus, token_out_of_range_error
 
 _CHUNK_TOKENS = 4 * 1024 * 1024
 

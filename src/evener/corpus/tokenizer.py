@@ -23,7 +23,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from evener.core.corpus import (
+from evener.core.base.errors import DataError, UsageError, did_you_mean
+from evener.core.base.file_io import read_file
+from evener.core.model.corpus import (
     GPT2_VOCAB_SIZE,
     TOKENIZER_FILES,
     TOKENIZERS,
@@ -32,8 +34,6 @@ from evener.core.corpus import (
     read_nanogpt_chars,
     token_dtype,
 )
-from evener.core.errors import DataError, UsageError, did_you_mean
-from evener.core.file_io import read_file
 
 BPE_VOCAB_SIZE = 8192
 _END_OF_TEXT = "<|endoftext|>"

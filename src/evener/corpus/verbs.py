@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from evener.core.errors import UsageError
+from evener.core.base.errors import UsageError
 from evener.corpus.documents import CorpusSplits, Document, whole_document
 from evener.corpus.english import (
     PRONOUNS,

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from evener.core.errors import EvenerError
+from evener.core.base.errors import EvenerError
 
 ROOT = Path("/sys/fs/cgroup")
 SUBTREE = "evener-lab"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from evener.core.errors import EvenerError
+from evener.core.base.errors import EvenerError
 from evener.lab import cgroup, disk, host_files, state
 from evener.lab.lab_requirements import find_programs
 from evener.lab.lab_spec import LAN, LAN6, OVERLAY, HostSpec, LabSpec
@@ -22,7 +22,7 @@ NO_NAMESPACES_HINT = (
     "run it as root; or, as root, allow user namespaces: "
     "sysctl kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0"
 )
-TUNNEL_PROGRAM = Path(__file__).with_name("tunnel.py")
+TUNNEL_PROGRAM = Path(__file__).parent / "programs" / "tunnel.py"
 
 
 def create(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:

@@ -9,7 +9,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from evener.core.errors import EvenerError
+from evener.core.base.errors import EvenerError
 from evener.lab.lab_requirements import find_programs
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")  # bytes

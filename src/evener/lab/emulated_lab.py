@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-from evener.core.errors import UsageError
+from evener.core.base.errors import UsageError
 from evener.lab import create_lab, host_files, state
 from evener.lab.host import LabHost
 from evener.lab.lab_requirements import check_machine, find_programs

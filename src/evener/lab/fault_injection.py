@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evener.core.errors import UsageError
+from evener.core.base.errors import UsageError
 from evener.lab import cgroup
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.host import LabHost
 
-RANK_PROGRAM, AGENT_PROGRAM, SUPERVISOR_PROGRAM = "evener.worker", "evener.agent", "supervisor.py"
+RANK_PROGRAM, AGENT_PROGRAM, SUPERVISOR_PROGRAM = "evener.worker", "evener.node.agent", "supervisor.py"
 RECOVERY_S = (20.0, 60.0)  # between the end of one fault and the next, so that the run can recover
 MAX_ARGV_WORDS = 5  # leading words of a command line that may name the program
 NFT_TABLE = "table inet evener_chaos"

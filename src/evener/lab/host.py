@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from evener.core.errors import EvenerError, UsageError
+from evener.core.base.errors import EvenerError, UsageError
 from evener.lab import disk, power, state
 from evener.lab.create_lab import wiring_config
-from evener.lab.init import PATH
 from evener.lab.lab_requirements import find_programs
 from evener.lab.lab_spec import HostSpec
 from evener.lab.network_process import NetworkProcess
+from evener.lab.programs.init import PATH
 from evener.lab.state import HostState, LabFolder
 
 HEADER_BYTES = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with time stamps

@@ -10,13 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from evener.core.errors import EvenerError, UsageError
-from evener.lab.init import PATH
+from evener.core.base.errors import EvenerError, UsageError
 from evener.lab.lab_requirements import find_programs
 from evener.lab.lab_spec import HostSpec
+from evener.lab.programs.init import PATH
 
 FLEET_HEAD = "# a lab of evener's"
-PROXY = Path(__file__).with_name("proxy.py")
+PROXY = Path(__file__).parent / "programs" / "proxy.py"
 
 
 def etc_files(name: str, spec: HostSpec, addresses: dict[str, str], home: Path, rootless: bool) -> dict[str, str]:

@@ -7,9 +7,9 @@ import os
 import shutil
 import sys
 
-from evener.core.errors import EvenerError, UsageError
-from evener.lab.init import PATH
+from evener.core.base.errors import EvenerError, UsageError
 from evener.lab.lab_spec import LabSpec
+from evener.lab.programs.init import PATH
 
 TUN_DEVICE = "/dev/net/tun"
 PACKAGES = {

@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from evener.core.decoding import from_builtins
-from evener.core.errors import UsageError, did_you_mean
+from evener.core.base.decoding import from_builtins
+from evener.core.base.errors import UsageError, did_you_mean
 
 MAX_HOSTS = 200
 # the controller is 10.77.0.254; hosts are .1, .2 …

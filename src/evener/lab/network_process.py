@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from evener.core.errors import EvenerError
+from evener.core.base.errors import EvenerError
 
 
 class NetworkProcess:

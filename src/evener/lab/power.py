@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from evener.core.errors import EvenerError, UsageError
+from evener.core.base.errors import EvenerError, UsageError
 from evener.lab import state
 from evener.lab.create_lab import host_init_process, wait_for_sshd, wiring_config
 from evener.lab.network_process import NetworkProcess

@@ -21,13 +21,13 @@ from typing import Any
 
 import msgspec
 
-from evener.core.decoding import from_json
-from evener.core.errors import EvenerError
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import EvenerError
 from evener.lab import cgroup, disk
 from evener.lab.lab_spec import LabSpec
 
-INIT_PROGRAM = Path(__file__).with_name("init.py")
-INIT_PATH_SUFFIX = "/evener/lab/init.py"  # the end of its path in any checkout or version
+INIT_PROGRAM = Path(__file__).parent / "programs" / "init.py"
+INIT_PATH_SUFFIX = "/evener/lab/programs/init.py"  # the end of its path in any checkout or version
 READY_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 20.0
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import msgspec
 
-from evener.core.corpus import load_corpus
-from evener.core.errors import HostError, RunError, UsageError
-from evener.core.fleet_file import Fleet
-from evener.core.run_plan import Plan, read_plan, write_plan
-from evener.core.rundir import RunDir
-from evener.hosts.session import RemoteError, Session, Sessions, connect, open_session
+from evener.core.base.errors import HostError, RunError, UsageError
+from evener.core.cluster.fleet_file import Fleet
+from evener.core.model.corpus import load_corpus
+from evener.core.run.run_plan import Plan, read_plan, write_plan
+from evener.core.run.rundir import RunDir
 from evener.launch import launcher
-from evener.launch.checkpoint_transfer import exclusive_lock
 from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with_hosts
-from evener.launch.file_transfer import REMOTE_WORK_TIMEOUT_S
-from evener.launch.file_tree import describe_data
 from evener.launch.launcher import Notify
-from evener.launch.mirror import GONE_STATE, SupervisorState, to_host_error
+from evener.ssh.session import RemoteError, Session, Sessions, connect, open_session
+from evener.transfer.checkpoint_transfer import exclusive_lock
+from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
+from evener.transfer.file_tree import describe_data
+from evener.transfer.mirror import GONE_STATE, SupervisorState, to_host_error
 
 LEAVE_TIMEOUT_S = 660.0  # for a step, which may take minutes, and a checkpoint
 

@@ -2,7 +2,7 @@
 
 torchrun runs on every host with a static rendezvous and explicit node ranks, so that the placement of ranks is known
 beforehand: host after host in the fleet's order. A run of one rank needs no torchrun, and starts in half the time. In
-an elastic training on several hosts each host's agent (`evener.agent`) starts the ranks instead.
+an elastic training on several hosts each host's agent (`evener.node.agent`) starts the ranks instead.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal
 
 import msgspec
 
-from evener.core.errors import UsageError
-from evener.core.fleet_file import HostConfig
-from evener.core.membership_epoch import HOST_TIMEOUT_S, AgentSpec, HostEntry
-from evener.core.roster import Member, RankSlot, Roster, choose_dtypes, equal_shares, rank_devices, weighted_shares
-from evener.core.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
-from evener.core.run_spec import MachineSpec, RunSpec, to_flags
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import HostConfig
+from evener.core.run.membership_epoch import HOST_TIMEOUT_S, AgentSpec, HostEntry
+from evener.core.run.roster import Member, RankSlot, Roster, choose_dtypes, equal_shares, rank_devices, weighted_shares
+from evener.core.run.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
+from evener.core.run.run_spec import MachineSpec, RunSpec, to_flags
 
 TRAIN_GRACE_S = 600.0  # for a step, which may take minutes, and a checkpoint; stop --now does not wait
 ELASTIC_HOST_TIMEOUT_S = 3.0  # short: a host that was only slow to answer rejoins, so a false alarm is cheap
@@ -267,7 +267,7 @@ def _host_plan(
 def _with_agent(agent: AgentSpec, host: HostPlan) -> HostPlan:
     """Return the host's plan with its command replaced by that of the agent, which starts the ranks."""
     assert host.run is not None
-    argv = [host.argv[0], "-P", "-m", "evener.agent", host.run]
+    argv = [host.argv[0], "-P", "-m", "evener.node.agent", host.run]
     return msgspec.structs.replace(host, argv=argv, agent=agent)
 
 

@@ -1,7 +1,7 @@
 """Run one of evener's own torch programs on this machine or on every host of a fleet, and yield its output lines.
 
-    for line in local_program_lines(2, "evener.worker.collective_bench", "{…}"): …
-    for host, line in fleet_program_lines(prepared, sessions, "evener.worker.collective_bench", {"a": "{…}"}): …
+    for line in local_program_lines(2, "evener.worker.probe.collective_bench", "{…}"): …
+    for host, line in fleet_program_lines(prepared, sessions, "evener.worker.probe.collective_bench", {"a": "{…}"}): …
 
 The program prints lines of JSON; the other output of its ranks is shown only when it fails.
 """
@@ -15,20 +15,20 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core import errors
-from evener.core.decoding import from_json
-from evener.core.errors import EvenerError, HostError
-from evener.core.file_io import follow_lines
-from evener.core.run_plan import Plan
-from evener.core.rundir import RunDir
-from evener.hosts.session import RemoteError, Sessions
+from evener.core.base import errors
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import EvenerError, HostError
+from evener.core.base.file_io import follow_lines
+from evener.core.run.run_plan import Plan
+from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.commands import script_plan, without_torchrun
 from evener.launch.launcher import PreparedFleet
 from evener.launch.local_run import open_local_session, prepare_local
-from evener.launch.mirror import RunMirror
 from evener.launch.root_cause import first_failure
 from evener.launch.torch_subprocess import ERROR_PREFIX
+from evener.ssh.session import RemoteError, Sessions
+from evener.transfer.mirror import RunMirror
 
 POLL_S = 0.05
 

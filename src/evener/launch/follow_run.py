@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from evener.core.decoding import json_decoder
-from evener.core.errors import EvenerError, RunError
-from evener.core.file_io import follow_lines
-from evener.core.run_plan import Plan, read_plan
-from evener.core.rundir import RunDir, parse_event
-from evener.core.step_cost import StepRecord
-from evener.launch import checkpoint_transfer
-from evener.launch.checkpoint_transfer import CheckpointFetcher
+from evener.core.base.decoding import json_decoder
+from evener.core.base.errors import EvenerError, RunError
+from evener.core.base.file_io import follow_lines
+from evener.core.run.run_plan import Plan, read_plan
+from evener.core.run.rundir import RunDir, parse_event
+from evener.core.run.step_cost import StepRecord
 from evener.launch.health_events import HealthMonitor, has_host_failed, has_run_ended
 from evener.launch.launcher import Notify, record_outcome, stop
-from evener.launch.mirror import GONE_STATE, HostMirror, RunMirror, SupervisorState, record_controller_event
+from evener.transfer import checkpoint_transfer
+from evener.transfer.checkpoint_transfer import CheckpointFetcher
+from evener.transfer.mirror import GONE_STATE, HostMirror, RunMirror, SupervisorState, record_controller_event
 
 POLL_S = 0.2
 LOST_HOST_TIMEOUT_S = 60.0  # a host is given up after being unreachable this long, if others have failed

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from evener.core.hang_detector import Hang, HangDetector, describe_hang
-from evener.core.membership_epoch import EXIT_RUN_FAILED
-from evener.core.run_plan import Plan
-from evener.core.rundir import RunDir
-from evener.launch.mirror import GONE_STATE, HostMirror, RunMirror
+from evener.core.run.hang_detector import Hang, HangDetector, describe_hang
+from evener.core.run.membership_epoch import EXIT_RUN_FAILED
+from evener.core.run.run_plan import Plan
+from evener.core.run.rundir import RunDir
 from evener.launch.root_cause import first_failure, has_exited_cleanly
+from evener.transfer.mirror import GONE_STATE, HostMirror, RunMirror
 
 # after a host has failed: by then the others have usually ended, and the run itself reports the failure
 FAILURE_REPORT_DELAY_S = 3.0

@@ -21,13 +21,14 @@ from typing import Any
 
 import msgspec
 
-from evener.core.decoding import from_json
-from evener.core.errors import HostError, RunError, UsageError
-from evener.core.file_io import read_file
-from evener.core.finding import Finding
-from evener.core.fleet_file import RENDEZVOUS_PORT, Fleet
-from evener.core.host_info import local_host_info
-from evener.core.membership_epoch import (
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import HostError, RunError, UsageError
+from evener.core.base.file_io import read_file
+from evener.core.base.units import format_bytes
+from evener.core.cluster.finding import Finding
+from evener.core.cluster.fleet_file import RENDEZVOUS_PORT, Fleet
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.membership_epoch import (
     AGENT_SPEC_FILE,
     CHECKPOINT_REQUEST_FILE,
     CONSENSUS_STATE_FILE,
@@ -36,20 +37,21 @@ from evener.core.membership_epoch import (
     NEEDED_BYTES_FILE,
     memory_limit_file,
 )
-from evener.core.resolve import ResolvedRun, find_weights_file
-from evener.core.roster import RankSlot, Roster, initial_roster
-from evener.core.run_plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, read_plan_if_present, write_plan
-from evener.core.run_spec import MachineSpec
-from evener.core.rundir import RunDir
-from evener.core.runwriter import RunWriter
-from evener.core.units import format_bytes
-from evener.hosts.context import DEFAULT_MACHINE_SPEC
-from evener.hosts.preflight import PreflightReport, run_preflight
-from evener.hosts.session import REMOTE_DIR, RemoteError, Session, Sessions, open_session, parallel_map
+from evener.core.run.resolve import ResolvedRun, find_weights_file
+from evener.core.run.roster import RankSlot, Roster, initial_roster
+from evener.core.run.run_plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, read_plan_if_present, write_plan
+from evener.core.run.run_spec import MachineSpec
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.doctor.context import DEFAULT_MACHINE_SPEC
+from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.launch.commands import PreparedHost, ScriptProject, script_plan, train_plan
-from evener.launch.file_transfer import REMOTE_WORK_TIMEOUT_S, send_to_hosts
-from evener.launch.file_tree import FileTree, describe_data, describe_files, describe_project
-from evener.launch.mirror import (
+from evener.launch.root_cause import RunFailure, first_failure
+from evener.node.remote import REMOTE_DIR
+from evener.ssh.session import RemoteError, Session, Sessions, open_session, parallel_map
+from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, send_to_hosts
+from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
+from evener.transfer.mirror import (
     GONE_STATE,
     HostMirror,
     SupervisorState,
@@ -59,7 +61,6 @@ from evener.launch.mirror import (
     record_controller_event,
     to_host_error,
 )
-from evener.launch.root_cause import RunFailure, first_failure
 
 STOP_TIMEOUT_S = 600.0
 

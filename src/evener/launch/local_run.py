@@ -28,18 +28,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from evener.core.decoding import from_builtins
-from evener.core.errors import EvenerError, UsageError
-from evener.core.fleet_file import DEFAULT_WORKDIR, Fleet, HostConfig
-from evener.core.host_info import local_host_info
-from evener.core.run_plan import Plan
-from evener.core.rundir import RunDir
-from evener.hosts.facts import ComputeDevices
-from evener.hosts.session import Sessions, connect
+from evener.core.base.decoding import from_builtins
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.cluster.fleet_file import DEFAULT_WORKDIR, Fleet, HostConfig
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.run_plan import Plan
+from evener.core.run.rundir import RunDir
+from evener.doctor.facts import ComputeDevices
 from evener.launch.commands import PreparedHost
 from evener.launch.follow_run import Observer, follow_run
 from evener.launch.launcher import PreparedFleet, start, stop
-from evener.launch.mirror import RunMirror, SupervisorState
+from evener.ssh.session import Sessions, connect
+from evener.transfer.mirror import RunMirror, SupervisorState
 
 LOOPBACK = "127.0.0.1"
 

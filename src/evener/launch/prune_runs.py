@@ -7,8 +7,8 @@ import fcntl
 import shutil
 from collections.abc import Iterator
 
-from evener.core.errors import UsageError
-from evener.core.rundir import RunDir
+from evener.core.base.errors import UsageError
+from evener.core.run.rundir import RunDir
 
 LOCKS = ("host/attached", "hosts/carry.lock", "hosts/add.lock")  # of the programs that start, fetch or change a run
 BENCH_FILES = ("bench.json", "compare.json")  # their pages need the runs that they name

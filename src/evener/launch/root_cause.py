@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from evener.core import errors
-from evener.core.errors import EvenerError, RunError, UsageError
-from evener.core.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED
-from evener.core.peer_failure import PEER_FAILURE_PATTERN
-from evener.core.run_plan import HostPlan, Plan
-from evener.core.rundir import RunDir
+from evener.core.base import errors
+from evener.core.base.errors import EvenerError, RunError, UsageError
+from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED
+from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
+from evener.core.run.run_plan import HostPlan, Plan
+from evener.core.run.rundir import RunDir
 from evener.launch.script_hints import gpu_required_line, script_failure_hint
 
 SHOWN_LINES = 15  # lines of a log that are shown

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from evener.core import errors
-from evener.core.decoding import from_json
-from evener.core.errors import EvenerError, RunError
+from evener.core.base import errors
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import EvenerError, RunError
 
 ERROR_PREFIX = '{"error"'  # start of the line by which a worker reports an EvenerError
 

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from evener.core.file_io import read_file, write_atomic
+from evener.core.base.file_io import read_file, write_atomic
 from evener.watch.page_fragments import unauthorized_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

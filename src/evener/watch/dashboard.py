@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from evener.core.rundir import RunDir
+from evener.core.run.rundir import RunDir
 from evener.watch import page_fragments
 from evener.watch.multi_run import comparison_fragments, overview_fragments
 from evener.watch.page_fragments import Fragments, TabStatus

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from evener.report.svg_charts import MAX_PLOTTABLE
+from evener.report.draw.svg_charts import MAX_PLOTTABLE
 
 MAX_BUCKETS = 512  # buckets of one curve: more cannot be distinguished on a screen
 

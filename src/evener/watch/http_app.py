@@ -36,9 +36,9 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from evener.core.errors import EvenerError
-from evener.core.version import __version__
-from evener.report.html_template import read_asset
+from evener.core.base.errors import EvenerError
+from evener.core.base.version import __version__
+from evener.report.pages.html_template import read_asset
 from evener.watch import page_fragments, run_view
 from evener.watch.dashboard import Dashboard, PageView
 from evener.watch.prometheus import CONTENT_TYPE, exposition_text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import uvicorn
 
-from evener.core.errors import UsageError
+from evener.core.base.errors import UsageError
 from evener.watch.auth import LOOPBACK, AuthMiddleware
 from evener.watch.dashboard import Dashboard
 from evener.watch.http_app import DashboardApp, RunActions

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evener.core.units import format_count, format_seconds
-from evener.report.compare_runs import energy_and_price, setting_differences
-from evener.report.run_charts import PHASE_NAMES, SERIES_COLOURS
-from evener.report.smoothing import kernel_average, local_linear_fit
-from evener.report.svg_charts import ChartLine, LineChart
+from evener.core.base.units import format_count, format_seconds
+from evener.report.draw.run_charts import PHASE_NAMES, SERIES_COLOURS
+from evener.report.draw.smoothing import kernel_average, local_linear_fit
+from evener.report.draw.svg_charts import ChartLine, LineChart
+from evener.report.pages.compare_runs import energy_and_price, setting_differences
 from evener.watch import run_view
 from evener.watch.downsampled_series import CurvePoints
 from evener.watch.page_fragments import MARK_SYMBOLS, Fragments, count_states, plot_fragment, render_template

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from evener.core.units import format_seconds, percentile
-from evener.report.html_report import read_step_gantt
-from evener.report.html_template import template_environment
-from evener.report.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
-from evener.report.svg_charts import PATH_UNITS, render_svg
+from evener.core.base.units import format_seconds, percentile
+from evener.report.draw.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
+from evener.report.draw.svg_charts import PATH_UNITS, render_svg
+from evener.report.pages.html_report import read_step_gantt
+from evener.report.pages.html_template import template_environment
 from evener.watch import run_view
 from evener.watch.run_health import assess_health
 from evener.watch.run_reader import RunReader
@@ -246,4 +246,4 @@ def _hosts_fragment(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def render_template(template: str, **facts: object) -> str:
     """Render a template of this package or of the report."""
-    return template_environment("evener.watch", "evener.report").get_template(template).render(**facts)
+    return template_environment("evener.watch", "evener.report.pages").get_template(template).render(**facts)

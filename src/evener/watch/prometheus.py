@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from evener.core.step_cost import PHASES
+from evener.core.run.step_cost import PHASES
 from evener.watch import run_view
 from evener.watch.run_health import assess_health, current_prediction
 from evener.watch.run_reader import RunReader

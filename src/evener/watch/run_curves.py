@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from evener.core.step_cost import PHASES, StepCost, StepRecord
-from evener.report.smoothing import kernel_average
+from evener.core.run.step_cost import PHASES, StepCost, StepRecord
+from evener.report.draw.smoothing import kernel_average
 from evener.watch.downsampled_series import CurvePoints, DownsampledSeries, StoredSeries
 
 NEWEST_RECORDS = 40  # records per rank, for its strip

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evener.core.prediction import PlanOption
-from evener.core.rundir import Manifest
-from evener.core.step_cost import StepCost, StepRecord
-from evener.core.units import format_seconds, median, pluralize
-from evener.report.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
-from evener.report.html_report import STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS
-from evener.report.run_charts import PHASE_NAMES
+from evener.core.base.units import format_seconds, median, pluralize
+from evener.core.run.prediction import PlanOption
+from evener.core.run.rundir import Manifest
+from evener.core.run.step_cost import StepCost, StepRecord
+from evener.report.draw.run_charts import PHASE_NAMES
+from evener.report.pages.html_report import STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS
+from evener.report.read.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
 from evener.watch.run_reader import RunReader
 
 SLOW_RATIO = 1.3  # assumption: step time over the expected one; less may be noise or prediction error

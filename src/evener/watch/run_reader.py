@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from evener.core.decoding import from_json, from_msgpack, json_decoder
-from evener.core.errors import EvenerError
-from evener.core.file_io import open_file, read_file, write_atomic
-from evener.core.host_vitals import Vitals
-from evener.core.json_files import read_json_lines
-from evener.core.run_plan import Plan, read_plan_if_present
-from evener.core.rundir import Manifest, RunDir, parse_event
-from evener.core.step_cost import StepRecord
-from evener.core.step_statistics import StepWallTime, median_step_s
+from evener.core.base.decoding import from_json, from_msgpack, json_decoder
+from evener.core.base.errors import EvenerError
+from evener.core.base.file_io import open_file, read_file, write_atomic
+from evener.core.base.json_files import read_json_lines
+from evener.core.cluster.host_vitals import Vitals
+from evener.core.run.run_plan import Plan, read_plan_if_present
+from evener.core.run.rundir import Manifest, RunDir, parse_event
+from evener.core.run.step_cost import StepRecord
+from evener.core.run.step_statistics import StepWallTime, median_step_s
 from evener.watch.run_curves import MAX_RANKS, RunCurves, StoredCurves
 
 T = TypeVar("T")

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evener.core.host_info import HostInfo
-from evener.core.progress import seconds_left
-from evener.core.rundir import Manifest
-from evener.core.step_cost import StepCost
-from evener.core.units import format_bytes, format_count, format_seconds, median, percentile, pluralize
-from evener.report.event_log import EventText, describe_event
-from evener.report.host_vitals_table import host_table
-from evener.report.html_template import KeyFigure
-from evener.report.predicted_vs_measured import format_relative_difference
-from evener.report.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
-from evener.report.smoothing import kernel_average, local_linear_fit
-from evener.report.svg_charts import ChartBand, ChartLine, LineChart, spread_indices
+from evener.core.base.units import format_bytes, format_count, format_seconds, median, percentile, pluralize
+from evener.core.cluster.host_info import HostInfo
+from evener.core.run.progress import seconds_left
+from evener.core.run.rundir import Manifest
+from evener.core.run.step_cost import StepCost
+from evener.report.draw.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
+from evener.report.draw.smoothing import kernel_average, local_linear_fit
+from evener.report.draw.svg_charts import ChartBand, ChartLine, LineChart, spread_indices
+from evener.report.explain.predicted_vs_measured import format_relative_difference
+from evener.report.pages.host_vitals_table import host_table
+from evener.report.pages.html_template import KeyFigure
+from evener.report.read.event_log import EventText, describe_event
 from evener.watch.downsampled_series import CurvePoints
 from evener.watch.run_health import RunHealth, current_prediction
 from evener.watch.run_reader import RunReader

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console, Group
 from rich.text import Text
 
-from evener.core.units import format_count, format_seconds
-from evener.report.run_charts import PHASE_COLOURS
-from evener.report.smoothing import local_linear_fit
+from evener.core.base.units import format_count, format_seconds
+from evener.report.draw.run_charts import PHASE_COLOURS
+from evener.report.draw.smoothing import local_linear_fit
 from evener.watch import run_view
 from evener.watch.multi_run import overview_row
 from evener.watch.page_fragments import MARK_SYMBOLS

@@ -8,23 +8,23 @@ from __future__ import annotations
 import os
 import sys
 
-from evener.worker.heartbeat import start_heartbeat
+from evener.worker.record.heartbeat import start_heartbeat
 
 if __name__ == "__main__":
     start_heartbeat()  # torch may hang while it is imported
 
 import msgspec
 
-from evener.core.errors import EvenerError
-from evener.core.host_info import die_with_parent
-from evener.core.membership_epoch import EXIT_REGROUP, agent_pid, has_dynamic_membership, is_elastic
-from evener.core.resolve import resolve
-from evener.core.run_plan import read_launcher_roster
-from evener.core.run_spec import parse_args
+from evener.core.base.errors import EvenerError
+from evener.core.cluster.host_info import die_with_parent
+from evener.core.run.membership_epoch import EXIT_REGROUP, agent_pid, has_dynamic_membership, is_elastic
+from evener.core.run.resolve import resolve
+from evener.core.run.run_plan import read_launcher_roster
+from evener.core.run.run_spec import parse_args
 from evener.corpus.token_check import check_token_ids
 from evener.worker.membership.rollback import RegroupExit
-from evener.worker.process_groups import exit_immediately
-from evener.worker.user_errors import format_error, rank_exit_status
+from evener.worker.rank.process_groups import exit_immediately
+from evener.worker.rank.user_errors import format_error, rank_exit_status
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
             num_local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
         check_token_ids(resolved.corpus)
-        from evener.worker.loop import train
+        from evener.worker.train.loop import train
 
         train(resolved)
     except RegroupExit:

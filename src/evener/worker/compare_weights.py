@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evener.core.errors import CheckpointError, EvenerError
-from evener.core.rundir import RunDir, read_checkpoint
-from evener.core.units import pluralize
-from evener.worker.replica_hashes import hash_tensors, replica_mismatches
+from evener.core.base.errors import CheckpointError, EvenerError
+from evener.core.base.units import pluralize
+from evener.core.run.rundir import RunDir, read_checkpoint
+from evener.worker.state.replica_hashes import hash_tensors, replica_mismatches
 
 
 def compare_replicas(path: Path) -> dict[str, Any]:

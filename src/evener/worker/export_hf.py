@@ -14,12 +14,12 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from evener.core.decoding import from_json
-from evener.core.errors import EvenerError, UsageError
-from evener.core.shape import GPTShape
-from evener.worker.checkpoint import load_weights
-from evener.worker.gpt2 import CONV1D_PATTERN, gpt2_name
-from evener.worker.model import GPT
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.model.shape import GPTShape
+from evener.worker.state.checkpoint import load_weights
+from evener.worker.train.gpt2 import CONV1D_PATTERN, gpt2_name
+from evener.worker.train.model import GPT
 
 HF_ACTIVATION_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # transformers' names for them
 
@@ -42,7 +42,7 @@ def export(request: ExportRequest) -> None:
     if not is_gpt2 or shape.activation not in HF_ACTIVATION_NAMES:
         raise UsageError(
             f"{request.checkpoint}: transformers has no class for this model: it is not GPT-2-like",
-            hint="its weights.safetensors has the parameters by name, and evener.worker.model.GPT computes with them",
+            hint="weights.safetensors has its parameters by name, and evener.worker.train.model.GPT computes with them",
         )
     model = GPT(shape)
     load_weights(Path(request.checkpoint), model)

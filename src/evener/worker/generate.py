@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from evener.core.decoding import from_json
-from evener.core.shape import GPTShape
-from evener.worker.checkpoint import load_weights
-from evener.worker.model import GPT
+from evener.core.base.decoding import from_json
+from evener.core.model.shape import GPTShape
+from evener.worker.state.checkpoint import load_weights
+from evener.worker.train.model import GPT
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,33 +18,33 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from evener.core.corpus import Corpus
-from evener.core.decoding import from_json
-from evener.core.errors import EvenerError
-from evener.core.host_info import local_host_info
-from evener.core.resolve import ResolvedRun
-from evener.core.roster import Dtype, initial_roster
-from evener.core.run_spec import RunSpec
-from evener.core.rundir import RunDir, read_checkpoint
-from evener.core.runwriter import RunWriter
-from evener.core.shape import GPTShape
-from evener.core.step_cost import StepRecord
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import EvenerError
+from evener.core.cluster.host_info import local_host_info
+from evener.core.model.corpus import Corpus
+from evener.core.model.shape import GPTShape
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import Dtype, initial_roster
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import RunDir, read_checkpoint
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_cost import StepRecord
 from evener.corpus.token_check import check_token_ids
-from evener.worker import rng
-from evener.worker.clock import CudaClock, HostClock
-from evener.worker.loop import build_model, train_one_step
 from evener.worker.membership.fixed import FixedMembership
-from evener.worker.optim import adamw
-from evener.worker.precision import autocast
-from evener.worker.process_groups import ProcessGroups
-from evener.worker.rank_consistency import local_rank_slot
-from evener.worker.replica_hashes import hash_tensors, replica_mismatches
-from evener.worker.span_recorder import SpanRecorder
-from evener.worker.step_recorder import StepRecorder
+from evener.worker.rank.clock import CudaClock, HostClock
+from evener.worker.rank.precision import autocast
+from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.record.span_recorder import SpanRecorder
+from evener.worker.record.step_recorder import StepRecorder
+from evener.worker.state import rng
+from evener.worker.state.replica_hashes import hash_tensors, replica_mismatches
+from evener.worker.state.training_state import TrainingState
 from evener.worker.sync.sync_factory import make_sync
-from evener.worker.token_blocks import TokenBlocks
-from evener.worker.train_step import TrainContext, TrainStep
-from evener.worker.training_state import TrainingState
+from evener.worker.train.loop import build_model, train_one_step
+from evener.worker.train.optim import adamw
+from evener.worker.train.rank_consistency import local_rank_slot
+from evener.worker.train.token_blocks import TokenBlocks
+from evener.worker.train.train_step import TrainContext, TrainStep
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):

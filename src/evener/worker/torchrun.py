@@ -48,7 +48,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
-from evener.worker.process_groups import exit_immediately
+from evener.worker.rank.process_groups import exit_immediately
 
 FAILURE_KEY = "failed"
 HEARTBEAT_INTERVAL_S = 0.5

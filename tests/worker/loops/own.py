@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import evener
-from evener.core.run_spec import parse_args
+from evener.core.run.run_spec import parse_args
 
 SAMPLES, CLASSES, STEPS = 480, 5, 30
 _draw = torch.Generator().manual_seed(5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from evener.worker.datasets import as_dataset
+from evener.worker.train.datasets import as_dataset
 
 
 class Run:

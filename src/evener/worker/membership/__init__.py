@@ -7,16 +7,16 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from evener.core.prediction import Cluster
-from evener.core.resolve import ResolvedRun
-from evener.core.roster import Roster
-from evener.core.run_spec import RunSpec
-from evener.worker.checkpointer import Checkpointer
-from evener.worker.process_groups import ProcessGroups
-from evener.worker.run_log import RunLog
-from evener.worker.step_recorder import StepRecorder, StepReport
+from evener.core.run.prediction import Cluster
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import Roster
+from evener.core.run.run_spec import RunSpec
+from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.record.run_log import RunLog
+from evener.worker.record.step_recorder import StepRecorder, StepReport
+from evener.worker.state.checkpointer import Checkpointer
+from evener.worker.state.training_state import TrainingState
 from evener.worker.sync import Sync
-from evener.worker.training_state import TrainingState
 
 T = TypeVar("T")
 

@@ -36,26 +36,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.core.decoding import from_json
-from evener.core.errors import RunError
-from evener.core.host_info import local_host_info
-from evener.core.membership_epoch import PEER_LOST, RankStatus, Rendezvous, read_rendezvous
-from evener.core.peer_failure import is_peer_failure
-from evener.core.prediction import Cluster
-from evener.core.resolve import ResolvedRun
-from evener.core.roster import Roster, SyncSpec
-from evener.core.run_plan import read_launcher_roster
-from evener.core.run_spec import RunSpec
-from evener.worker.checkpointer import Checkpointer, CheckpointHistory
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import RunError
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.membership_epoch import PEER_LOST, RankStatus, Rendezvous, read_rendezvous
+from evener.core.run.peer_failure import is_peer_failure
+from evener.core.run.prediction import Cluster
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import Roster, SyncSpec
+from evener.core.run.run_plan import read_launcher_roster
+from evener.core.run.run_spec import RunSpec
 from evener.worker.membership import TrainerView
 from evener.worker.membership.fixed import FixedMembership
 from evener.worker.membership.memory_limits import limit_micro_batches
 from evener.worker.membership.regroup import largest_roster
 from evener.worker.membership.rollback import RegroupExit
 from evener.worker.membership.state_transfer import transfer_state
-from evener.worker.process_groups import ProcessGroups, exit_immediately
-from evener.worker.run_log import RunLog
-from evener.worker.step_recorder import StepRecorder
+from evener.worker.rank.process_groups import ProcessGroups, exit_immediately
+from evener.worker.record.run_log import RunLog
+from evener.worker.record.step_recorder import StepRecorder
+from evener.worker.state.checkpointer import Checkpointer, CheckpointHistory
 from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.gradient_sync import GradientSync
 from evener.worker.sync.sync_factory import change_sync

@@ -10,19 +10,19 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from evener.core.errors import RunError
-from evener.core.prediction import Cluster
-from evener.core.resolve import ResolvedRun
-from evener.core.roster import Roster, weighted_shares
-from evener.core.run_spec import RunSpec
-from evener.plan.options import BUCKETED_KINDS
-from evener.plan.rebalance import LoadBalancer
-from evener.plan.strategy_selector import StrategySelector
-from evener.worker.checkpointer import Checkpointer
+from evener.core.base.errors import RunError
+from evener.core.run.prediction import Cluster
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import Roster, weighted_shares
+from evener.core.run.run_spec import RunSpec
+from evener.plan.choice.options import BUCKETED_KINDS
+from evener.plan.choice.strategy_selector import StrategySelector
+from evener.plan.shares.rebalance import LoadBalancer
 from evener.worker.membership import TrainerView
 from evener.worker.membership.rollback import RegroupExit
-from evener.worker.run_log import RunLog
-from evener.worker.step_recorder import StepRecorder, StepReport
+from evener.worker.record.run_log import RunLog
+from evener.worker.record.step_recorder import StepRecorder, StepReport
+from evener.worker.state.checkpointer import Checkpointer
 
 T = TypeVar("T")
 

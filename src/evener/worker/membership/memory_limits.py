@@ -14,14 +14,19 @@ from typing import Annotated, TypeVar
 import msgspec
 import torch
 
-from evener.core.errors import CheckpointError
-from evener.core.file_io import write_atomic
-from evener.core.host_info import local_host_info
-from evener.core.json_files import read_json
-from evener.core.membership_epoch import KILLED_RANKS_FILE, has_dynamic_membership, host_file_path, memory_limit_file
-from evener.core.roster import Member, Roster
-from evener.core.runwriter import RunWriter
-from evener.worker.process_groups import ProcessGroups
+from evener.core.base.errors import CheckpointError
+from evener.core.base.file_io import write_atomic
+from evener.core.base.json_files import read_json
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.membership_epoch import (
+    KILLED_RANKS_FILE,
+    has_dynamic_membership,
+    host_file_path,
+    memory_limit_file,
+)
+from evener.core.run.roster import Member, Roster
+from evener.core.run.runwriter import RunWriter
+from evener.worker.rank.process_groups import ProcessGroups
 
 SUPERVISOR_STATE_FILE = "state.json"  # the supervisor's
 OOM_MATCH_WINDOW_S = 5.0  # between a rank's end and the recorded kernel kill: the supervisor polls every second

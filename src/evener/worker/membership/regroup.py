@@ -15,16 +15,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.core.decoding import from_json
-from evener.core.errors import CheckpointError, RunError
-from evener.core.file_io import write_atomic, write_folder_atomic
-from evener.core.membership_epoch import CHECKPOINT_REQUEST_FILE, has_waiting_hosts, is_host_excluded
-from evener.core.roster import Roster
-from evener.core.rundir import Checkpoint, read_checkpoint
-from evener.core.runwriter import RunWriter
-from evener.worker import step_recorder
-from evener.worker.process_groups import ProcessGroups
-from evener.worker.rank_state import delete_rank_states_after
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import CheckpointError, RunError
+from evener.core.base.file_io import write_atomic, write_folder_atomic
+from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE, has_waiting_hosts, is_host_excluded
+from evener.core.run.roster import Roster
+from evener.core.run.rundir import Checkpoint, read_checkpoint
+from evener.core.run.runwriter import RunWriter
+from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.record import step_recorder
+from evener.worker.state.rank_state import delete_rank_states_after
 
 CHUNK_BYTES = 1 << 24
 

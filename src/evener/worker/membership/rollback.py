@@ -24,12 +24,12 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from evener.core.decoding import from_json
-from evener.core.errors import DivergedError, HopelessError, NonFiniteError
-from evener.core.host_info import local_host_info
-from evener.core.membership_epoch import EXIT_REGROUP, exclude_host
-from evener.core.runwriter import RunWriter
-from evener.worker.process_groups import ProcessGroups
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import DivergedError, HopelessError, NonFiniteError
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.membership_epoch import EXIT_REGROUP, exclude_host
+from evener.core.run.runwriter import RunWriter
+from evener.worker.rank.process_groups import ProcessGroups
 
 
 class RegroupExit(SystemExit):

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.decoding import from_json
-from evener.core.errors import UsageError
-from evener.core.rundir import code_hash
-from evener.worker import rng
-from evener.worker.checkpoint import copy_weights
-from evener.worker.checkpointer import Checkpointer
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import UsageError
+from evener.core.run.rundir import code_hash
 from evener.worker.membership import TrainerView
-from evener.worker.send_states import send_states
+from evener.worker.state import rng
+from evener.worker.state.checkpoint import copy_weights
+from evener.worker.state.checkpointer import Checkpointer
+from evener.worker.state.send_states import send_states
 
 WEIGHTS = "weights"
 

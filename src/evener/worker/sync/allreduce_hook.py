@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.plan.collective_cost import ring_all_reduce_bytes
-from evener.worker.clock import Clock
-from evener.worker.process_groups import ProcessGroups
+from evener.plan.cost.collective_cost import ring_all_reduce_bytes
+from evener.worker.rank.clock import Clock
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import BucketCommEvent, CompressionTraits
 
 

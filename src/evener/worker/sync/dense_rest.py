@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.plan.collective_cost import ring_all_reduce_bytes
-from evener.worker.process_groups import ProcessGroups
+from evener.plan.cost.collective_cost import ring_all_reduce_bytes
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import CompressionTraits
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import ScratchBuffer

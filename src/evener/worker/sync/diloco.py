@@ -33,14 +33,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.utils import _sync_module_states
 
-from evener.core.decoding import from_json
-from evener.core.errors import UsageError
-from evener.core.roster import SyncSpec
-from evener.core.step_cost import BLOCKED
-from evener.plan.collective_cost import ring_all_reduce_bytes
-from evener.plan.sync_traffic import averaging_efficiency, fragment_bytes
-from evener.worker.clock import Clock
-from evener.worker.process_groups import ProcessGroups
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import UsageError
+from evener.core.run.roster import SyncSpec
+from evener.core.run.step_cost import BLOCKED
+from evener.plan.cost.collective_cost import ring_all_reduce_bytes
+from evener.plan.cost.sync_traffic import averaging_efficiency, fragment_bytes
+from evener.worker.rank.clock import Clock
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import BucketCommEvent, CommStats, GradientStats, ReplicaMode, SupportsBackward
 from evener.worker.sync.bucket_queue import COMPARE_EVERY, GradBucketSlice, run_and_measure_error
 from evener.worker.sync.codecs import BlockwiseIntCodec

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from evener.worker.clock import Clock
-from evener.worker.process_groups import ProcessGroups
+from evener.worker.rank.clock import Clock
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import (
     GRADIENT_RESIDUAL_KINDS,
     BucketCommEvent,
@@ -250,7 +250,7 @@ class GradientSync:
             process_group=self._group.gradient_group,
             bucket_cap_mb=self._bucket_MiB,
             gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy less each way
-            forward_sync_buffers=False,  # see worker/buffers.py
+            forward_sync_buffers=False,  # see worker/train/buffers.py
             init_sync=not is_already_in_sync,
         )
         self._ddp.register_comm_hook(None, self._comm_hook)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.worker.process_groups import ProcessGroups
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import CompressionTraits
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import CHUNK_NUMEL, ScratchBuffer

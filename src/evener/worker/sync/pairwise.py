@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.worker.process_groups import ProcessGroups
+from evener.worker.rank.process_groups import ProcessGroups
 
 
 def pairwise_all_to_all(

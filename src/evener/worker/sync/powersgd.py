@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evener.plan.collective_cost import protocol_overhead_bytes, ring_all_reduce_bytes
-from evener.plan.sync_traffic import is_low_rank_smaller as shrinks
-from evener.worker.process_groups import ProcessGroups
+from evener.plan.cost.collective_cost import protocol_overhead_bytes, ring_all_reduce_bytes
+from evener.plan.cost.sync_traffic import is_low_rank_smaller as shrinks
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import CompressionTraits
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.comm_thread import record_current_stream

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.plan.collective_cost import ring_all_reduce_bytes
-from evener.worker.process_groups import ProcessGroups
+from evener.plan.cost.collective_cost import ring_all_reduce_bytes
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync.pairwise import pairwise_all_to_all
 
 INDEX_BYTES = 4

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evener.core.step_cost import BLOCKED
+from evener.core.run.step_cost import BLOCKED
 from evener.worker.sync.comm_thread import CommThread
 from evener.worker.sync.diloco import DiLoCo, FragmentExchange
 

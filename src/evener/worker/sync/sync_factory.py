@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from evener.core.errors import UsageError
-from evener.core.resolve import check_sync_is_useful
-from evener.core.roster import Roster, SyncSpec, is_unsafe_in_fp16
-from evener.plan.sync_traffic import bucket_bytes
-from evener.worker.clock import Clock
-from evener.worker.process_groups import ProcessGroups
+from evener.core.base.errors import UsageError
+from evener.core.run.resolve import check_sync_is_useful
+from evener.core.run.roster import Roster, SyncSpec, is_unsafe_in_fp16
+from evener.plan.cost.sync_traffic import bucket_bytes
+from evener.worker.rank.clock import Clock
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import Sync
 from evener.worker.sync.allreduce_hook import AllReduceHook
 from evener.worker.sync.bucket_queue import AllReduceAlgorithm, BucketQueue

@@ -1,0 +1,166 @@
+"""Membership epochs: the hosts that train together, in turn, and what agents and ranks write for each other.
+
+Only the hosts of an epoch can decide the next one, by a quorum. Elastic here means that the surviving ranks keep their
+process and state across epochs, as in Horovod Elastic and torchft; torchelastic restarts all ranks instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from evener.core.base.file_io import write_atomic
+from evener.core.base.json_files import read_json
+
+AGENT_SPEC_FILE = "host/agent.json"  # an AgentSpec
+HOST_TIMEOUT_S = 12.0  # heartbeat timeout where the loss of a host restarts the ranks of all
+CONSENSUS_STATE_FILE = "host/kept.json"  # the agent's durable consensus state
+RENDEZVOUS_FILE = "host/world.json"  # a Rendezvous, in the run's folder on each host; EVENER_WORLD is its path
+RANK_STATUS_FOLDER = "host/sayings"  # the RankStatus of each local rank, by its number on the host
+HEARTBEAT_FOLDER = "host/pulse"  # the heartbeat of each local rank; see worker/record/heartbeat.py
+JOIN_PENDING_FILE = "host/waiting"  # exists while hosts wait to join
+KILLED_RANKS_FILE = "host/killed.json"  # the local ranks that were killed last, and when
+EXCLUDED_FILE = "host/kept-out"  # the reason why this host is excluded from the run, until the file is removed
+NEEDED_BYTES_FILE = "host/needs"  # free bytes that ranks need whose disk was too full
+CHECKPOINT_REQUEST_FILE = "host/save"  # exists from a request for a checkpoint until one is written
+# Exit statuses of ranks, for their agent; any other is a failure that may be transient.
+EXIT_REGROUP = 75  # all ranks leave together, for another epoch (sysexits.h: EX_TEMPFAIL)
+EXIT_PEER_FAILED = 74  # a peer failed, and this rank could not continue (sysexits.h: EX_IOERR)
+EXIT_HOST_NOT_RETRYABLE = 2  # an error of this host alone, which would recur in any epoch
+EXIT_DISK_FULL = 73  # the disk is too full (sysexits.h: EX_CANTCREAT)
+EXIT_RUN_FAILED = 77  # the run has failed and would fail in any epoch; an agent exits with it on all hosts
+EXIT_HOST_LEFT = 76  # agents only: the host has left the run, which continues; other failures are the host's alone
+PEER_LOST = "lost"  # the `regroup_reason` of a rank that cannot continue in its epoch
+
+
+class MembershipEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """The hosts whose ranks train together until the next membership epoch begins."""
+
+    number: int  # 0, 1, 2 …: each is used once
+    hosts: list[str]  # in the order of the ranks; the first one runs the store
+    # standby hosts: they vote on the next epoch and have no ranks in this one
+    standby_hosts: list[str] = msgspec.field(default_factory=list, name="others")
+    # the ranks start from the newest checkpoint; else they keep their state in memory
+    is_cold_start: bool = msgspec.field(default=True, name="is_fresh")
+    why: str = ""  # the reason for the change from the previous epoch
+    step: int = -1  # the last saved step when the epoch was decided; of an elastic run, the last step taken
+    failures: int = 0  # consecutive failures that began an epoch without a newly saved step in between
+    is_over: bool = False  # no epoch follows: the run has failed too often
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise ValueError("a membership epoch without hosts")
+
+    @property
+    def voters(self) -> list[str]:
+        """The hosts that decide the next epoch; the first is the first that trains."""
+        return [*self.hosts, *self.standby_hosts]
+
+    def is_quorum(self, hosts: Iterable[str]) -> bool:
+        """Return whether these hosts can decide the next epoch: more than half of the voters, or half with the first.
+
+        At most one side of a network partition is a quorum.
+
+        >>> (MembershipEpoch(number=0, hosts=["a", "b"]).is_quorum(["a"]),
+        ...  MembershipEpoch(number=0, hosts=["a", "b"]).is_quorum(["b", "c"]))
+        (True, False)
+        """
+        votes = set(self.voters).intersection(hosts)
+        return 2 * len(votes) > len(self.voters) or (2 * len(votes) == len(self.voters) and self.hosts[0] in votes)
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a membership epoch meet, as a host's agent writes it for its ranks."""
+
+    epoch: MembershipEpoch
+    address: str = ""  # of the epoch's store
+    port: int = 0
+    first_rank: int = 0  # the rank of this host's first process
+    world_size: int = 0
+
+
+class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank of an elastic run reports to its agent."""
+
+    pid: int
+    epoch_number: int = -1  # number of the epoch in which the rank has trained; -1: none yet, but it is ready to join
+    step: int = -1  # the last step it has taken
+    # why the rank wants another epoch: hosts join or leave, or LOST: it cannot continue in this one
+    regroup_reason: str = ""
+
+
+class HostEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's address and number of ranks."""
+
+    address: str  # reachable from the other hosts, and the only one on which the host listens
+    num_ranks: int
+
+
+class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of one host's agent in a run."""
+
+    run: str  # the run's id
+    host: str  # the host of this agent
+    hosts: dict[str, HostEntry]  # all hosts that may take part, in the order of their ranks
+    version: int = msgspec.field(default=0, name="edition")  # version of `hosts`: the highest one is valid
+    first: list[str]  # the hosts of the first epoch; the others were added during the run
+    port: int  # on which the agents receive each other's messages
+    key: str  # secret shared by the run's agents
+    program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
+    # heartbeat timeout: a host that sends nothing for so long is lost
+    host_timeout_s: float = msgspec.field(default=HOST_TIMEOUT_S, name="silent_s")
+    join_s: float = 180.0  # how long hosts wait for each other at the start: Python may load from a cold, slow disk
+    # elastic: ranks keep their process and state across epochs, so survivors lose no work
+    is_elastic: bool = msgspec.field(default=False, name="lives")
+
+    def __post_init__(self) -> None:
+        if not self.first or not self.hosts.keys() >= {self.host, *self.first}:
+            raise ValueError("hosts that are not part of the run")
+
+
+def has_dynamic_membership() -> bool:
+    """Return whether this process belongs to a run whose hosts may leave and join."""
+    return "EVENER_WORLD" in os.environ
+
+
+def is_elastic() -> bool:
+    """Return whether this rank keeps its process and state across membership epochs."""
+    return "EVENER_SAYINGS" in os.environ
+
+
+def agent_pid() -> int:
+    """Return the process id of the agent that announces epochs to this rank of an elastic run."""
+    return int(os.environ["EVENER_AGENT"])
+
+
+def memory_limit_file(local_rank: int) -> str:
+    """Return the file for a rank's micro-batch limit by memory; one per rank, as all may be killed at once."""
+    return f"host/memory-{local_rank}.json"
+
+
+def read_rendezvous() -> Rendezvous:
+    """Read the newest rendezvous of this host. Raise CheckpointError if the file is damaged."""
+    return read_json(Path(os.environ["EVENER_WORLD"]), Rendezvous)
+
+
+def has_waiting_hosts() -> bool:
+    """Return whether a host waits to join."""
+    return host_file_path(JOIN_PENDING_FILE).exists()
+
+
+def is_host_excluded() -> bool:
+    """Return whether this process's host is excluded from the next epoch."""
+    return host_file_path(EXCLUDED_FILE).exists()
+
+
+def exclude_host(reason: str) -> None:
+    """Exclude this process's host from the run after the current epoch."""
+    write_atomic(host_file_path(EXCLUDED_FILE), reason.encode())
+
+
+def host_file_path(file: str) -> Path:
+    """Return the path of one of the files above, in the run's folder on this host."""
+    return Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(file))

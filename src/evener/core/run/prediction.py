@@ -1,0 +1,195 @@
+"""The planner's input and output: pure data, stored in a run's plan.json.
+
+    Job + Cluster ──predict──▶ Prediction
+
+A Prediction contains its input, so that it can be repeated with one change: a faster link, a host less, another batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from evener.core.cluster.link import LinkModel, Positive
+from evener.core.model.shape import GPTShape
+from evener.core.run.roster import Dtype, Member, RankSlot, Roster, initial_roster
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.step_cost import StepCost
+
+RateBasis = Literal["measured", "declared", "derived", "assumed"]  # derived: from another model's rate, by FLOPs
+EXACT_SOURCE = "exact"  # the loss source of strategies whose penalty is 0 by construction
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to train: the requested run and the shape of its model."""
+
+    spec: RunSpec
+    shape: GPTShape
+    noise_tokens: float | None = None  # gradient noise scale where the run starts or resumes; None: not measured
+    distinct_tokens: list[float] = []  # mean number in 1, 2, 4, … sequences; empty: not measured
+
+    @property
+    def model(self) -> str:
+        """The preset's name."""
+        return self.spec.model.model
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.spec.train.batch * self.shape.block_size
+
+    def embedding_rows(self, sequences: int) -> float:
+        """Return the mean number of embedding rows that this many sequences look up; one per token if not measured.
+
+        Between two measured numbers and beyond the last, distinct tokens grow as a power of all tokens   [Heaps' law].
+
+        >>> from evener.core.model.shape import preset_shape
+        >>> job = Job(spec=RunSpec(), shape=preset_shape("d8", 32768, 256), distinct_tokens=[100.0, 160.0, 250.0])
+        >>> [round(job.embedding_rows(sequences)) for sequences in (0, 1, 2, 3, 4, 8, 1 << 20)]
+        [0, 100, 160, 208, 250, 391, 32768]
+        """
+        distinct, vocab_size = self.distinct_tokens, self.shape.vocab_size
+        if not distinct or not sequences:
+            return min(sequences * self.shape.block_size, vocab_size)
+        level = max(0, min(int(math.log2(sequences)), len(distinct) - 2))
+        power = math.log2(distinct[level + 1] / distinct[level]) if len(distinct) > 1 else 1.0
+        return min(distinct[level] * math.pow(sequences / 2**level, power), vocab_size)
+
+    def initial_roster(self, seats: Sequence[RankSlot]) -> Roster:
+        """Return the initial Roster of a run on these slots whose speed is unknown."""
+        return initial_roster(self.spec, seats, self.shape.block_size)
+
+
+class HostRates(msgspec.Struct, frozen=True, kw_only=True):
+    """The rates of each of a host's ranks, which are all alike."""
+
+    tokens_per_s: dict[Dtype, Positive]  # forward and backward of this job's model, in large micro-batches
+    pass_s: float = 0.0  # fixed overhead of one micro-batch's forward and backward
+    update_s: float = 0.0  # clipping and the update of all parameters
+    data_s: float = 0.0  # waiting for input, per step
+    cpus: Positive | None = None  # busy CPUs while a rank computes
+    sync_Bps: Positive | None = None  # bytes sent, received and added per second of CPU time
+    sum_Bps: Positive | None = None  # γ: bytes per second that one thread adds from one buffer to another
+    copy_Bps: Positive | None = None  # memory bandwidth, bytes read and written
+    coding_Bps: dict[str, Positive] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
+    local: LinkModel | None = None  # the link between two of its ranks
+    memory_bytes: int | None = None  # CPU: of the host, for all its ranks; GPU: of each
+    bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
+    watts: float | None = None  # of the whole host while it trains
+    price_per_h: float | None = None  # of the whole host
+    basis: RateBasis = "declared"  # the source of tokens_per_s
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """The machines and links available to the planner. A Roster says which of them take part."""
+
+    seats: list[RankSlot]  # rank slots, host after host, in the order of their ranks
+    hosts: dict[str, HostRates]
+    wire: LinkModel | None = None  # the default link between two hosts
+    wires: dict[str, dict[str, LinkModel]] = {}  # from host to host, where the link is not the default
+    are_links_measured: bool = False
+    jitter: float = 0.0  # coefficient of variation of a rank's compute time from step to step; lognormal
+    late_s: float = 0.0  # mean wait per step for a straggler that changes from step to step; 0 for a single rank
+    assumed: list[str] = []  # sentences: what was not measured, and the assumption used instead
+
+    @property
+    def host_names(self) -> list[str]:
+        """The host names, in the order of the slots."""
+        return list(dict.fromkeys(seat.host for seat in self.seats))
+
+    @property
+    def assumptions(self) -> list[str]:
+        """All assumptions, as sentences."""
+        if not self.jitter or len(self.seats) == 1:
+            return self.assumed
+        return [*self.assumed, f"a rank's compute time varies by {self.jitter:.0%} from step to step"]
+
+    def link_between(self, source: str, target: str) -> LinkModel:
+        """Return the link from one host to another."""
+        wire = self.wires.get(source, {}).get(target, self.wire)
+        assert wire is not None, f"no link from {source} to {target}"
+        return wire
+
+    @property
+    def distinct_links(self) -> set[LinkModel]:
+        """The distinct links between its hosts."""
+        names = set(self.host_names)
+        explicit = [wire for source in names for target, wire in self.wires.get(source, {}).items() if target in names]
+        default = [self.wire] if self.wire is not None and len(explicit) < len(names) * (len(names) - 1) else []
+        return {*explicit, *default}
+
+    @property
+    def slowest_link_Bps(self) -> float:
+        """The bandwidth of the slowest link between its hosts; needs at least two hosts."""
+        return min(wire.bandwidth_Bps for wire in self.distinct_links)
+
+    def tokens_per_s(self, member: Member) -> float:
+        """Return the rate of a rank's forward and backward, in its dtype."""
+        return self.hosts[member.host].tokens_per_s[member.dtype]
+
+
+class RankCost(msgspec.Struct, frozen=True, kw_only=True):
+    """The predicted cost of one step on one rank."""
+
+    cost: StepCost
+    sync_s: float  # collectives in flight, hidden or not
+    bytes: int  # payload that the rank sends
+    memory_bytes: int | None  # peak
+
+
+class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One configuration in which the job can run, with its predicted cost."""
+
+    name: str  # unique among the options: "ddp", "attic alone", "ddp without laptop", "ddp, shares 11 : 5"
+    roster: Roster
+    ranks: list[RankCost]  # by rank
+    step_s: Positive
+    tokens_per_s: float
+    speedup_vs_best_host: float | None  # None: no host can hold the model alone, or its rate is not known
+    bytes_per_rank: int  # of the rank that sends most
+    loss_penalty: float | None  # relative to ddp: 0.01 = 1 % more loss; None = not measured
+    loss_source: str = ""  # of loss_penalty: a measurement or EXACT_SOURCE; if not measured, the closest measurement
+    is_built: bool = True  # whether `train` can run it
+    rejected_because: str = ""  # "" = recommended
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the loss penalty is 0 by construction; a lossy strategy may have been measured to cost 0."""
+        return self.loss_source == EXACT_SOURCE
+
+    @property
+    def straggler(self) -> Member:
+        """The rank that the others wait for."""
+        return min(self.roster.members, key=lambda member: self.ranks[member.rank].cost.wait_s or 0.0)
+
+    @property
+    def straggler_cost(self) -> RankCost:
+        """The step cost of the straggler."""
+        return self.ranks[self.straggler.rank]
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """The planner's output: all options, the recommended one and the one that the run uses."""
+
+    job: Job
+    cluster: Cluster
+    verdict: str  # one sentence
+    recommended: str  # an option's name
+    chosen: str  # the option of this run, which the user may have set to another than the recommended one
+    options: list[PlanOption]
+    is_sync_ours: bool = False  # whether the planner chose the job's strategy
+    notes: list[str] = []  # sentences: deviations from the fleet file
+    left_out: dict[str, str] = {}  # available hosts that take no part in this run, and why
+
+    def option(self, name: str) -> PlanOption:
+        """Return the option of this name."""
+        return next(option for option in self.options if option.name == name)
+
+    def option_for(self, roster: Roster) -> PlanOption | None:
+        """Return the chosen option if it has the ranks of this Roster, else None."""
+        chosen = next((option for option in self.options if option.name == self.chosen), None)
+        ranks = [member.rank for member in roster.members]
+        return chosen if chosen and [member.rank for member in chosen.roster.members] == ranks else None

@@ -1,0 +1,211 @@
+"""Resolve and check a run's spec before it starts, without torch: a mistake costs a second and leaves no files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+
+from evener.core.base.errors import CheckpointError, NoRoomError, UsageError
+from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
+from evener.core.model.shape import PRESETS, GPTShape, preset_shape
+from evener.core.run.prediction import Job
+from evener.core.run.roster import NO_SYNC, Roster, SyncSpec, check_sync_supported, parse_shares, requested_sync
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
+
+BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
+# Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
+# DiLoCo: local and last synchronized weights, inner and outer momentum, Adam's second moments, and both residuals.
+RANK_STATE_BYTES_PER_PARAM = {"bf16": 8, "int8": 8, "int4": 8, "powersgd": 8, "diloco": 28}
+
+
+class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked spec with the corpus, model shape and checkpoint that it names."""
+
+    spec: RunSpec
+    corpus: Corpus
+    shape: GPTShape
+    resume: Checkpoint | None  # the checkpoint to resume from
+
+    @property
+    def job(self) -> Job:
+        """The planner's input."""
+        return make_job(self.spec, self.shape, self.corpus)
+
+
+def resolve(
+    spec: RunSpec,
+    *,
+    resume: bool = False,
+    has_dynamic_membership: bool = False,
+    roster: Roster | None = None,
+    num_local_ranks: int | None = None,
+) -> ResolvedRun:
+    """Resolve what a spec names and check that the run can start. Raise EvenerError if it cannot.
+
+    `has_dynamic_membership`: the hosts will agree on the checkpoint to resume from. `roster`: the launcher's, if there
+    is one. `num_local_ranks`: its ranks on this machine [all].
+    """
+    spec.check()
+    corpus = load_corpus(Path(spec.data.data))
+    model = spec.model
+    shape = model_shape(spec, corpus.vocab_size)
+    check_block_size(corpus, shape.block_size)
+    if model.init_from is not None and not resume:
+        find_weights_file(model.init_from)
+    rundir = RunDir(spec.out or "runs")
+    check_sync_supported(spec)
+    check_sync_for_shape(requested_sync(spec), shape)
+    parse_shares(spec.machine.shares)
+    checkpoint = None if has_dynamic_membership else starting_checkpoint(rundir, spec, resume=resume)
+    if checkpoint is not None:
+        _check_fits(rundir, shape, corpus, spec)
+    sync = roster.sync if roster else requested_sync(spec) if spec.machine.ranks > 1 else NO_SYNC
+    _check_disk(
+        rundir, shape, spec, RANK_STATE_BYTES_PER_PARAM.get(sync.kind, 0) * (num_local_ranks or spec.machine.ranks)
+    )
+    return ResolvedRun(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+
+
+def make_job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
+    """Return the planner's Job; if the model has lookup-only embeddings, with the corpus's distinct-token counts."""
+    distinct = (
+        mean_distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_sparse_embeddings else []
+    )
+    return Job(spec=spec, shape=shape, distinct_tokens=distinct)
+
+
+def find_weights_file(init_from: str) -> Path:
+    """Return the weights file of `--init-from`: a file, a checkpoint, a transformers folder, or a run (its newest)."""
+    path = Path(init_from)
+    if RunDir(path).is_run():
+        return RunDir(path).verified_checkpoint() / "weights.safetensors"
+    if path.is_dir():
+        files = [path / name for name in ("weights.safetensors", "model.safetensors") if (path / name).is_file()]
+        if not files:
+            raise UsageError(f"--init-from {path}: neither a run, nor a checkpoint, nor a transformers folder")
+        return files[0]
+    if not path.is_file():
+        raise UsageError(f"--init-from {path}: no such file")
+    return path
+
+
+def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
+    """Return the model's shape for a vocabulary [the preset's]. Raise UsageError if the shape is invalid."""
+    model = spec.model
+    fields = ("num_layers", "num_heads", "width", "dropout")
+    overrides = {field: getattr(model, field) for field in fields if getattr(model, field) is not None}
+    if vocab_size is None and model.model in PRESETS:
+        vocab_size = PRESETS[model.model].vocab_size
+    return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
+
+
+def check_sync_for_shape(sync: SyncSpec, shape: GPTShape) -> None:
+    """Raise UsageError if a sync strategy would save nothing in a model of this shape."""
+    check_sync_is_useful(
+        sync, has_sparse_embeddings=shape.has_sparse_embeddings, is_low_rank_smaller=shape.width > 2 * sync.rank
+    )
+
+
+def check_sync_is_useful(sync: SyncSpec, *, has_sparse_embeddings: bool, is_low_rank_smaller: bool) -> None:
+    """Raise UsageError if a sync strategy would save nothing in this model.
+
+    `has_sparse_embeddings`: the model has lookup-only embedding tables. `is_low_rank_smaller`: the factors of
+    PowerSGD's rank are smaller than some matrix.
+    """
+    if sync.kind == "powersgd" and not is_low_rank_smaller:
+        raise UsageError(
+            f"--sync {sync}: no matrix of this model has both sides above {2 * sync.rank}: none would shrink",
+            hint="a smaller rank, such as powersgd:4",
+        )
+    if sync.sparse and not has_sparse_embeddings:
+        raise UsageError(
+            f"--sync {sync}: this model has no lookup-only embedding table: its tied head reads the table too",
+            hint=f"--sync {str(sync).removesuffix('+sparse')}",
+        )
+
+
+def default_run_path(spec: RunSpec) -> str:
+    """Return the default run directory, for a run without --out."""
+    return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
+
+
+def starting_checkpoint(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
+    """Return the checkpoint to resume from, or None for a new run. Raise EvenerError if --out allows neither."""
+    if resume:
+        return _newest_checkpoint(rundir, spec)
+    _check_free(spec)
+    return None
+
+
+def _check_free(spec: RunSpec) -> None:
+    """Raise UsageError if a new run cannot use its --out."""
+    rundir = RunDir(spec.out or "runs")
+    if spec.out is not None and rundir.is_run():
+        raise UsageError(
+            f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
+        )
+    if rundir.path.exists() and not rundir.path.is_dir():
+        raise UsageError(f"--out {rundir}: a file is in the way")
+
+
+def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
+    """Return the checkpoint that a run resumes from.
+
+    Raise CheckpointError if there is none, it is damaged or it has no state for the requested strategy, and UsageError
+    if the run has taken all its steps.
+    """
+    sync, steps = rundir.manifest().roster.sync, spec.train.steps
+    if sync != NO_SYNC and spec.train.sync != "auto" and requested_sync(spec) != sync:
+        raise CheckpointError(
+            f"{rundir}: its sync strategy is {sync}, and its checkpoints hold no state for {spec.train.sync}",
+            hint=f"--sync {sync}, or a new run from its weights",
+        )
+    saved = rundir.newest_checkpoint_step()
+    if saved >= steps:
+        raise UsageError(f"{rundir}: it has taken all its {saved} steps", hint=f"--steps {2 * saved} goes on")
+    return read_checkpoint(rundir.checkpoint_path(saved))
+
+
+def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:
+    manifest = rundir.manifest()
+    if manifest.shape != shape:
+        raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
+    if manifest.corpus is not None and manifest.corpus.tokenizer_hash != corpus.tokenizer_hash:
+        raise CheckpointError(
+            f"{rundir}: it was trained on {manifest.corpus.path}; {corpus.path} has another tokenizer",
+            hint=f"--data {manifest.corpus.path}",
+        )
+    if manifest.sampler != SAMPLERS[spec.train.sampling]:
+        flag = next(name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler)
+        raise CheckpointError(
+            f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
+            f"{SAMPLERS[spec.train.sampling]} would draw others",
+            hint=f"--sampling {flag}",
+        )
+
+
+def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, rank_state_bytes_per_param: int) -> None:
+    """Raise DiskSpaceError if the disk is too full for the checkpoints and the per-rank state of the local ranks."""
+    folder = rundir.path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"--out {rundir}: {folder} is a file", hint="another --out")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder}: not writable", hint="another --out")
+    num_checkpoints = spec.checkpoint.keep + 2  # the best one, and one being written
+    needed = shape.num_params() * BYTES_PER_PARAM_ON_DISK * num_checkpoints
+    needed += shape.num_params() * rank_state_bytes_per_param * 3  # the newest two, and one being written
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        error = NoRoomError(
+            f"{folder}: {free / 1e9:.2f} GB free, the checkpoints need {needed / 1e9:.2f} GB",
+            hint="another --out, or a smaller --keep",
+        )
+        error.needed_bytes = needed
+        raise error

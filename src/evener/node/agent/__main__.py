@@ -1,0 +1,494 @@
+"""The host agent: keep a run alive while hosts come and go. One process a host joins epochs and manages the ranks.
+
+    python -m evener.node.agent FOLDER     the run's folder on this host; its host/agent.json holds an AgentSpec
+
+The agent decides each epoch with the other agents, starts its host's ranks in it, monitors them and, when they end,
+starts again. In an elastic run (`AgentSpec.is_elastic`) ranks survive from epoch to epoch, and the agent gives them the
+rendezvous of the next one; a host outside the epoch keeps standby ranks, so that it can be admitted at once.
+
+It needs no controller and no torch. Exit status 0: the run has finished; OVER: it failed too often; LEFT: it continues
+without this host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from evener.core.base.errors import CheckpointError
+from evener.core.base.file_io import write_atomic
+from evener.core.base.json_files import read_json
+from evener.core.run.hang_detector import Hang, HangDetector, describe_hang
+from evener.core.run.membership_epoch import (
+    AGENT_SPEC_FILE,
+    CONSENSUS_STATE_FILE,
+    EXCLUDED_FILE,
+    EXIT_DISK_FULL,
+    EXIT_HOST_LEFT,
+    EXIT_HOST_NOT_RETRYABLE,
+    EXIT_PEER_FAILED,
+    EXIT_REGROUP,
+    EXIT_RUN_FAILED,
+    JOIN_PENDING_FILE,
+    KILLED_RANKS_FILE,
+    NEEDED_BYTES_FILE,
+    PEER_LOST,
+    AgentSpec,
+    HostEntry,
+    MembershipEpoch,
+    Rendezvous,
+)
+from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.node.agent.consensus import TICK_INTERVAL_S, Consensus, ConsensusState, HostPhase, HostStatus
+from evener.node.agent.peer_links import PeerLinks
+from evener.node.agent.rank_processes import RankProcesses, first_rank_of, free_port, make_rendezvous
+
+SAMPLE_INTERVAL_S = 1.0  # between samples of the ranks
+# from the report of a hang until the ranks are killed: it may be a person's doing, as with a debugger
+HANG_GRACE_S = 10.0
+WRITE_ERROR_TIMEOUT_S = 600.0  # that writes may fail before the agent gives up
+# After the disk was too full for checkpoints: delay before the next try, doubling up to a limit; and the free space to
+# wait for beyond today's, when a rank could not even write down how much it needs.
+DISK_RETRY_S, MAX_DISK_RETRY_S, DISK_MARGIN_BYTES = 2.0, 300.0, 32 << 20
+LINGER_S = 10.0  # that an agent stays for others that may not know yet that the run has ended
+# Delay before standby ranks that exited are restarted, doubling up to a limit; reset after they trained for this long.
+RESTART_BACKOFF_S, MAX_RESTART_BACKOFF_S, BACKOFF_RESET_S = 1.0, 60.0, 2.0
+MAX_HOST_FAILURES = 3  # epochs in a row that the ranks of one host may break; after one more it leaves
+SIGTERM_EXIT_STATUS = 143  # 128 + SIGTERM: a launcher whose ranks were healthy until another host's failed
+
+
+class HostAgent:
+    """The agent of one host in one run."""
+
+    def __init__(
+        self, spec: AgentSpec, folder: Path, *, clock: Callable[[], float] = time.monotonic,
+        start_ranks: Callable[[AgentSpec, Path, Rendezvous], RankProcesses] = RankProcesses,
+    ) -> None:  # fmt: skip
+        """Take part in the run of `folder`; `clock` and `start_ranks` are what a simulation replaces.
+
+        CheckpointError if the saved consensus state is damaged: this host could break a promise it made.
+        """
+        self._spec, self._folder, self._state_path = spec, folder, folder / CONSENSUS_STATE_FILE
+        self._clock, self._start_ranks = clock, start_ranks
+        self._spec_path, self._spec_mtime_ns = folder / AGENT_SPEC_FILE, 0  # the file's modification time
+        self._is_spec_unsaved = False  # another host sent a newer one, and it is not written to disk yet
+        self._exclusion_path, self._leave_reason = folder / EXCLUDED_FILE, ""  # why the agent decided to leave
+        self._required_bytes: int | None = None  # free bytes to wait for, after its ranks had no room for checkpoints
+        self._disk_retry_at, self._num_disk_retries = 0.0, 0  # not checked before; how often there was too little
+        saved = (
+            read_json(self._state_path, ConsensusState)
+            if self._state_path.exists()
+            else ConsensusState(MembershipEpoch(number=0, hosts=spec.first))
+        )
+        if unknown := sorted({*saved.world.voters} - spec.hosts.keys()):
+            mismatch = f"{self._state_path} names {', '.join(unknown)}, but {self._spec_path} does not"
+            raise CheckpointError(f"{mismatch}: one of the two files is damaged")
+        is_restart = saved.life > 0
+        saved = ConsensusState(saved.world, saved.vote, saved.life + 1)
+        join_by = self._clock() + (spec.host_timeout_s if is_restart else spec.join_s)
+        self._consensus = Consensus(
+            spec.host, saved, host_timeout_s=spec.host_timeout_s, join_deadline=join_by, is_elastic=spec.is_elastic
+        )
+        if is_restart and self._consensus.is_member:
+            self._consensus.phase, self._consensus.reason = self._regroup_phase(), "its agent was restarted"
+        self._broadcast_version = -1
+        self._status_received = asyncio.Event()  # a status with news arrived
+        self._write_error, self._write_error_since = "", 0.0  # while state cannot be written, nothing is broadcast
+        self._saved_state: ConsensusState | None = None  # as on the disk
+        self._ranks: RankProcesses | None = None
+        self._failures: list[dict[str, Any]] = []  # of the last epoch that failed here
+        # epochs that failed here without a save after this step
+        self._num_consecutive_failures, self._last_failure_step = 0, -1
+        self._killed_at: dict[int, float] = {}  # when, by local rank
+        self._ended_at: float | None = None
+        self._have_ranks_joined = False  # this host's ranks have been in an epoch
+        self._restart_at, self._num_failed_starts = 0.0, 0  # when standby ranks may be started; starts that failed
+        self._training_since = math.inf  # since when this host's ranks have been training
+        self._hang_detector = self._make_hang_detector(saved.world)
+        self._hang: Hang | None = None  # of this host's ranks
+        self._hang_since = self._next_sample_at = 0.0
+
+    async def run(self) -> int:
+        """Take part until the run ends or continues without this host; return the exit status."""
+        gossip = PeerLinks(self._spec.key.encode(), self.on_status)
+        member = self._spec.hosts[self._spec.host]
+        await gossip.listen((member.address, self._spec.port))
+        try:
+            while (status := self.tick()) is None:
+                statement = self.make_status()
+                if statement is not None:
+                    others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
+                              if name != self._spec.host}  # fmt: skip
+                    gossip.broadcast(statement, others)
+                self._status_received.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(TICK_INTERVAL_S):
+                        await self._status_received.wait()
+            return status
+        finally:
+            await gossip.close()
+            self.close()
+
+    def close(self) -> None:
+        """Kill this host's remaining ranks."""
+        if self._ranks is not None:
+            self._ranks.kill()
+
+    def on_status(self, statement: HostStatus) -> None:
+        """Receive another host's status."""
+        # First the list of hosts: one may have been added while this host was unreachable, and the status may name it.
+        self._is_spec_unsaved |= self._apply_hosts(statement.hosts, statement.version)
+        if statement.host in self._spec.hosts and self._consensus.receive(statement, self._clock()):
+            self._status_received.set()
+
+    def make_status(self) -> HostStatus | None:
+        """Return the status to broadcast now, or None."""
+        now, spec = self._clock(), self._spec
+        if self._write_error or not (self._consensus.is_broadcast_due(now) or self._broadcast_version != spec.version):
+            return None
+        self._broadcast_version = spec.version
+        return msgspec.structs.replace(self._consensus.make_status(now), hosts=spec.hosts, version=spec.version)
+
+    def tick(self) -> int | None:
+        """Run one iteration; return the exit status once the agent is finished.
+
+        A host cannot promise what it cannot write down: while its disk fails, the others continue without it.
+        """
+        try:
+            status, write_error = self._tick(), ""
+        except OSError as error:
+            status, write_error, council = None, f"{self._folder}: {error.strerror}", self._consensus
+            self._kill_ranks()
+            if council.phase not in (HostPhase.DONE, HostPhase.FATAL):
+                council.phase = self._regroup_phase() if council.is_member else HostPhase.WAITING
+            self._write_error_since = self._write_error_since if self._write_error else self._clock()
+            if self._clock() - self._write_error_since > WRITE_ERROR_TIMEOUT_S:
+                raise
+        if write_error != self._write_error:
+            print(f"evener: {write_error or 'this host can take part again'}", flush=True)
+        self._write_error = write_error
+        return status
+
+    def _tick(self) -> int | None:
+        """Run one iteration; OSError if the disk fails."""
+        now, council = self._clock(), self._consensus
+        self._check_disk_space(now)
+        self._reload_spec()
+        if self._is_spec_unsaved:  # before any epoch that names these hosts is saved
+            write_atomic(self._spec_path, msgspec.json.encode(self._spec))
+            self._is_spec_unsaved = False
+        if council.tick(now):
+            print(
+                f"evener: {council.epoch.why}: world {council.epoch.number} is {', '.join(council.epoch.hosts)}",
+                flush=True,
+            )
+            if council.epoch.is_cold_start or (self._have_ranks_joined and not council.is_member):
+                self._kill_ranks()
+            self._hang_detector.set_members(council.epoch.hosts)
+        if council.state != self._saved_state:
+            write_atomic(self._state_path, msgspec.json.encode(council.state))  # before it is broadcast
+            self._saved_state = council.state
+        if council.epoch.is_over:
+            if not self._can_exit(now):
+                return None
+            if "EVENER_FAILURES" in os.environ:
+                os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
+            return EXIT_RUN_FAILED
+        if council.is_run_finished and council.phase not in (HostPhase.RUNNING, HostPhase.FATAL, HostPhase.DONE):
+            council.phase = HostPhase.DONE  # by then all members had taken the last step
+            self._kill_ranks()
+        match council.phase:
+            case HostPhase.WAITING | HostPhase.READY if self._regroup_phase() == HostPhase.LEAVING:
+                council.phase = HostPhase.LEAVING
+            case HostPhase.LEAVING if not council.is_member and self._required_bytes is None and self._can_exit(now):
+                print(
+                    f"evener: this host has left the run: {self._leave_reason or self._exclusion_path.read_text()}",
+                    flush=True,
+                )
+                return EXIT_HOST_LEFT
+            case HostPhase.WAITING if council.is_member and not council.has_lost_quorum(now):
+                self._join_epoch()
+            case HostPhase.WAITING | HostPhase.READY if self._spec.is_elastic and not council.is_member:
+                self._run_standby_ranks(now)
+            case HostPhase.REGROUPING | HostPhase.PEER_LOST | HostPhase.LEAVING if self._ranks is not None:
+                self._monitor_ranks(now)
+            case HostPhase.RUNNING:
+                waiting = self._folder / JOIN_PENDING_FILE
+                waiting.touch() if council.waiting_hosts(now) else waiting.unlink(missing_ok=True)
+                self._monitor_ranks(now)
+                if now >= self._next_sample_at and council.phase == HostPhase.RUNNING:
+                    self._next_sample_at = now + SAMPLE_INTERVAL_S
+                    self._detect_hang(now)
+            case HostPhase.DONE:
+                return 0 if self._can_exit(now) else None
+        return None
+
+    def _leave_for_disk_space(self) -> None:
+        """Leave until the disk has room for what the ranks save; the others continue without this host meanwhile."""
+        needs_path, free = self._folder / NEEDED_BYTES_FILE, shutil.disk_usage(self._folder).free
+        self._required_bytes = free + DISK_MARGIN_BYTES
+        with contextlib.suppress(OSError, ValueError):
+            self._required_bytes = int(needs_path.read_text())
+            needs_path.unlink()
+        self._disk_retry_at = self._clock() + min(DISK_RETRY_S * 2 ** min(self._num_disk_retries, 10), MAX_DISK_RETRY_S)
+        self._num_disk_retries += 1
+        self._consensus.phase, self._consensus.reason = HostPhase.LEAVING, ""  # no reason: it will return
+        error = (
+            f"{self._spec.host} has {free / 1e9:.2f} GB free, its checkpoints need {self._required_bytes / 1e9:.2f} GB"
+        )
+        print(f"evener: {error}", flush=True)
+        with contextlib.suppress(OSError):
+            RunWriter(self._folder).add_event("run.no-room", host=self._spec.host, error=error,
+                                              hint="it rejoins when it has enough free space")  # fmt: skip
+
+    def _check_disk_space(self, now: float) -> None:
+        if (
+            self._required_bytes is None
+            or now < self._disk_retry_at
+            or shutil.disk_usage(self._folder).free < self._required_bytes
+        ):
+            return
+        self._required_bytes, council = None, self._consensus
+        print("evener: this host has enough disk space again", flush=True)
+        if council.phase == HostPhase.LEAVING:
+            council.phase = self._regroup_phase() if council.is_member else HostPhase.WAITING
+
+    def _reload_spec(self) -> None:
+        """Read the spec again if its file changed: `evener add` writes the new host into it on all hosts."""
+        with contextlib.suppress(OSError, CheckpointError):  # keep the one read before
+            modified_ns = self._spec_path.stat().st_mtime_ns
+            if modified_ns != self._spec_mtime_ns:
+                self._spec_mtime_ns, spec = modified_ns, read_json(self._spec_path, AgentSpec)
+                self._apply_hosts(spec.hosts, spec.version)
+
+    def _apply_hosts(self, hosts: dict[str, HostEntry], version: int) -> bool:
+        """Adopt a newer list of the hosts that may take part, unless it lacks one that is needed; return whether."""
+        needed = {self._spec.host, *self._spec.first, *self._consensus.epoch.voters}
+        if version <= self._spec.version or not hosts.keys() >= needed:
+            return False
+        self._spec = msgspec.structs.replace(self._spec, hosts=hosts, version=version)
+        self._hang_detector = self._make_hang_detector(self._consensus.epoch)
+        return True
+
+    def _make_hang_detector(self, epoch: MembershipEpoch) -> HangDetector:
+        watch = HangDetector({name: part.num_ranks for name, part in self._spec.hosts.items()})
+        watch.set_members(epoch.hosts)
+        return watch
+
+    def _join_epoch(self) -> None:
+        """Start this host's ranks in the epoch, or move them into it, once the port of its store is known."""
+        council, spec = self._consensus, self._spec
+        first = council.epoch.hosts[0]
+        if first == spec.host:
+            port = council.store_port = free_port(spec.hosts[first].address)
+        else:
+            status = council.peer_status(first)
+            port = status.store_port if status else 0
+        if not port:
+            return
+        meeting = make_rendezvous(spec, council.epoch, port)
+        if self._ranks is not None:
+            self._ranks.set_rendezvous(meeting)
+        elif council.epoch.is_cold_start:
+            self._ranks, self._failures = self._start_ranks(spec, self._folder, meeting), []
+        else:  # they ended while the epoch was decided
+            council.phase, council.reason = HostPhase.FAILED, "its ranks have ended"
+            return
+        council.phase, self._have_ranks_joined = HostPhase.RUNNING, True
+        self._training_since = min(self._training_since, self._clock())
+
+    def _run_standby_ranks(self, now: float) -> None:
+        """Keep standby ranks that the next epoch can admit."""
+        council = self._consensus
+        if self._ranks is None:
+            if now >= self._restart_at:
+                self._restart_at = now + min(
+                    RESTART_BACKOFF_S * 2 ** min(self._num_failed_starts, 10), MAX_RESTART_BACKOFF_S
+                )
+                self._num_failed_starts += 1
+                meeting = Rendezvous(epoch=council.epoch)
+                self._ranks, self._failures = self._start_ranks(self._spec, self._folder, meeting), []
+        elif self._ranks.poll() is not None:
+            failures = self._ranks.failures()
+            fatal = [failure for failure in failures if failure["exitcode"] == EXIT_HOST_NOT_RETRYABLE]
+            self._kill_ranks()
+            council.phase = HostPhase.WAITING
+            if EXIT_DISK_FULL in {failure["exitcode"] for failure in failures}:
+                self._leave_for_disk_space()
+            elif fatal:
+                rank = first_rank_of(self._spec) + fatal[0]["local_rank"]
+                self._leave_run(f"rank {rank} ended with exit code {EXIT_HOST_NOT_RETRYABLE}")
+        elif len(self._ranks.rank_statuses()) == self._spec.hosts[self._spec.host].num_ranks:
+            council.phase = HostPhase.READY
+
+    def _monitor_ranks(self, now: float) -> None:
+        """Check how the ranks are, and set this host's phase accordingly."""
+        assert self._ranks is not None
+        council, status = self._consensus, self._ranks.poll()
+        if status is None:
+            if council.has_lost_quorum(now):
+                print("evener: no quorum of the hosts is reachable: the ranks are killed until one is", flush=True)
+                self._kill_ranks()
+                council.phase = self._regroup_phase()
+            elif self._spec.is_elastic:
+                self._read_rank_statuses()
+            return
+        failures, first = self._ranks.failures(), first_rank_of(self._spec)
+        for failure in failures:
+            failure["rank"] = first + failure["local_rank"]  # its number in the run, not its global rank in this epoch
+        self._kill_ranks()
+        council.step = max(council.step, *RunDir(self._folder).checkpoint_steps()[-1:], -1)
+        killed = {one["local_rank"]: one["time"] for one in failures if one["exitcode"] == -signal.SIGKILL}
+        if killed:
+            self._killed_at |= killed
+            with contextlib.suppress(OSError):  # a full disk
+                write_atomic(self._folder / KILLED_RANKS_FILE, msgspec.json.encode({"at": self._killed_at}))
+        codes = {failure["exitcode"] for failure in failures}
+        if EXIT_DISK_FULL in codes:
+            self._leave_for_disk_space()
+        elif status == 0:
+            council.phase = HostPhase.DONE
+        elif codes == {EXIT_REGROUP} or status == SIGTERM_EXIT_STATUS:
+            council.phase = self._regroup_phase()
+        else:
+            self._on_rank_failure(failures, codes)
+
+    def _on_rank_failure(self, failures: list[dict[str, Any]], codes: set[int]) -> None:
+        """Handle ranks that exited with an error: leave if a retry would fail again and others can continue."""
+        council, me = self._consensus, self._spec.host
+        # a rank killed for lack of memory will use less of it
+        own_codes = codes - {EXIT_PEER_FAILED, EXIT_REGROUP, -signal.SIGKILL}
+        if council.epoch.is_cold_start and own_codes:  # else the others lost nothing by it
+            self._num_consecutive_failures = (
+                self._num_consecutive_failures + 1 if council.step == self._last_failure_step else 1
+            )
+            self._last_failure_step = council.step
+        self._failures = failures
+        if failures:
+            council.reason = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
+        is_alone = council.epoch.hosts == [me]
+        is_hopeless = EXIT_HOST_NOT_RETRYABLE in codes or (
+            bool(own_codes) and self._num_consecutive_failures > MAX_HOST_FAILURES
+        )
+        if EXIT_RUN_FAILED in codes or (EXIT_HOST_NOT_RETRYABLE in codes and is_alone):
+            council.phase = HostPhase.FATAL
+        elif is_hopeless and not is_alone:
+            count = (
+                ""
+                if EXIT_HOST_NOT_RETRYABLE in codes
+                else f" {self._num_consecutive_failures} times, and nothing was saved in between"
+            )
+            self._leave_run(f"{council.reason}{count}")
+        else:
+            council.phase = HostPhase.FAILED
+
+    def _leave_run(self, reason: str) -> None:
+        """Leave the run, until the user adds this host again."""
+        council, me = self._consensus, self._spec.host
+        council.phase, council.reason, self._leave_reason = HostPhase.LEAVING, reason, reason
+        hint = f"evener logs RUN shows why; once it is fixed, evener add RUN --host {me} adds {me} again"
+        with contextlib.suppress(OSError):  # a full disk
+            write_atomic(self._exclusion_path, reason.encode())
+            RunWriter(self._folder).add_event("run.leaves", host=me, error=f"{me} leaves the run: {reason}", hint=hint)
+
+    def _read_rank_statuses(self) -> None:
+        """Read the ranks' statuses: the step they reached, and whether they request a new epoch."""
+        assert self._ranks is not None
+        council, number = self._consensus, self._consensus.epoch.number
+        statuses = self._ranks.rank_statuses().values()
+        in_epoch = [status for status in statuses if status.epoch_number >= 0]
+        council.has_training_state = len(in_epoch) == self._spec.hosts[self._spec.host].num_ranks
+        council.step = max([council.step, *(status.step for status in in_epoch)])
+        requests = {status.regroup_reason for status in in_epoch if status.epoch_number == number} - {""}
+        if PEER_LOST in requests:
+            council.phase = HostPhase.PEER_LOST
+        elif requests:
+            council.phase = self._regroup_phase()
+
+    def _detect_hang(self, now: float) -> None:
+        """Detect a rank of this host that hangs and blocks the others: report it, and kill the ranks if it lasts."""
+        assert self._ranks is not None
+        council, me = self._consensus, self._spec.host
+        first = first_rank_of(self._spec)
+        council.process_samples = {first + local: sample for local, sample in self._ranks.sample_processes().items()}
+        council.sampled_at = now
+        self._hang_detector.observe(me, now, council.process_samples)
+        for host in council.epoch.hosts:
+            if host != me:
+                status = council.peer_status(host)
+                self._hang_detector.observe(
+                    host, status.sampled_at if status else now, status.process_samples if status else {}
+                )
+        hang, previous = self._hang_detector.detect_hang(), self._hang
+        hang = self._hang = hang if hang is not None and hang.host == me else None
+        # Not "disk": a process that waits for its disk cannot be killed.
+        is_killable = hang is not None and hang.cause in ("stopped", "idle", "crossed")
+        rundir = RunWriter(self._folder)
+        if previous is not None and (hang is None or hang.identity != previous.identity):
+            rundir.add_event("run.goes-on", after_s=now - self._hang_since)
+        if hang is not None and (previous is None or hang.identity != previous.identity):
+            self._hang_since = now
+            action = (
+                "its ranks are killed and restarted"
+                if self._spec.is_elastic
+                else "all hosts restart from the newest checkpoint"
+            )
+            hint = hang.fix + (f"; in {HANG_GRACE_S:.0f} s {action}" if is_killable else "")
+            rundir.add_event("run.hang", host=me, peer=None, rank=hang.rank, error=describe_hang(hang), hint=hint)
+        if hang is not None and is_killable and now - self._hang_since >= HANG_GRACE_S:
+            self._kill_ranks()
+            council.phase, council.reason = HostPhase.FAILED, describe_hang(hang)
+
+    def _regroup_phase(self) -> HostPhase:
+        """Return the phase that requests a new epoch: with this host, or without it if it is to leave."""
+        is_leaving = self._leave_reason or self._required_bytes is not None or self._exclusion_path.exists()
+        return HostPhase.LEAVING if is_leaving else HostPhase.REGROUPING
+
+    def _kill_ranks(self) -> None:
+        if self._clock() - self._training_since > BACKOFF_RESET_S:
+            self._num_failed_starts = 0
+        self._training_since = math.inf
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks = self._hang = None
+        self._have_ranks_joined = self._consensus.has_training_state = False
+
+    def _can_exit(self, now: float) -> bool:
+        """Return whether the others know that the run has ended, or had enough time to learn it."""
+        self._ended_at = self._ended_at or now
+        council = self._consensus
+        statuses = [council.peer_status(host) for host in council.epoch.hosts if host != council.host]
+        is_done = council.epoch.is_over or not council.is_member
+        all_know = all(status is not None and (is_done or status.phase == HostPhase.DONE) for status in statuses)
+        all_know = all_know and (is_done or not council.waiting_hosts(now))
+        return all_know or now - self._ended_at > LINGER_S
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    try:
+        return asyncio.run(HostAgent(read_json(folder / AGENT_SPEC_FILE, AgentSpec), folder).run())
+    except CheckpointError as error:
+        reason = str(error)
+    except OSError as error:  # a host cannot promise what it cannot write down
+        reason = f"{error.filename or folder}: {error.strerror}"
+    hint = "the others continue without this host; the run's next start, evener train --resume RUN, includes it again"
+    print(f"error: {reason}\nhint:  {hint}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

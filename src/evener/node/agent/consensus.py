@@ -1,0 +1,402 @@
+"""Membership by consensus (single-decree Paxos): the hosts decide among themselves which epoch follows the current one.
+
+There is no controller and no leader that must survive. The voters of epoch n decide epoch n + 1 by one Paxos instance
+[Lamport 1998]. A host only ever broadcasts its whole state, at an interval, so a lost message is made up for by the
+next one. Each message of the algorithm is a condition on the states received:
+
+    condition                               action
+    a ballot (round, host) is higher        every voter promises it, and reports what it had accepted before
+    a quorum of n has promised b            b's host accepts in b the value accepted last, else its own proposal
+    a value was accepted in b               every voter that promised b, and nothing higher, accepts it in b
+    a quorum of n has accepted in b         that value is epoch n + 1
+    a host is in a later epoch              a quorum chose it: adopt it
+
+In an elastic run (`is_elastic`) the next epoch has the hosts whose ranks survive with their training state. The other
+hosts stay voters while they restart their ranks; they are admitted once these are ready and all members have requested
+it. Only if no ranks survive do all restart from the newest checkpoint, as they always do in a run that is not elastic.
+
+Two quorums of n have a host in common, so there is one epoch n + 1 whatever messages are lost, hosts partitioned and
+agents killed. A host writes what it promised and accepted (`ConsensusState`) to its disk before it broadcasts it. The
+side of a partition without a quorum decides nothing, and waits.
+
+Pure: no clock, no network, no file; all of it can be simulated.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+
+import msgspec
+
+from evener.core.run.hang_detector import ProcessSample
+from evener.core.run.membership_epoch import HostEntry, MembershipEpoch
+
+Ballot = tuple[int, str]  # its round, and the host that leads it
+
+NO_BALLOT: Ballot = (0, "")
+# between ticks, and between broadcasts while an epoch is being decided; changes are broadcast at once
+TICK_INTERVAL_S = 0.2
+HEARTBEAT_INTERVAL_S = 2 * TICK_INTERVAL_S  # between broadcasts when nothing changed
+BALLOT_TIMEOUT_S = 1.0  # for a ballot, until its leader or another host starts the next one
+FAILURE_CONFIRM_S = 0.5  # a status received this long after an event was sent after that event
+MAX_CONSECUTIVE_FAILURES = 6  # in a row, with no step saved in between: the run would fail forever
+
+
+class HostPhase(enum.StrEnum):
+    """The lifecycle state of a host in its epoch."""
+
+    WAITING = "waiting"  # no ranks yet, or none in this epoch
+    READY = "ready"  # not in this epoch; its standby ranks can join the next one
+    RUNNING = "running"
+    FAILED = "failed"  # its ranks exited with an error
+    REGROUPING = "regroup"  # its ranks need a new epoch: they requested it, have left, or died with their agent
+    PEER_LOST = "lost"  # its ranks are alive, but lost a peer and cannot continue in this epoch
+    FATAL = "refused"  # its ranks reported an error that no new epoch would fix
+    DONE = "done"  # its ranks finished
+    LEAVING = "leaving"  # like REGROUP, but the next epoch is without this host
+
+
+# Why an epoch ended, in words. If several apply, report the first listed here: the others are its consequences.
+EPOCH_END_REASONS = {
+    HostPhase.FATAL: "refused",
+    HostPhase.FAILED: "failed",
+    HostPhase.LEAVING: "leaves",
+    HostPhase.REGROUPING: "requested a regroup",
+    HostPhase.PEER_LOST: "lost a peer",
+}
+
+
+class AcceptorState(msgspec.Struct, frozen=True):
+    """What a host promised and accepted as a Paxos acceptor, for the epoch after its own."""
+
+    promised: Ballot = NO_BALLOT  # it ignores lower ballots
+    accepted: Ballot = NO_BALLOT
+    world: MembershipEpoch | None = None  # the value it accepted
+
+
+class ConsensusState(msgspec.Struct, frozen=True):
+    """The durable state of a host: on its disk before it is broadcast."""
+
+    world: MembershipEpoch  # the newest epoch it knows to be decided
+    vote: AcceptorState = AcceptorState()
+    life: int = 0  # how often its agent was started
+
+
+class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The status that a host broadcasts, twice a second or more."""
+
+    host: str
+    sequence: int  # increases, within an incarnation of the agent
+    consensus_state: ConsensusState
+    live_peers: list[str]  # hosts it received a status from within the host timeout
+    phase: HostPhase = HostPhase.WAITING
+    has_training_state: bool = False  # its ranks are alive, and can continue in a new epoch with their training state
+    step: int = -1  # the last step saved, or, in an elastic run, taken
+    store_port: int = 0  # the port of the epoch's store, set by its first host
+    reason: str = ""  # of its failure
+    process_samples: dict[int, ProcessSample] = {}  # of its ranks, by rank; see core/run/hang_detector.py
+    sampled_at: float = 0.0  # by its own clock
+    hosts: dict[str, HostEntry] = {}  # that may take part, as it knows them; see AgentSpec
+    version: int = 0  # of `hosts`: the highest one holds
+
+    @property
+    def order_key(self) -> tuple[int, int]:
+        """The order of a host's statuses: a later one compares greater."""
+        return self.consensus_state.life, self.sequence
+
+
+def _without_volatile_fields(statement: HostStatus) -> HostStatus:
+    """Return the status without what differs in every one, and without the step, which matters only to a new epoch."""
+    return msgspec.structs.replace(statement, sequence=0, process_samples={}, sampled_at=0.0, step=-1)
+
+
+class Consensus:
+    """One host's part in the consensus.
+
+    Call `receive` with the others' statuses, then `tick`; write `state` to disk if it changed, then `make_status`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        state: ConsensusState,
+        *,
+        host_timeout_s: float,
+        join_deadline: float = 0.0,
+        is_elastic: bool = False,
+    ) -> None:
+        """Treat a host as failed after `host_timeout_s` of silence, but not before `join_deadline` or until all joined.
+
+        `is_elastic`: ranks survive from epoch to epoch.
+        """
+        self.host, self.state, self._is_elastic = host, state, is_elastic
+        self.phase, self.step, self.store_port, self.reason = HostPhase.WAITING, state.world.step, 0, ""
+        self.has_training_state = False
+        self.process_samples, self.sampled_at = dict[int, ProcessSample](), 0.0
+        self._host_timeout_s, self._join_deadline = host_timeout_s, join_deadline
+        self._received: dict[str, tuple[HostStatus, float]] = {}
+        self._ticked_at, self._grace_until = math.nan, -math.inf  # the last tick; no host is failed before this
+        self._sequence = 0
+        self._last_broadcast: tuple[object, ...] = ()  # the content of the last broadcast
+        self._last_broadcast_at = -math.inf
+        self._ballot, self._ballot_started_at = NO_BALLOT, -math.inf  # the one it leads; when the highest one began
+        self._ended_at: dict[str, float] = {}  # hosts whose ranks have left, and since when
+
+    @property
+    def epoch(self) -> MembershipEpoch:
+        """The newest epoch decided."""
+        return self.state.world
+
+    @property
+    def is_voter(self) -> bool:
+        """Return whether this host votes on the next epoch."""
+        return self.host in self.epoch.voters
+
+    @property
+    def is_member(self) -> bool:
+        """Return whether this host's ranks are in the epoch."""
+        return self.host in self.epoch.hosts
+
+    def receive(self, status: HostStatus, now: float) -> bool:
+        """Take in another host's status, unless an older one. Return whether it is more than a heartbeat."""
+        previous = self._received.get(status.host)
+        if status.host == self.host or (previous is not None and status.order_key <= previous[0].order_key):
+            return False
+        self._received[status.host] = status, now
+        return previous is None or _without_volatile_fields(status) != _without_volatile_fields(previous[0])
+
+    def is_broadcast_due(self, now: float) -> bool:
+        """Return whether the state changed since the last broadcast, or a heartbeat is due."""
+        pause_s = TICK_INTERVAL_S if self._is_epoch_ending else HEARTBEAT_INTERVAL_S
+        return self._broadcast_content(now) != self._last_broadcast or now - self._last_broadcast_at >= pause_s
+
+    @property
+    def _is_epoch_ending(self) -> bool:
+        """Return whether a member has left this epoch and the next one is not decided yet."""
+        return any(phase in EPOCH_END_REASONS for phase in self._member_phases().values())
+
+    def _broadcast_content(self, now: float) -> tuple[object, ...]:
+        return self.state, self.phase, self.has_training_state, self.store_port, self._live_peers(now)
+
+    def make_status(self, now: float) -> HostStatus:
+        """Return this host's status, to broadcast now."""
+        self._sequence += 1
+        self._last_broadcast, self._last_broadcast_at = self._broadcast_content(now), now
+        return HostStatus(
+            host=self.host,
+            sequence=self._sequence,
+            consensus_state=self.state,
+            live_peers=sorted(self._live_peers(now)),
+            phase=self.phase,
+            has_training_state=self.has_training_state,
+            step=self.step,
+            store_port=self.store_port,
+            reason=self.reason,
+            process_samples=self.process_samples,
+            sampled_at=self.sampled_at,
+        )
+
+    def peer_status(self, host: str) -> HostStatus | None:
+        """Return the newest status of another host, or None if it is of another epoch than this host's."""
+        received = self._received.get(host)
+        return received[0] if received and received[0].consensus_state.world.number == self.epoch.number else None
+
+    def waiting_hosts(self, now: float) -> list[str]:
+        """Return the hosts that could be members of the next epoch and are not of this one."""
+        candidates = [host for host in self._fully_connected_hosts(now) if host not in self.epoch.hosts]
+        return [host for host in candidates if not self._is_elastic or self._is_ready(host)]
+
+    def has_lost_quorum(self, now: float) -> bool:
+        """Return whether this host can reach no quorum, and must wait."""
+        return self.is_voter and now >= self._grace_until and not self.epoch.is_quorum(self._connected_hosts(now))
+
+    @property
+    def is_run_finished(self) -> bool:
+        """Return whether any member has reported the run as finished."""
+        return HostPhase.DONE in self._member_phases().values()
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> bool:
+        """Take part in the consensus; return whether a new epoch began."""
+        previous_number = self.epoch.number
+        self._detect_suspension(now)
+        self._adopt_newer_epoch()
+        if not set(self.epoch.voters).difference(self._fully_connected_hosts(now)):
+            self._join_deadline = self._grace_until = -math.inf  # all have joined
+        if self.is_voter and not self.epoch.is_over:
+            for host, phase in self._member_phases().items():
+                if phase in EPOCH_END_REASONS:
+                    self._ended_at.setdefault(host, now)
+            self._promise_and_accept(now)
+            self._propose(now)
+            self._adopt_chosen_epoch()
+        return self.epoch.number > previous_number
+
+    def _detect_suspension(self, now: float) -> None:
+        """After a long pause between ticks this host was suspended: give the others a full timeout before they fail."""
+        pause_s, self._ticked_at = now - self._ticked_at, now
+        if pause_s > self._host_timeout_s / 2:
+            self._grace_until = now + self._host_timeout_s
+
+    def _adopt_newer_epoch(self) -> None:
+        """A host in a later epoch learned it from a quorum, so adopt it."""
+        newest = max((statement.consensus_state.world for statement, _ in self._received.values()), default=self.epoch,
+                     key=lambda world: world.number)  # fmt: skip
+        if newest.number > self.epoch.number:
+            self._enter_epoch(newest)
+
+    def _enter_epoch(self, world: MembershipEpoch) -> None:
+        self.state = ConsensusState(world, AcceptorState(), self.state.life)
+        self.phase, self.store_port, self.reason, self.process_samples = HostPhase.WAITING, 0, "", {}
+        self.has_training_state &= not world.is_cold_start and self.host in world.hosts
+        self._ballot, self._ballot_started_at, self._ended_at = NO_BALLOT, -math.inf, {}
+
+    def _acceptor_states(self) -> Iterator[tuple[str, AcceptorState]]:
+        """Yield the acceptor state of each voter of this epoch, as far as known."""
+        for host in self.epoch.voters:
+            if host == self.host:
+                yield host, self.state.vote
+            elif (statement := self.peer_status(host)) is not None:
+                yield host, statement.consensus_state.vote
+
+    def _set_acceptor_state(self, vote: AcceptorState) -> None:
+        self.state = ConsensusState(self.epoch, vote, self.state.life)
+
+    def _promise_and_accept(self, now: float) -> None:
+        """As an acceptor: promise the highest ballot, and accept what was accepted in it."""
+        votes = [vote for _, vote in self._acceptor_states()]
+        highest = max(vote.promised for vote in votes)
+        mine = self.state.vote
+        if highest > mine.promised:
+            mine, self._ballot_started_at = AcceptorState(highest, mine.accepted, mine.world), now
+        for vote in votes:
+            if vote.accepted == mine.promised != mine.accepted:
+                mine = AcceptorState(mine.promised, vote.accepted, vote.world)
+        self._set_acceptor_state(mine)
+
+    def _propose(self, now: float) -> None:
+        """As a proposer: start a ballot when it is this host's turn, and accept in it once a quorum has promised."""
+        mine = self.state.vote
+        is_waiting = now - self._ballot_started_at < BALLOT_TIMEOUT_S
+        if is_waiting and mine.promised == self._ballot:
+            promises = {host: vote for host, vote in self._acceptor_states() if vote.promised == self._ballot}
+            if mine.accepted != self._ballot and self.epoch.is_quorum(promises):
+                last = max(promises.values(), key=lambda vote: vote.accepted)
+                world = last.world if last.accepted != NO_BALLOT else self._proposal(now)
+                if world is not None:
+                    self._set_acceptor_state(AcceptorState(self._ballot, self._ballot, world))
+        elif not is_waiting and self._connected_hosts(now)[0] == self.host and self._proposal(now) is not None:
+            self._ballot, self._ballot_started_at = (mine.promised[0] + 1, self.host), now
+            self._set_acceptor_state(AcceptorState(self._ballot, mine.accepted, mine.world))
+
+    def _adopt_chosen_epoch(self) -> None:
+        """Enter the epoch that a quorum has accepted in one ballot, if any."""
+        accepted: dict[Ballot, set[str]] = {}
+        worlds: dict[Ballot, MembershipEpoch] = {}
+        for host, vote in self._acceptor_states():
+            if vote.world is not None:
+                accepted.setdefault(vote.accepted, set()).add(host)
+                worlds[vote.accepted] = vote.world
+        for ballot, hosts in accepted.items():
+            if self.epoch.is_quorum(hosts):
+                self._enter_epoch(worlds[ballot])
+                return
+
+    # --- what this host would propose -------------------------------------------------------------------------------
+
+    def _live_peers(self, now: float) -> set[str]:
+        return {host for host, (_, at) in self._received.items() if now - at <= self._host_timeout_s}
+
+    def _connected_hosts(self, now: float) -> list[str]:
+        """Return this host and those connected to it both ways: voters first, members by rank before standby hosts."""
+        connected = {host for host in self._live_peers(now) if self.host in self._received[host][0].live_peers} | {
+            self.host
+        }
+        return [host for host in self.epoch.voters if host in connected] + sorted(connected - set(self.epoch.voters))
+
+    def _fully_connected_hosts(self, now: float) -> list[str]:
+        """Return those of them that would take part and are all connected to each other; earlier ones have priority."""
+        hosts: list[str] = []
+        for host in self._connected_hosts(now):
+            if not self._is_leaving(host) and all(self._are_connected(host, other) for other in hosts):
+                hosts.append(host)
+        return hosts
+
+    def _are_connected(self, a: str, b: str) -> bool:
+        """Return whether two hosts hear each other; for this host, `_connected_hosts` has checked it already."""
+        return self.host in (a, b) or (a in self._received[b][0].live_peers and b in self._received[a][0].live_peers)
+
+    def _phase_of(self, host: str) -> HostPhase:
+        return self.phase if host == self.host else self._received[host][0].phase
+
+    def _is_leaving(self, host: str) -> bool:
+        return self._phase_of(host) in (HostPhase.LEAVING, HostPhase.DONE)
+
+    def _leave_reason(self, host: str) -> str:
+        """Return the reason that the host gives for its failure."""
+        return self.reason if host == self.host else self._received[host][0].reason
+
+    def _member_phases(self) -> dict[str, HostPhase]:
+        """Return the phase of each member, as far as known."""
+        statuses = {host: self if host == self.host else self.peer_status(host) for host in self.epoch.hosts}
+        return {host: status.phase for host, status in statuses.items() if status is not None}
+
+    def _proposal(self, now: float) -> MembershipEpoch | None:
+        """Return the epoch that should follow, or None while this one should continue."""
+        world, connected = self.epoch, self._connected_hosts(now)
+        if now < max(self._join_deadline, self._grace_until) or not world.is_quorum(connected):
+            return None
+        phases = {host: phase for host, phase in self._member_phases().items() if host in connected}
+        able = hosts = self._fully_connected_hosts(now)
+        lost = [
+            host for host in world.hosts if host not in hosts and not (host in connected and self._is_leaving(host))
+        ]
+        ended = {host: phases[host] for host in self._ended_at if host in phases}  # in the order in which they ended
+        gave_up = not lost and all(self._is_leaving(host) and self._leave_reason(host) for host in phases)
+        if HostPhase.DONE in phases.values() or not (lost or ended) or not (hosts or gave_up):
+            return None
+        sure_at = min(self._ended_at.values(), default=now) + FAILURE_CONFIRM_S
+        if not lost and any(self._received[host][1] < sure_at for host in hosts if host != self.host):
+            return None  # no status since: the others may have failed because that host is gone
+        surviving = [host for host in world.hosts if host in able and self._host_has_training_state(host)]
+        if surviving:
+            requested = {host for host in ended if (phases[host] == HostPhase.REGROUPING and host in surviving)
+                     or (self._is_leaving(host) and self._host_has_training_state(host))}  # fmt: skip
+            only_requested = not lost and requested == ended.keys()
+            if only_requested and len(requested) < len(world.hosts):
+                return None  # the others will request it as soon as they learn of it
+            hosts = surviving + (self.waiting_hosts(now) if only_requested else [])
+        step = max(world.step, self.step, *(self._received[host][0].step for host in hosts if host != self.host))
+        has_failed = HostPhase.FAILED in ended.values() and not lost  # not as a consequence of a lost host
+        failures = 0 if step > world.step else world.failures
+        failures += has_failed
+        unreachable = [f"{host} is out of reach" for host in lost]  # the others' failures are its consequence
+        first = min(ended, key=lambda host: [*EPOCH_END_REASONS].index(phases[host]), default="")
+        joining = [host for host in hosts if host not in world.hosts]
+        reason = ", ".join(unreachable) or f"{first} {EPOCH_END_REASONS[phases[first]]}"
+        if joining and not unreachable and phases[first] == HostPhase.REGROUPING:  # that is why it was requested
+            reason = f"{' and '.join(joining)} {'is' if len(joining) == 1 else 'are'} let in"
+        is_over = failures > MAX_CONSECUTIVE_FAILURES or HostPhase.FATAL in ended.values() or not hosts
+        hosts = world.hosts if is_over else hosts
+        return MembershipEpoch(
+            number=world.number + 1,
+            hosts=hosts,
+            standby_hosts=[host for host in able if host not in hosts],
+            is_cold_start=not surviving,
+            why=reason,
+            step=step,
+            failures=failures,
+            is_over=is_over,
+        )
+
+    def _is_ready(self, host: str) -> bool:
+        status = self if host == self.host else self.peer_status(host)
+        return status is not None and status.phase == HostPhase.READY
+
+    def _host_has_training_state(self, host: str) -> bool:
+        """Return whether the host's ranks are alive with the training state of this epoch."""
+        status = self if host == self.host else self.peer_status(host)
+        return status is not None and status.has_training_state

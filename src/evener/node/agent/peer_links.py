@@ -1,0 +1,134 @@
+"""Exchange host statuses: every host keeps one TCP connection to every other and sends its newest status on it.
+
+    receiver ─▶ a nonce, once                       a line recorded elsewhere, or earlier, is not valid
+    sender   ─▶ MAC STATUS, one a line              MAC = HMAC-SHA256(the run's key; nonce, line number, status)
+    receiver ─▶ one byte for each that it accepts   none for a while: the connection is dead, try another one
+
+Only JSON of known types is read, and no line longer than `MAX_LINE_BYTES`. A line with an invalid MAC ends the
+connection. An eavesdropper on the network can read who takes part, and cannot forge a status. Nor can it block others
+by opening connections: a new one replaces the oldest connection that has not authenticated itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from evener.core.base.decoding import json_decoder
+from evener.node.agent.consensus import HostStatus
+
+MAX_LINE_BYTES = 1 << 16
+NONCE_BYTES = 16
+# Timeout of a connection, and of each byte on it. A dead connection must be replaced, and a status received on the new
+# one, before the host times out: `HEARTBEAT_INTERVAL_S`, these two and some slack must be below any host timeout.
+ACK_TIMEOUT_S = 1.8
+RECONNECT_S = 0.5
+IDLE_TIMEOUT_S = 30.0  # that a receiver waits for a line
+MAX_UNAUTHENTICATED = 256  # connections not authenticated yet: bounds the memory that strangers can use
+Endpoint = tuple[str, int]  # address, port
+
+
+def line_mac(key: bytes, nonce: bytes, number: int, text: bytes) -> bytes:
+    """Return the MAC, in hexadecimal, of the line with this number on the connection with this nonce."""
+    return hmac.new(key, b"%s %d %s" % (nonce.hex().encode(), number, text), hashlib.sha256).hexdigest().encode()
+
+
+class PeerLinks:
+    """The connections of this host to all others: statuses sent and received."""
+
+    def __init__(self, key: bytes, on_status: Callable[[HostStatus], None]) -> None:
+        self._key, self._on_status = key, on_status
+        self._decoder = json_decoder(HostStatus)
+        self._server: asyncio.Server | None = None
+        self._senders: dict[str, asyncio.Task[None]] = {}
+        self._receivers: set[asyncio.Task[None]] = set()
+        self._status_changed, self._payload = asyncio.Event(), b""
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
+
+    async def listen(self, endpoint: Endpoint) -> int:
+        """Listen on this one address; return the port. OSError if it is taken."""
+        self._server = await asyncio.start_server(self._on_connection, *endpoint, limit=MAX_LINE_BYTES)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def broadcast(self, status: HostStatus, peers: Mapping[str, Endpoint]) -> None:
+        """Send the status to all peers as soon as possible; it replaces an earlier one that is not sent yet."""
+        self._payload = msgspec.json.encode(status)
+        for name in peers.keys() - self._senders.keys():
+            self._senders[name] = asyncio.create_task(self._send_to_peer(peers[name]))
+        previous, self._status_changed = self._status_changed, asyncio.Event()
+        previous.set()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._server is not None:
+            self._server.close()
+        tasks = [*self._senders.values(), *self._receivers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send_to_peer(self, to: Endpoint) -> None:
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+                async with asyncio.timeout(ACK_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(*to)
+                try:
+                    await self._send_statuses(reader, writer)
+                finally:
+                    writer.transport.abort()
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _send_statuses(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(ACK_TIMEOUT_S):
+            nonce = await reader.readexactly(NONCE_BYTES)
+        number = 0
+        while True:
+            changed, payload = self._status_changed, self._payload
+            writer.write(line_mac(self._key, nonce, number, payload) + b" " + payload + b"\n")
+            async with asyncio.timeout(ACK_TIMEOUT_S):
+                await reader.readexactly(1)
+            number += 1
+            await changed.wait()
+
+    def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve the connection in a task of our own: cancelling one of asyncio's prints a traceback [Python 3.11]."""
+        task = asyncio.create_task(self._serve_connection(reader, writer))
+        self._receivers.add(task)
+        task.add_done_callback(self._receivers.discard)
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
+            oldest.transport.abort()
+        self._unauthenticated[writer] = None
+        try:
+            await self._receive_statuses(reader, writer)
+        # ValueError: a line too long; RecursionError: JSON nested too deep
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError, TimeoutError):
+            pass
+        finally:
+            self._unauthenticated.pop(writer, None)
+            writer.transport.abort()
+
+    async def _receive_statuses(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Receive statuses until the connection ends, or a line with an invalid MAC arrives."""
+        nonce, number = secrets.token_bytes(NONCE_BYTES), 0
+        writer.write(nonce)
+        while True:
+            async with asyncio.timeout(IDLE_TIMEOUT_S):
+                line = await reader.readline()
+            mac, _, payload = line.rstrip(b"\n").partition(b" ")
+            if not hmac.compare_digest(mac, line_mac(self._key, nonce, number, payload)):
+                return
+            self._on_status(self._decoder.decode(payload))
+            self._unauthenticated.pop(writer, None)
+            writer.write(b".")
+            number += 1

@@ -1,0 +1,291 @@
+"""Start, monitor and kill this host's ranks.
+
+By default `evener.worker.torchrun` starts them, once per epoch. In an elastic run they are started once for all epochs
+they take part in, and rendezvous by themselves: as plain processes, because torchrun would import torch before they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import psutil
+
+from evener.core.base.decoding import from_json
+from evener.core.base.file_io import read_file, write_atomic
+from evener.core.run.hang_detector import ProcessSample
+from evener.core.run.membership_epoch import (
+    EXIT_HOST_NOT_RETRYABLE,
+    EXIT_REGROUP,
+    EXIT_RUN_FAILED,
+    HEARTBEAT_FOLDER,
+    RANK_STATUS_FOLDER,
+    RENDEZVOUS_FILE,
+    AgentSpec,
+    MembershipEpoch,
+    RankStatus,
+    Rendezvous,
+)
+
+KILL_TIMEOUT_S = 5.0  # for the kernel to remove killed processes
+GROUP_EXIT_S = 5.0  # within which ranks that leave together have exited
+# Some kernels are built to list a process's children in /proc; psutil instead reads every process of the machine.
+HAS_PROC_CHILDREN = any(Path("/proc/self/task").glob("*/children"))
+STATE_LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
+
+
+class LaunchedRanks(Protocol):
+    """Ranks that were started together."""
+
+    def poll(self) -> int | None:
+        """Return the exit status of the group, or None while it runs."""
+
+    def failures(self) -> list[dict[str, Any]]:
+        """Return the ranks that failed, by "local_rank", and how; call it once the group has exited."""
+
+    def pids(self) -> dict[int, int]:
+        """Return {local rank: pid} of the ranks that are alive."""
+
+    def reap(self) -> None:
+        """Reap the processes after they were killed."""
+
+
+class RankProcesses:
+    """The ranks of this host."""
+
+    def __init__(self, spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> None:
+        """Start the ranks; `folder` is the run's on this host."""
+        self._rendezvous_path, self._status_folder = folder / RENDEZVOUS_FILE, folder / RANK_STATUS_FOLDER
+        self._env_marker, self._heartbeat_folder = str(self._rendezvous_path), folder / HEARTBEAT_FOLDER
+        shutil.rmtree(self._status_folder, ignore_errors=True)
+        self._status_folder.mkdir(parents=True)
+        self.set_rendezvous(rendezvous)
+        env = os.environ | {"EVENER_WORLD": self._env_marker}
+        self._launched: LaunchedRanks
+        try:
+            if spec.is_elastic:
+                env |= {"EVENER_SAYINGS": str(self._status_folder), "EVENER_AGENT": str(os.getpid())}
+                self._launched = SubprocessRanks(spec, folder, rendezvous, env)
+            else:
+                self._launched = TorchrunRanks(torchrun_argv(spec, folder, rendezvous), env)
+        except OSError:  # some may already run
+            self._kill_processes()
+            raise
+        self.poll, self.failures = self._launched.poll, self._launched.failures
+
+    def set_rendezvous(self, rendezvous: Rendezvous) -> None:
+        """Write the rendezvous that the ranks use from now on."""
+        write_atomic(self._rendezvous_path, msgspec.json.encode(rendezvous))
+
+    def rank_statuses(self) -> dict[int, RankStatus]:
+        """Return the status that each rank reports, by local rank."""
+        statuses = {}
+        for path in self._status_folder.glob("[0-9]*"):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                statuses[int(path.name)] = from_json(read_file(path), RankStatus)
+        return statuses
+
+    def sample_processes(self) -> dict[int, ProcessSample]:
+        """Return a sample of each rank's process, by local rank: the kernel's figures and the rank's own heartbeat."""
+        samples = {}
+        for local_rank, pid in self._launched.pids().items():
+            with contextlib.suppress(psutil.Error):  # it has exited
+                samples[local_rank] = _sample_process(psutil.Process(pid), self._heartbeat_folder / str(local_rank))
+        return samples
+
+    def kill(self) -> None:
+        """Kill all ranks, also those that outlived their launcher: none may act in a later epoch."""
+        self._kill_processes()
+        self._launched.reap()
+
+    def _kill_processes(self) -> None:
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while (processes := self._processes()) and time.monotonic() < deadline:
+            for process in processes:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.01)
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return all descendants of what was started, recognized by EVENER_WORLD in their environment."""
+        processes = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # a zombie, or another user's
+                if process.environ().get("EVENER_WORLD") == self._env_marker:
+                    processes.append(process)
+        return processes
+
+
+class TorchrunRanks:
+    """Ranks started by torchrun, which ends them all when one fails."""
+
+    def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        try:
+            self._process = subprocess.Popen(argv, env=env | {"EVENER_FAILURES": str(write)}, pass_fds=[write])
+        finally:
+            os.close(write)
+        self._failures_pipe = os.fdopen(read, "rb", buffering=0)
+        self._local_ranks: dict[int, int] = {}  # by pid; read once: the environment of a hung process may be unreadable
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def failures(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(ValueError):
+            failures: list[dict[str, Any]] = json.loads(self._failures_pipe.read() or b"")
+            return failures
+        return []
+
+    def pids(self) -> dict[int, int]:
+        pids = {}
+        for pid in _children(self._process.pid):
+            with contextlib.suppress(psutil.Error, KeyError):  # it has exited, or is no rank
+                if pid not in self._local_ranks:
+                    self._local_ranks[pid] = int(psutil.Process(pid).environ()["LOCAL_RANK"])
+                pids[self._local_ranks[pid]] = pid
+        return pids
+
+    def reap(self) -> None:
+        self._process.wait()
+        self._failures_pipe.close()
+
+
+class SubprocessRanks:
+    """Ranks started one by one.
+
+    The group counts as exited when one fails, and `RankProcesses.kill` ends the rest; ranks that leave together get
+    `GROUP_EXIT_S` for it.
+    """
+
+    def __init__(self, spec: AgentSpec, folder: Path, meeting: Rendezvous, env: dict[str, str]) -> None:
+        num = spec.hosts[spec.host].num_ranks
+        ranks_folder = folder / "host" / "ranks"
+        logs = ranks_folder / f"{meeting.epoch.number}-{len([*ranks_folder.glob('*-*')])}" / "0"  # as torchrun has them
+        self._processes = list[subprocess.Popen[bytes]]()
+        self._ended_at: dict[int, float] = {}  # when, by local rank
+        for local_rank in range(num):
+            rank_env = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
+            rank_folder = logs / str(local_rank)
+            rank_folder.mkdir(parents=True)
+            with (rank_folder / "stdout.log").open("wb") as out, (rank_folder / "stderr.log").open("wb") as err:
+                self._processes.append(
+                    subprocess.Popen([sys.executable, *spec.program], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                                     env=env | {name: str(value) for name, value in rank_env.items()})
+                )  # fmt: skip
+
+    def poll(self) -> int | None:
+        now, codes = time.time(), [rank.poll() for rank in self._processes]
+        for local_rank, code in enumerate(codes):
+            if code is not None:
+                self._ended_at.setdefault(local_rank, now)
+        failed = {code for code in codes if code}
+        if None not in codes:
+            return 1 if failed else 0
+        if failed and (
+            failed - {EXIT_REGROUP, EXIT_HOST_NOT_RETRYABLE, EXIT_RUN_FAILED}
+            or now - min(self._ended_at.values()) > GROUP_EXIT_S
+        ):
+            return 1
+        return None
+
+    def failures(self) -> list[dict[str, Any]]:
+        ended = [(at, local_rank, self._processes[local_rank]) for local_rank, at in self._ended_at.items()]
+        return [{"local_rank": local_rank, "pid": rank.pid, "exitcode": rank.returncode, "time": at}
+                for at, local_rank, rank in sorted(ended, key=lambda one: one[:2]) if rank.returncode]  # fmt: skip
+
+    def pids(self) -> dict[int, int]:
+        return {local_rank: rank.pid for local_rank, rank in enumerate(self._processes) if rank.poll() is None}
+
+    def reap(self) -> None:
+        for rank in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk, and no signal reaches it
+                rank.wait(KILL_TIMEOUT_S)
+
+
+def first_rank_of(spec: AgentSpec) -> int:
+    """Return the number of this host's first rank in the run, whatever its global rank in an epoch."""
+    hosts = [*spec.hosts]
+    return sum(spec.hosts[host].num_ranks for host in hosts[: hosts.index(spec.host)])
+
+
+def _sample_process(process: psutil.Process, pulse: Path) -> ProcessSample:
+    heartbeat = {}
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        heartbeat = from_json(read_file(pulse), dict[str, Any])
+    heartbeat = heartbeat if heartbeat.get("pid") == process.pid else {}
+    cpu_s = sum(_cpu_s(pid) for pid in _process_tree(process.pid))
+    state = STATE_LETTERS.get(process.status(), "S")
+    return ProcessSample(pid=process.pid, state=state, cpu_s=cpu_s, where=heartbeat.get("where", ""),
+                is_waiting=heartbeat.get("waits", False), moved_bytes=heartbeat.get("moved"))  # fmt: skip
+
+
+def _cpu_s(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):  # it has exited
+        user, system, childrens_user, childrens_system, *_ = psutil.Process(pid).cpu_times()
+        return float(user + system + childrens_user + childrens_system)
+    return 0.0
+
+
+def _process_tree(pid: int) -> list[int]:
+    """Return the process and all its descendants."""
+    if HAS_PROC_CHILDREN:
+        return [pid, *(descendant for child in _children(pid) for descendant in _process_tree(child))]
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(descendant.pid for descendant in psutil.Process(pid).children(recursive=True))]
+    return [pid]
+
+
+def _children(pid: int) -> list[int]:
+    if not HAS_PROC_CHILDREN:
+        with contextlib.suppress(psutil.Error):
+            return [child.pid for child in psutil.Process(pid).children()]
+    pids = list[int]()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has exited
+            pids += map(int, path.read_text().split())
+    return pids
+
+
+def make_rendezvous(spec: AgentSpec, epoch: MembershipEpoch, store_port: int) -> Rendezvous:
+    """Return the rendezvous of this host's ranks in an epoch whose store is on this port of the first host."""
+    nums = [spec.hosts[host].num_ranks for host in epoch.hosts]
+    return Rendezvous(epoch=epoch, address=spec.hosts[epoch.hosts[0]].address, port=store_port,
+                   first_rank=sum(nums[: epoch.hosts.index(spec.host)]), world_size=sum(nums))  # fmt: skip
+
+
+def torchrun_argv(spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> list[str]:
+    """Return the command that starts this host's ranks with torchrun."""
+    member, world = spec.hosts[spec.host], rendezvous.epoch
+    address = f"[{rendezvous.address}]" if ":" in rendezvous.address else rendezvous.address
+    return [
+        sys.executable, "-P", "-m", "evener.worker.torchrun",
+        f"--nnodes={len(world.hosts)}",
+        f"--nproc-per-node={member.num_ranks}",
+        "--rdzv-backend=evener",
+        f"--rdzv-endpoint={address}:{rendezvous.port}",
+        f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
+        f"--rdzv-id={spec.run}-{world.number}",
+        f"--local-addr={member.address}",
+        "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
+        f"--log-dir={folder}/host/ranks",
+        *(["-m", "--", *spec.program[1:]] if spec.program[0] == "-m" else ["--", *spec.program]),
+    ]  # fmt: skip
+
+
+def free_port(address: str) -> int:
+    """Return a free port of this address, for an epoch's store."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
+        listener.bind((address, 0))
+        port: int = listener.getsockname()[1]
+        return port

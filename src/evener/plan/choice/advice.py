@@ -1,0 +1,226 @@
+"""Phrase a prediction as a verdict and advice: what to do, who is the straggler, and what would break even."""
+
+from __future__ import annotations
+
+import msgspec
+
+from evener.core.base.units import format_bytes, format_count, format_seconds, join_names, pluralize
+from evener.core.run.prediction import PlanOption, Prediction
+from evener.core.run.roster import NO_SYNC, requested_sync
+from evener.core.run.step_cost import token_multiplier
+from evener.plan.choice.break_even import (
+    Advice,
+    LinkSearch,
+    best_distributed,
+    best_single_host,
+    break_even_advice,
+    flags_for,
+    format_flags,
+)
+from evener.plan.choice.options import (
+    MIN_GAIN,
+    SIMILAR_SPEED,
+    explain_memory_shortage,
+    fits_in_memory,
+    job_with_larger_batch,
+    option_throughput,
+    predict_training,
+    throughput_by_host,
+    why_strategy_rejected,
+)
+
+BATCH_FACTORS = (2, 4, 8, 16)
+
+
+def format_verdict(prediction: Prediction) -> str:
+    """Return the verdict, one sentence that says what to do."""
+    if not prediction.recommended:
+        why = prediction.option(prediction.chosen).rejected_because
+        return f"This cannot be trained here: {why}."
+    best, chosen = prediction.option(prediction.recommended), prediction.option(prediction.chosen)
+    hosts, its_hosts = prediction.cluster.host_names, best.roster.hosts
+    taken = set(its_hosts)
+    left_out = [name for name in hosts if name not in taken]
+    everyone = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
+    if len(hosts) == 1:
+        ranks = pluralize(best.roster.world_size, "rank")
+        return f"{hosts[0]} with {ranks} trains {format_throughput(best.tokens_per_s)}."
+    if not left_out:
+        gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
+        return (
+            f"Train on {everyone} with {best.name}: "
+            f"{format_throughput(best.tokens_per_s)}{gain}{format_loss_penalty(best)}."
+        )
+    if explain_memory_shortage(chosen, prediction.cluster):
+        return f"Use {join_names(its_hosts)} only. With {everyone} it {chosen.rejected_because}."
+    with_all, fewer = format_throughput(chosen.tokens_per_s), format_throughput(best.tokens_per_s)
+    if (why := why_strategy_rejected(chosen, prediction.job.spec.train.loss_budget / 100)) and option_throughput(
+        chosen
+    ) > option_throughput(best):
+        return (
+            f"Use {join_names(its_hosts)} only: {chosen.name} on {everyone} trains {with_all} versus "
+            f"{fewer}, but {why}."
+        )
+    if chosen.tokens_per_s * MIN_GAIN > best.tokens_per_s:
+        are, they = ("is", "it") if len(its_hosts) == 1 else ("are", "they")
+        return f"{join_names(its_hosts)} {are} enough: {everyone} together train {with_all}, {they} alone {fewer}."
+    speeds = throughput_by_host(prediction.job, prediction.cluster).values()
+    if len(its_hosts) == 1 and (len(hosts) > 2 or min(speeds) > SIMILAR_SPEED * max(speeds)):
+        return f"Don't distribute this: {its_hosts[0]} alone trains {fewer}, {everyone} {with_all}."
+    return (
+        f"Leave {join_names(left_out)} out: with {'it' if len(left_out) == 1 else 'them'} {with_all}, without {fewer}."
+    )
+
+
+def format_loss_penalty(option: PlanOption) -> str:
+    """Return a clause with the measured loss penalty; "" for an exact strategy."""
+    if option.is_exact or option.loss_penalty is None:
+        return ""
+    loss = f"{option.loss_penalty:.1%} higher" if option.loss_penalty > 0 else "no higher"
+    return f"; its loss was {loss} at equal tokens ({option.loss_source})"
+
+
+def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> list[Advice]:
+    """Collect advice: the straggler, the break-even link and batch, what would fit, what would be faster if built.
+
+    `links` are predictions over other links.
+    """
+    chosen, cluster = prediction.option(prediction.chosen), prediction.cluster
+    advice = []
+    if len(chosen.ranks) > 1:
+        advice.append(Advice(text=_describe_step(chosen)))
+    if not prediction.recommended:
+        advice += advise_on_memory(prediction)
+    elif len(cluster.host_names) > 1:
+        advice += break_even_advice(prediction, links or LinkSearch(prediction.job, cluster))
+    if any(host.memory_bytes is None for host in cluster.hosts.values()):
+        advice.append(_advise_on_unknown_memory(prediction))
+    if prediction.job.noise_tokens is not None and fits_in_memory(chosen, cluster):
+        advice.append(_advise_on_larger_batch(prediction, prediction.job.noise_tokens))
+    faster = [option for option in prediction.options
+              if not option.is_built and option.is_exact and fits_in_memory(option, cluster)]  # fmt: skip
+    top = max(faster, key=option_throughput, default=None)
+    recommended = prediction.recommended and prediction.option(prediction.recommended)
+    if top and recommended and top.tokens_per_s > MIN_GAIN * recommended.tokens_per_s:
+        gain = top.tokens_per_s / recommended.tokens_per_s
+        advice.append(
+            Advice(
+                text=f"{top.name} would train {format_throughput(top.tokens_per_s)}, {gain:.2f} times as much, and "
+                "exactly the same model; train cannot run it yet."
+            )
+        )
+    return [*advice, *(Advice(text=note) for note in prediction.notes)]
+
+
+def advise_on_memory(prediction: Prediction) -> list[Advice]:
+    """Advise on flags that fit into memory where the job does not: smaller micro-batches, or recomputed activations."""
+    job, cluster = prediction.job, prediction.cluster
+    spec, advice = job.spec, []
+    largest = max(member.micro_batch for member in prediction.option(prediction.chosen).roster.members)
+    smaller = [largest >> i for i in range(1, largest.bit_length())]
+    for recompute in (False, True)[spec.model.recompute :]:
+        for micro_batch in [largest, *smaller] if recompute else smaller:
+            model = msgspec.structs.replace(spec.model, recompute=recompute)
+            train = msgspec.structs.replace(spec.train, micro_batch=micro_batch)
+            variant = msgspec.structs.replace(job, spec=msgspec.structs.replace(spec, model=model, train=train))
+            fitting = [
+                option for option in (best_distributed(variant, cluster), best_single_host(variant, cluster)) if option
+            ]
+            if not fitting:
+                continue
+            best = max(fitting, key=option_throughput)
+            flags = {"--micro-batch": f"{micro_batch}"}
+            flags |= {"--recompute": ""} if recompute and not spec.model.recompute else {}
+            flags |= flags_for(best, variant, cluster)
+            if best.roster.sync not in (NO_SYNC, requested_sync(variant.spec)):
+                flags["--sync"] = str(best.roster.sync)
+            text = (
+                f"{format_flags(flags)} fits, and trains {format_throughput(best.tokens_per_s)} on "
+                f"{join_names(best.roster.hosts)}."
+            )
+            advice.append(Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s))
+            break
+    if advice:
+        return [max(advice, key=lambda a: a.tokens_per_s or 0.0)]
+    held = 16 * job.shape.num_params()  # weights, gradients, AdamW's two moments, in fp32
+    text = f"No micro-batch fits: weights, gradients and AdamW's moments alone are {format_bytes(held)} on every rank."
+    sharded = [option for option in prediction.options if option.is_exact and fits_in_memory(option, cluster)]
+    if sharded:
+        best = max(sharded, key=option_throughput)
+        need = max(rank.memory_bytes or 0 for rank in best.ranks)
+        text += (
+            f" {best.name} would fit, with {format_bytes(need)}, and train "
+            f"{format_throughput(best.tokens_per_s)}; train cannot run it yet."
+        )
+    return [Advice(text=text)]
+
+
+def _advise_on_unknown_memory(prediction: Prediction) -> Advice:
+    """Advise on how to declare or measure memory sizes that are not known."""
+    option = prediction.option(prediction.recommended or prediction.chosen)
+    unknown = [name for name, host in prediction.cluster.hosts.items() if host.memory_bytes is None]
+    need = max(rank.memory_bytes or 0 for rank in option.ranks)
+    return Advice(
+        text=f"Does it fit? A rank needs {format_bytes(need)}, but the memory of {join_names(unknown)} is not known. "
+        "Declare it with --memory 24GB or in the fleet file, or measure it with evener probe "
+        "host."
+    )
+
+
+def _describe_step(option: PlanOption) -> str:
+    """Describe the step and its straggler."""
+    slow, shares = option.straggler, option.roster.shares
+    communication_s = option.straggler_cost.cost.exposed_sync_s or 0.0
+    most_wait_s = max(rank.cost.wait_s or 0.0 for rank in option.ranks)
+    hosts = "all hosts" if len(option.roster.hosts) > 1 else f"all ranks of {slow.host}"
+    text = f"A step on {hosts} takes {format_seconds(option.step_s)}"
+    share = communication_s / option.step_s
+    if share > 0.005:
+        text += (
+            f", of which {format_seconds(communication_s)} ({share:.0%}) is communication that computing does not hide"
+        )
+    if most_wait_s > 0.01 * option.step_s and slow.share == min(shares) + 1:
+        divided = f"{sum(shares)} sequences are not divided equally by {len(shares)}"
+        return f"{text}. {divided}: others wait for {slow.host}."
+    if most_wait_s > 0.05 * option.step_s:
+        return (
+            f"{text}. {slow.host} is the straggler: others wait up to {format_seconds(most_wait_s)} for it "
+            f"in every step."
+        )
+    return f"{text}."
+
+
+def _advise_on_larger_batch(prediction: Prediction, noise_tokens: float) -> Advice:
+    """Advise on whether larger batches reach the same loss sooner: they need less communication, but more tokens."""
+    job, cluster = prediction.job, prediction.cluster
+    chosen = prediction.option(prediction.chosen)
+
+    def rates(factor: int) -> tuple[float, float]:
+        faster = predict_training(job_with_larger_batch(job, factor), cluster).tokens_per_s / chosen.tokens_per_s
+        return faster, token_multiplier(noise_tokens, job.tokens, factor)
+
+    found = {factor: rates(factor) for factor in BATCH_FACTORS}
+    gains = {factor: faster / more for factor, (faster, more) in found.items()}
+    best = max(gains, key=lambda factor: gains[factor])
+    if gains[best] <= MIN_GAIN:  # then report the next larger batch
+        best = BATCH_FACTORS[0]
+    verdict = "that gains nothing"
+    if not 1 / MIN_GAIN <= gains[best] <= MIN_GAIN:
+        verdict = f"it gets there {'sooner' if gains[best] > 1 else 'later'}"
+    faster, more = found[best]
+    batch = f"{best * job.spec.train.batch}"
+    text = (
+        f"By the measured noise scale, {format_count(noise_tokens)} tokens, --batch {batch} "
+        f"needs {more:.2f} times as many tokens for the same loss and trains {faster:.2f} times as many a second: "
+        f"{verdict}."
+    )
+    return Advice(text=text, flags={"--batch": batch}, tokens_per_s=faster * chosen.tokens_per_s)
+
+
+def format_throughput(tokens_per_s: float) -> str:
+    """Format tokens/s for a sentence.
+
+    >>> format_throughput(57.04), format_throughput(3812.0)
+    ('57 tokens/s', '3.8k tokens/s')
+    """
+    return f"{format_count(tokens_per_s) if tokens_per_s >= 999.5 else f'{tokens_per_s:.3g}'} tokens/s"

@@ -1,0 +1,178 @@
+"""Calibration: fit the cluster's rates and links to the records of a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.base.errors import UsageError
+from evener.core.cluster.link import LinkModel
+from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption
+from evener.core.run.roster import DDP, Member, RankSlot, Roster
+from evener.core.run.rundir import Manifest
+from evener.core.run.step_cost import StepRecord, align_steps
+from evener.core.run.step_statistics import RankSummary, TypicalStep, summarize_steps
+from evener.plan.choice.cluster import map_links, with_uniform_link
+from evener.plan.choice.options import option_name
+from evener.plan.cost.cost_model import predict_step, recompute_factor
+
+UNKNOWN_RATE = 1e30  # placeholder for a rate that was not measured, until the records give one
+PLACEHOLDER_LINK = LinkModel(latency_s=0.0, bandwidth_Bps=1e12)  # placeholder for a link over which nothing was sent
+
+
+def calibrate_cluster(
+    job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], prior: Cluster | None
+) -> Cluster:
+    """Return the cluster of a run, calibrated to its `records` (by rank); `prior` is the cluster of its prediction.
+
+    The records replace the prior's compute rates, update, input, and the links, all of these by one factor. What they
+    do not contain (memory, the processor time of communication, γ) stays. Raise UsageError if the speed of a host is
+    not known at all.
+    """
+    roster, typical_step = manifest.roster.renumber_ranks(), _typical_step(manifest, records)
+    if not typical_step.step_p50_s:
+        raise UsageError(
+            f"no step was recorded by all ranks{manifest.window_text}", hint="evener report shows what was"
+        )
+    if prior is None or not _matches_roster(prior, roster):
+        prior, has_prior = _unmeasured_cluster(manifest), False
+    else:
+        has_prior = True
+    stolen_s = _contention_s(job, prior, roster)
+    hosts = {}
+    for name in roster.hosts:
+        ranks = [(member, rank) for member, rank in zip(roster.members, typical_step.ranks, strict=True)
+                   if member.host == name]  # fmt: skip
+        hosts[name] = _calibrate_host(prior.hosts[name], job, ranks, stolen_s.get(name, 0.0))
+        if UNKNOWN_RATE in hosts[name].tokens_per_s.values():
+            raise UsageError(
+                f"{name} had no share in this run, and nothing else is known of its speed",
+                hint="evener probe host measures it, and evener plan --fleet uses that",
+            )
+    late_s = typical_step.jitter_wait_s
+    cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=late_s, jitter=0.0, are_links_measured=True)
+    if roster.sync != DDP:
+        if not has_prior and len(roster.hosts) > 1:
+            raise UsageError(
+                f"a run with {roster.sync} does not show how fast the links are, and they were not measured before",
+                hint="evener probe wire measures them, and evener plan --fleet uses that",
+            )
+        return cluster
+    return _calibrate_links(job, roster, cluster, typical_step, has_prior=has_prior)
+
+
+def _typical_step(manifest: Manifest, records: Sequence[Sequence[StepRecord]]) -> TypicalStep:
+    """Return the typical step of records that are in the order of the manifest's Roster."""
+    ranks = (member.rank for member in manifest.roster.members)
+    return summarize_steps(align_steps(dict(zip(ranks, records, strict=True))), manifest)
+
+
+def measured_option(
+    job: Job, manifest: Manifest, records: Sequence[Sequence[StepRecord]], cluster: Cluster
+) -> PlanOption | None:
+    """Return the Option of a run, with measured values in place of predicted ones; None if it recorded no step."""
+    typical_step = _typical_step(manifest, records)
+    if not typical_step.step_p50_s:
+        return None
+    roster = _with_typical_shares(manifest.roster.renumber_ranks(), typical_step, job.shape.block_size)
+    priced = predict_step(job, cluster, roster)
+    ranks = [
+        msgspec.structs.replace(rank, cost=summary.typical, sync_s=summary.sync_s or 0.0, bytes=summary.bytes or 0)
+        for rank, summary in zip(priced.ranks, typical_step.ranks, strict=True)
+    ]
+    return msgspec.structs.replace(
+        priced,
+        name=option_name(job, roster),
+        ranks=ranks,
+        step_s=typical_step.step_p50_s,
+        tokens_per_s=typical_step.tokens_per_step / typical_step.step_p50_s,
+        bytes_per_rank=max(rank.bytes for rank in ranks),
+    )
+
+
+def _with_typical_shares(roster: Roster, typical_step: TypicalStep, block_size: int) -> Roster:
+    """Return the Roster with the shares of the typical step, as the initial ones may have been rebalanced."""
+    shares = [round((rank.tokens or 0.0) / block_size) for rank in typical_step.ranks]
+    return roster.replace_shares(shares) if sum(shares) == roster.batch and not roster.round_shares else roster
+
+
+def _unmeasured_cluster(manifest: Manifest) -> Cluster:
+    """Return a cluster of placeholders for the machines of a run that had no prediction."""
+    roster = manifest.roster
+    memory = {host.host: host.memory_bytes for host in manifest.hosts}
+    return Cluster(
+        seats=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
+               for member in roster.members],
+        hosts={member.host: HostRates(tokens_per_s={member.dtype: UNKNOWN_RATE}, local=PLACEHOLDER_LINK,
+                                      memory_bytes=memory.get(member.host)) for member in roster.members},
+        wire=PLACEHOLDER_LINK,
+    )  # fmt: skip
+
+
+def _matches_roster(prior: Cluster, roster: Roster) -> bool:
+    """Return whether the cluster has the same ranks as the Roster, in order, with rates in their dtypes."""
+    ranks = [(seat.host, seat.device) for seat in prior.seats]
+    return ranks == [(member.host, member.device) for member in roster.members] and all(
+        member.dtype in prior.hosts[member.host].tokens_per_s for member in roster.members
+    )
+
+
+def _contention_s(job: Job, prior: Cluster, roster: Roster) -> dict[str, float]:
+    """Return, by host, the predicted seconds of a rank's compute time that communication takes from it."""
+    hosts = {name: msgspec.structs.replace(host, sync_Bps=None) for name, host in prior.hosts.items()}
+    both = (predict_step(job, c, roster).ranks for c in (prior, msgspec.structs.replace(prior, hosts=hosts)))
+    return {
+        member.host: (rank.cost.compute_s or 0.0) - (free.cost.compute_s or 0.0)
+        for member, rank, free in zip(roster.members, *both, strict=True)
+    }
+
+
+def _calibrate_host(
+    base: HostRates, job: Job, ranks: Sequence[tuple[Member, RankSummary]], stolen_s: float
+) -> HostRates:
+    """Calibrate a host to the typical steps of its ranks, of which the slowest counts."""
+    token_s, member, rank = max(
+        ((compute_s / tokens, member, rank) for member, rank in ranks
+         if (compute_s := rank.typical.compute_s) and (tokens := rank.tokens)),
+        default=(0.0, *ranks[0]), key=lambda entry: entry[0],
+    )  # fmt: skip
+    tokens = rank.tokens
+    if not token_s or not tokens:
+        return base
+    compute_s = max(token_s * tokens - stolen_s, 0.1 * token_s * tokens) / recompute_factor(job)
+    share = round(tokens / job.shape.block_size)
+    passes_s = base.pass_s * msgspec.structs.replace(member, share=share).num_micro_batches
+    known = base.tokens_per_s[member.dtype]
+    factor = compute_s / (passes_s + tokens / known) if known < UNKNOWN_RATE else 1.0  # of both its parts
+    rate = tokens / (compute_s - passes_s * factor)
+    return msgspec.structs.replace(
+        base,
+        pass_s=base.pass_s * factor,
+        tokens_per_s={dtype: rate * other_rate / known for dtype, other_rate in base.tokens_per_s.items()},
+        basis="measured",
+        update_s=rank.typical.optimizer_s or 0.0,
+        data_s=rank.typical.data_s or 0.0,
+        cpus=base.cpus or max((summary.cpus for _, summary in ranks if summary.cpus is not None), default=None),
+    )
+
+
+def _calibrate_links(
+    job: Job, roster: Roster, cluster: Cluster, typical_step: TypicalStep, *, has_prior: bool
+) -> Cluster:
+    """Scale all links by the ratio of their predicted and measured time in flight."""
+    measured_s, sent = typical_step.sync_p50_s, typical_step.ranks[0].bytes
+    if not measured_s or not sent:
+        return cluster
+    if not has_prior:
+        wire = LinkModel(latency_s=0.0, bandwidth_Bps=sent / measured_s)
+        hosts = {name: msgspec.structs.replace(host, local=wire) for name, host in cluster.hosts.items()}
+        return msgspec.structs.replace(with_uniform_link(cluster, wire), hosts=hosts)
+    factor = predict_step(job, cluster, roster).ranks[0].sync_s / measured_s
+    hosts = {name: msgspec.structs.replace(host, local=_scale_link(host.local, factor) if host.local else None)
+             for name, host in cluster.hosts.items()}  # fmt: skip
+    return msgspec.structs.replace(map_links(cluster, lambda wire: _scale_link(wire, factor)), hosts=hosts)
+
+
+def _scale_link(link: LinkModel, factor: float) -> LinkModel:
+    return msgspec.structs.replace(link, latency_s=link.latency_s / factor, bandwidth_Bps=link.bandwidth_Bps * factor)

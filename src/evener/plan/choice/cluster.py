@@ -1,0 +1,408 @@
+"""Build the planner's model of the machines from the rates that `probe` wrote into the fleet file, or from flags.
+
+A missing measurement is an error with the command that takes it, or an assumption recorded in `Cluster.assumed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import get_args
+
+import msgspec
+
+from evener.core.base.errors import UsageError
+from evener.core.base.units import format_bit_rate, join_names, parse_bytes
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
+from evener.core.cluster.hardware import Hardware, parse_hardware
+from evener.core.cluster.link import LinkModel, parse_link
+from evener.core.model.shape import PRESETS, GPTShape
+from evener.core.run.prediction import Cluster, HostRates, Job, RateBasis
+from evener.core.run.roster import Dtype, RankSlot, choose_dtypes, micro_batch_limit, rank_devices, requested_device
+from evener.plan.cost.roofline import ASSUMED_MFU, Bottleneck, roofline
+
+# Between two processes of a host, over Gloo: *assumptions*; 2 cores of an AMD EPYC have 1.5 GB/s.
+LOCAL_LATENCY_S, LOCAL_BANDWIDTH_BPS = 20e-6, 1e9
+NVLINK_MIN_BPS = 65e9  # between GPUs of a host: no PCIe is that fast
+# memory traffic per parameter: AdamW reads 4 values and writes 3, clipping reads and writes 3, fp32
+UPDATE_BYTES_PER_PARAM = 40
+ASSUMED_JITTER = 0.02  # variation of a rank's compute time between steps, where waiting was not measured: *assumption*
+
+
+class NotMeasuredError(UsageError):
+    """Raised when too little was measured to predict anything."""
+
+
+class AssumptionLog:
+    """A log of assumptions; the same assumption about several hosts becomes one sentence."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
+
+    def add(self, text: str, host: str = "") -> None:
+        """Add a sentence about one host, or about all."""
+        self._of[text][host] = None
+
+    def sentences(self, num_hosts: int) -> list[str]:
+        """Return the sentences in the order in which they were added."""
+        return [
+            text if "" in names else f"{_format_hosts(list(names), num_hosts)}: {text}"
+            for text, names in self._of.items()
+        ]
+
+
+def _format_hosts(names: Sequence[str], num_hosts: int) -> str:
+    return "all hosts" if len(names) == num_hosts > 2 else join_names(names)
+
+
+def build_cluster(
+    fleet: Fleet, job: Job, wire: LinkModel | None = None, seats: Sequence[RankSlot] | None = None
+) -> Cluster:
+    """Build the cluster of the fleet's hosts and links for this job; `wire` overrides all links between hosts.
+
+    `seats` are the rank slots detected on the hosts; by default they are derived from the known rates. Raise
+    NotMeasuredError that names the host or link without figures and the command that measures them.
+    """
+    assumed = AssumptionLog()
+    kinds = _host_kinds(fleet)
+    first = {kind: name for name, kind in reversed(kinds.items())}
+    of_kind = {kind: _known_rates(fleet.hosts[name], fleet.rates.get(name, {})) for kind, name in first.items()}
+    rates = {name: of_kind[kind] for name, kind in kinds.items()}
+    if seats is None:
+        seats = [seat for name, host in fleet.hosts.items() for seat in _rank_slots(name, host, rates[name], job)]
+    common_dtypes = dict(zip((seat.host for seat in seats), choose_dtypes(seats, job.spec.model.dtype), strict=True))
+    of_host: defaultdict[str, list[RankSlot]] = defaultdict(list)
+    for seat in seats:
+        of_host[seat.host].append(seat)
+    hosts: dict[str, HostRates] = {}
+    alike: dict[object, tuple[HostRates, list[str]]] = {}  # identical hosts are computed once and share one object
+    for name, host in fleet.hosts.items():
+        own_dtype = choose_dtypes(of_host[name], job.spec.model.dtype)[0]
+        dtypes = tuple(dict.fromkeys([common_dtypes[name], own_dtype]))
+        devices = tuple(seat.device for seat in of_host[name])
+        key = (kinds[name], devices, dtypes)
+        if key not in alike:
+            alike[key] = _host_rates(name, host, devices, rates[name], job, dtypes)
+        hosts[name], texts = alike[key]
+        for text in texts:
+            assumed.add(text, name)
+    common, wires = (wire, {}) if wire is not None else _link_models(fleet, assumed)
+    if job.spec.machine.threads is not None or any(host.threads is not None for host in fleet.hosts.values()):
+        assumed.add("every host was probed with as many threads as its ranks will have")
+    num_links = sum(map(len, wires.values()))
+    are_measured = num_links == len(hosts) * (len(hosts) - 1) and not any(
+        link.declared for row in fleet.links.values() for link in row.values())  # fmt: skip
+    return Cluster(seats=list(seats), hosts=hosts, wire=common, wires=wires, jitter=ASSUMED_JITTER,
+                   are_links_measured=are_measured,
+                   assumed=assumed.sentences(len(hosts)))  # fmt: skip
+
+
+def uniform_cluster(tokens_per_s: Mapping[str, float], link: LinkModel, devices: Sequence[str] = ("cpu",),
+            local: LinkModel | None = None) -> Cluster:  # fmt: skip
+    """Build a cluster from the tokens/s of each host's ranks, the same in any dtype, with equal links between hosts."""
+    rates = {name: dict.fromkeys(get_args(Dtype), rate) for name, rate in tokens_per_s.items()}
+    return Cluster(
+        seats=[RankSlot(host=name, device=device, has_bf16=device != "cpu") for name in rates for device in devices],
+        hosts={name: HostRates(tokens_per_s=rate, local=local) for name, rate in rates.items()},
+        wire=link,
+        assumed=["the weight update is assumed to be part of the tokens/s",
+                 "communication and compression are assumed to take no processor time"],
+    )  # fmt: skip
+
+
+def with_uniform_link(cluster: Cluster, link: LinkModel) -> Cluster:
+    """Return the cluster with this link between all hosts."""
+    return msgspec.structs.replace(cluster, wire=link, wires={}, are_links_measured=False)
+
+
+def subcluster(cluster: Cluster, names: Collection[str]) -> Cluster:
+    """Return the cluster restricted to these hosts."""
+    return msgspec.structs.replace(
+        cluster,
+        seats=[seat for seat in cluster.seats if seat.host in names],
+        hosts={name: host for name, host in cluster.hosts.items() if name in names},
+        wires={a: {b: wire for b, wire in row.items() if b in names}
+               for a, row in cluster.wires.items() if a in names},
+    )  # fmt: skip
+
+
+def with_scaled_links(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with the bandwidth of every link between hosts multiplied by `factor`."""
+    return map_links(cluster, lambda wire: msgspec.structs.replace(wire, bandwidth_Bps=factor * wire.bandwidth_Bps))
+
+
+def map_links(cluster: Cluster, change: Callable[[LinkModel], LinkModel]) -> Cluster:
+    """Return the cluster with `change` applied to every link between hosts."""
+    wires = {a: {b: change(wire) for b, wire in row.items()} for a, row in cluster.wires.items()}
+    return msgspec.structs.replace(cluster, wire=cluster.wire and change(cluster.wire), wires=wires)
+
+
+def _host_kinds(fleet: Fleet) -> dict[str, object]:
+    """Return a key for each host; hosts that are identical to the planner have equal keys."""
+    written: dict[int, bytes] = {}  # shared objects are encoded once
+
+    def kind(host: HostConfig, measured: Mapping[str, Rates]) -> object:
+        for rate in measured.values():
+            if id(rate) not in written:
+                written[id(rate)] = msgspec.json.encode(rate)
+        declared = (host.gpu, host.gpus, host.memory, host.node_link, host.watts, host.price_per_h)
+        return declared, tuple((device, written[id(rate)]) for device, rate in measured.items())
+
+    return {name: kind(host, fleet.rates.get(name, {})) for name, host in fleet.hosts.items()}
+
+
+def _known_rates(host: HostConfig, measured: Mapping[str, Rates]) -> dict[str, Rates]:
+    """Return the measured rates of a host's devices, with gaps filled from the hardware table."""
+    hardware = parse_hardware(host.gpu) if host.gpu is not None else None
+    known = dict(measured)
+    if hardware is not None:
+        names = ["cpu"] if hardware.kind == "cpu" else [f"{hardware.kind}:{i}" for i in range(host.gpus or 1)]
+        for name in names:
+            known[name] = _with_hardware_table(known.get(name, Rates()), hardware)
+    if host.memory is not None:
+        memory_bytes = parse_bytes(host.memory)
+        devices = [name for name in known if name != "cpu"] or list(known)
+        for name in devices:
+            known[name] = msgspec.structs.replace(known[name], memory_bytes=memory_bytes)
+    return known
+
+
+def _with_hardware_table(rates: Rates, hardware: Hardware) -> Rates:
+    return msgspec.structs.replace(
+        rates,
+        name=rates.name or hardware.name,
+        matmul_flops=rates.matmul_flops or hardware.matmul_flops,
+        copy_Bps=rates.copy_Bps or hardware.copy_Bps,
+        memory_bytes=rates.memory_bytes or hardware.memory_bytes,
+    )
+
+
+def lookup_hardware(host: HostConfig, rates: Rates) -> Hardware | None:
+    """Return the row of the hardware table for a host's device, by its declared or probed name; None if unknown."""
+    try:
+        return parse_hardware(host.gpu or rates.name) if host.gpu or rates.name else None
+    except UsageError:  # a processor's name, or a GPU that is not in the table
+        return None
+
+
+def _gpu_rates(rates: Mapping[str, Rates]) -> list[Rates]:
+    return [rate for device, rate in rates.items() if device != "cpu"]
+
+
+def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Job) -> list[RankSlot]:
+    """Return the rank slots on a host's known devices.
+
+    A device has bf16 if it was measured in bf16 or the hardware table says so. A GPU without either is assumed to have
+    it.
+    """
+    gpus = _gpu_rates(rates)
+    if requested_device(host, job.spec.machine) == "cuda" and not gpus:
+        raise _not_measured_error(name, "GPUs", job)
+    is_apple = any(device.startswith("mps") for device in rates)
+    seats = []
+    for device in rank_devices(name, host, len(gpus), job.spec.machine):
+        rate = _rates_of_device(name, device, rates, job)
+        model_rate = rate.models.get(job.model) or next(iter(rate.models.values()), None)
+        dtype = model_rate.dtype if model_rate else ""
+        has_bf16 = dtype == "bf16" if dtype else device != "cpu" and "bf16" in (rate.matmul_flops or ("bf16",))
+        name_on_host = device.replace("cuda", "mps") if is_apple else device
+        seats.append(RankSlot(host=name, device=name_on_host, name=rate.name, has_bf16=has_bf16))
+    return seats
+
+
+def _rates_of_device(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:
+    """Return the rates of a device, or of the last known device of its kind."""
+    known = [rates["cpu"]] if device == "cpu" and "cpu" in rates else _gpu_rates(rates) if device != "cpu" else []
+    if not known:
+        raise _not_measured_error(name, "processor" if device == "cpu" else "GPUs", job)
+    return known[0] if device == "cpu" else known[min(int(device.partition(":")[2]), len(known) - 1)]
+
+
+def _not_measured_error(name: str, what: str, job: Job) -> NotMeasuredError:
+    return NotMeasuredError(
+        f"{name}: nobody measured its {what}", hint=f"evener probe host --model {_nearest_preset(job)} measures it"
+    )
+
+
+def _nearest_preset(job: Job) -> str:
+    """Return the preset to probe: the job's model, or for a model given by its size the preset of nearest FLOPs."""
+    if job.model in PRESETS:
+        return job.model
+    return min(
+        PRESETS, key=lambda preset: abs(math.log(_flops_per_token(PRESETS[preset]) / _flops_per_token(job.shape)))
+    )
+
+
+def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapping[str, Rates], job: Job,
+          dtypes: Sequence[Dtype]) -> tuple[HostRates, list[str]]:  # fmt: skip
+    """Return a host's rates and the assumptions. `dtypes` are those that its ranks may use, with all hosts first."""
+    assumed: list[str] = []
+    probed = [_rates_of_device(name, device, rates, job) for device in dict.fromkeys(devices)]
+    num_sharing = -(-len(devices) // len(probed))  # ranks that share a device
+    if num_sharing > 1:
+        assumed.append(f"{num_sharing} ranks share a device, so each is assumed to be {num_sharing} times as slow")
+    speeds = {}
+    for dtype in dtypes:
+        log = assumed if dtype == dtypes[0] else []  # a host alone may compute in the dtype that it was measured in
+        speeds[dtype] = min((_model_rate(name, rate, job, dtype, log) for rate in probed), key=lambda r: r.tokens_per_s)
+    slowest, rate = speeds[dtypes[0]], probed[0]
+    update_s = slowest.update_s
+    if update_s is None and rate.copy_Bps and (rate.measured or not rate.models):
+        update_s = UPDATE_BYTES_PER_PARAM * job.shape.num_params() / rate.copy_Bps
+        assumed.append(
+            f"the update's time follows from the memory bandwidth, {UPDATE_BYTES_PER_PARAM} bytes a parameter"
+        )
+    elif update_s is None:
+        assumed.append("the weight update is assumed to be part of the tokens/s")
+    if devices[0].startswith("mps"):
+        assumed.append("evener trains on its processor for now; the prediction is for its GPU")
+    if rate.sync_Bps is None and devices[0] == "cpu":
+        assumed.append("communication and compression are assumed to take no processor time")
+    hardware = lookup_hardware(host, rate)
+    memories = [r.memory_bytes for r in probed if r.memory_bytes is not None]
+    return HostRates(
+        tokens_per_s={dtype: r.tokens_per_s / num_sharing for dtype, r in speeds.items()},
+        pass_s=(slowest.pass_s or 0.0) * num_sharing,
+        update_s=(update_s or 0.0) * num_sharing,
+        cpus=slowest.cpus / num_sharing if slowest.cpus else None,
+        sync_Bps=rate.sync_Bps,
+        sum_Bps=rate.sum_Bps.get("fp32"),
+        copy_Bps=rate.copy_Bps if rate.measured else None,
+        coding_Bps=dict(rate.coding_Bps),
+        local=_intra_node_link(host, rate, hardware, devices, assumed) if len(devices) > 1 else None,
+        memory_bytes=min(memories, default=None),
+        bound_by=_bound_by(rate, job, dtypes[0], slowest),
+        watts=_watts(host, hardware, len(set(devices)), assumed),
+        price_per_h=host.price_per_h,
+        basis=_basis(rate, job),
+    ), assumed  # fmt: skip
+
+
+def _intra_node_link(
+    host: HostConfig, rate: Rates, hardware: Hardware | None, devices: Sequence[str], assumed: list[str]
+) -> LinkModel:
+    """Return the link between two ranks of a host."""
+    if host.node_link is not None:
+        return parse_link(host.node_link).wire
+    if rate.loopback_Bps:
+        return LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=rate.loopback_Bps)
+    if devices[0] == "cpu":
+        local = LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
+    elif hardware and hardware.intra_node_Bps and hardware.intra_node_Bps > NVLINK_MIN_BPS:
+        local = msgspec.structs.replace(parse_link("nvlink").wire, bandwidth_Bps=hardware.intra_node_Bps)
+    else:
+        local = parse_link("pcie").wire
+    assumed.append(f"{format_bit_rate(local.bandwidth_Bps)} between its ranks are assumed")
+    return local
+
+
+def _watts(host: HostConfig, hardware: Hardware | None, num_devices: int, assumed: list[str]) -> float | None:
+    if host.watts is not None or hardware is None or hardware.watts is None:
+        return host.watts
+    if hardware.kind != "cpu":
+        assumed.append(f"{num_devices} × {hardware.watts:g} W, the rest of the machine not counted")
+    return num_devices * hardware.watts
+
+
+def _basis(rate: Rates, job: Job) -> RateBasis:
+    """Return the basis of a device's tokens/s: measured, declared, derived or assumed."""
+    if not rate.models:
+        return "assumed"
+    if job.model not in rate.models:
+        return "derived"
+    return "measured" if rate.measured else "declared"
+
+
+def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bottleneck | None:
+    matmul_flops = rate.matmul_flops.get(dtype)
+    if matmul_flops is None or rate.copy_Bps is None:
+        return None
+    tokens = micro_batch_limit(job.spec, job.shape.block_size) * job.shape.block_size
+    element_bytes = 4 if dtype == "fp32" else 2
+    roof = roofline(job.shape, tokens, matmul_flops=matmul_flops, copy_Bps=rate.copy_Bps, element_bytes=element_bytes)
+    return roof.bound_by((speed.pass_s or 0.0) + tokens / speed.tokens_per_s)
+
+
+def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -> ModelRate:
+    """Return the device's rates for this job: measured, or derived by FLOPs from another model or the matmul rate."""
+    known = job.model in rates.models
+    if rates.models:
+        nearest = min(
+            rates.models,
+            key=lambda m: abs(math.log(_flops_per_token(_probed_shape(m, job)) / _flops_per_token(job.shape))),
+        )
+        model = job.model if known else nearest
+        rate, shape = rates.models[model], _probed_shape(model, job)
+        ratio = shape.flops_per_token() / job.shape.flops_per_token()
+        if not known:
+            assumed.append(f"its rate of {job.model} follows from that of {model}, by FLOPs; "
+                           f"evener probe host --model {_nearest_preset(job)} measures it")  # fmt: skip
+        elif not _is_same_but_vocab(shape, job.shape):
+            assumed.append(f"its rate of this {model} follows from that of the preset, by FLOPs")
+        if rate.dtype not in ("", dtype):
+            other_flops, own_flops = rates.matmul_flops.get(rate.dtype), rates.matmul_flops.get(dtype)
+            speed = own_flops / other_flops if own_flops and other_flops else 0.5 if dtype == "fp32" else 1.0
+            assumed.append(f"was measured in {rate.dtype}; {dtype} is taken to run at {speed:.0%} of that")
+            ratio *= speed
+        params = job.shape.num_params() / shape.num_params()
+        return msgspec.structs.replace(
+            rate,
+            tokens_per_s=rate.tokens_per_s * ratio,
+            pass_s=None if rate.pass_s is None else rate.pass_s * params,
+            update_s=None if rate.update_s is None else rate.update_s * params,
+        )
+    matmul_flops = rates.matmul_flops.get(dtype)
+    if matmul_flops is None:
+        raise NotMeasuredError(
+            f"{name}: nobody measured how fast it trains",
+            hint=f"evener probe host --model {_nearest_preset(job)} measures it",
+        )
+    assumed.append(f"{ASSUMED_MFU:.0%} of the matrix products' speed is assumed for the whole model")
+    return ModelRate(tokens_per_s=ASSUMED_MFU * matmul_flops / job.shape.flops_per_token())
+
+
+def _is_same_but_vocab(probed: GPTShape, wanted: GPTShape) -> bool:
+    """Return whether the shapes differ at most in the vocabulary, which FLOPs account for."""
+    return msgspec.structs.replace(probed, vocab_size=wanted.vocab_size) == wanted
+
+
+def _flops_per_token(shape: GPTShape) -> float:
+    return float(shape.flops_per_token())
+
+
+def _probed_shape(model: str, job: Job) -> GPTShape:
+    """Return the shape that the probe ran; the job's own for a name that is no preset (any more)."""
+    return PRESETS.get(model, job.shape)
+
+
+def _link_models(fleet: Fleet, assumed: AssumptionLog) -> tuple[LinkModel | None, dict[str, dict[str, LinkModel]]]:
+    """Return the link between all hosts, and the links of pairs that have their own, by source and target."""
+    common = parse_link(fleet.link) if fleet.link is not None else None
+    names = list(fleet.hosts)
+    pairs = {(a, b) for a in names for b in fleet.links.get(a, {}) if b in fleet.hosts}
+    pairs |= {(b, a) for a, b in pairs}
+    if common is None and len(pairs) < len(names) * (len(names) - 1):
+        source, target = next((a, b) for a in names for b in names if a != b and (a, b) not in pairs)
+        raise NotMeasuredError(
+            f"{source} → {target}: nobody measured this link",
+            hint="evener probe wire measures it; --link 1GbE assumes one",
+        )
+    if common is not None and len(pairs) < len(names) * (len(names) - 1):
+        assumed.add(common.assumption)
+    wires: dict[str, dict[str, LinkModel]] = {}
+    for a, b in sorted(pairs, key=lambda pair: (names.index(pair[0]), names.index(pair[1]))):
+        link = fleet.links.get(a, {}).get(b)
+        if link is None:
+            link = fleet.links[b][a]
+            if not link.declared:
+                assumed.add(f"{a} → {b} is assumed to be as fast as {b} → {a}")
+        wires.setdefault(a, {})[b] = to_link_model(link)
+        if link.declared:
+            assumed.add(parse_link(link.declared).assumption)
+    return (common.wire if common is not None else None), wires
+
+
+def to_link_model(link: HostLink) -> LinkModel:
+    """Convert a measured link; its latency α is half a round trip."""
+    return LinkModel(latency_s=link.rtt_s / 2, bandwidth_Bps=link.bandwidth_Bps, is_shared=link.is_shared)

@@ -1,0 +1,215 @@
+"""Search for the best option of a job: the sync strategy, the hosts and their shares."""
+
+from __future__ import annotations
+
+import msgspec
+
+from evener.core.base.units import format_seconds, join_names
+from evener.core.cluster.link import parse_link
+from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
+from evener.core.run.roster import DDP, NO_SYNC
+from evener.plan.choice.advice import format_throughput, format_verdict
+from evener.plan.choice.cluster import with_uniform_link
+from evener.plan.choice.options import (
+    MIN_GAIN,
+    applicable_strategies,
+    best_single_host_options,
+    best_two_that_fit,
+    explain_memory_shortage,
+    fewer_host_options,
+    fewer_replica_options,
+    fits_in_memory,
+    fitting_host_options,
+    hosts_by_speed,
+    job_with_larger_batch,
+    job_with_sync,
+    option_throughput,
+    other_shares_options,
+    pick_fastest,
+    pick_simplest,
+    predict_single_host,
+    predict_training,
+    single_host_options,
+    slowest_ring_link_Bps,
+    why_option_rejected,
+    why_strategy_rejected,
+    with_best_ring_order,
+)
+from evener.plan.cost.cost_model import predict_step
+
+
+def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: PlanOption | None = None,
+            may_leave_out: bool = True) -> Prediction:  # fmt: skip
+    """Predict all options, recommend the fastest that can run, and say why the others were rejected.
+
+    The chosen option is what `train` does with all these hosts, recommended or not. Hosts are put in the order of the
+    fastest ring, unless `keep_order`. `measured` is an option as a run measured it; it replaces the predicted option of
+    the same name. With `may_leave_out` some hosts may be left out, so strategies count that are fast enough on fewer.
+    """
+    original, loss_budget, is_sync_ours = cluster, job.spec.train.loss_budget / 100, job.spec.train.sync == "auto"
+    if not keep_order:
+        cluster = with_best_ring_order(job, cluster)
+    may_leave_out = may_leave_out and job.spec.machine.shares == "auto"
+    job = choose_sync(job, cluster, may_leave_out=may_leave_out)
+    chosen = predict_training(job, cluster)
+    if measured is not None and measured.name == chosen.name:
+        chosen = measured
+    options = [chosen, *([measured] if measured is not None else [])]
+    alone = list(single_host_options(job, cluster).values()) if len(cluster.host_names) > 1 else []
+    if alone:
+        options += best_single_host_options(alone, cluster)
+        options += best_two_that_fit(fewer_host_options(job, cluster), cluster)
+        options += fitting_host_options(job, cluster)
+        if (
+            is_sync_ours
+            and may_leave_out
+            and chosen.roster.sync.kind == "diloco"
+            and why_strategy_rejected(chosen, loss_budget)
+        ):
+            options += fewer_replica_options(job, cluster, loss_budget)
+    if len(cluster.seats) > 1:
+        options += other_shares_options(job, cluster)
+        options += [predict_training(job_with_sync(job, sync), cluster, name=str(sync))
+                    for sync in applicable_strategies(job, cluster) if sync != chosen.roster.sync]  # fmt: skip
+    options = list({option.name: option for option in reversed(options)}.values())[::-1]
+    fitting = [option for option in alone if fits_in_memory(option, cluster)]
+    baseline = max(map(option_throughput, fitting), default=None) if alone else chosen.tokens_per_s
+    if baseline:
+        options = [msgspec.structs.replace(option, speedup_vs_best_host=option.tokens_per_s / baseline)
+                   for option in options]  # fmt: skip
+    runnable = [option for option in options if not why_option_rejected(option, cluster, loss_budget)]
+    best = pick_fastest(runnable)
+    if best is not None:
+        best = pick_simplest(runnable, best, chosen.name)
+    options = [_with_rejection(option, best, cluster, loss_budget) for option in options]
+    prediction = Prediction(
+        job=job,
+        cluster=cluster,
+        verdict="",
+        recommended=best.name if best else "",
+        chosen=chosen.name,
+        options=options,
+        is_sync_ours=is_sync_ours,
+    )
+    notes = []
+    if cluster is not original:
+        gain = slowest_ring_link_Bps(chosen.roster, cluster) / slowest_ring_link_Bps(
+            job.initial_roster(original.seats), original
+        )
+        order = " → ".join(cluster.host_names)
+        notes.append(f"The ring order is {order}: its slowest link is {gain:.1f} times as fast as in the file's order.")
+    return msgspec.structs.replace(prediction, verdict=format_verdict(prediction), notes=notes)
+
+
+def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
+    """Return the job with its strategy chosen, for --sync auto: the fastest that can run within the loss budget.
+
+    It is predicted on all hosts or, with `may_leave_out`, on as many as the loss budget allows. ddp wins within the
+    prediction error.
+    """
+    if job.spec.train.sync != "auto":
+        return job
+    plain = job_with_sync(job, DDP)
+    if len(cluster.seats) == 1:
+        return plain
+    options = [
+        predict_training(job_with_sync(job, sync), cluster) for sync in (DDP, *applicable_strategies(job, cluster))
+    ]
+    loss_budget = job.spec.train.loss_budget / 100
+    runnable = [option for option in options if not why_option_rejected(option, cluster, loss_budget)]
+    for option in options if may_leave_out and runnable else ():
+        if option.roster.sync.kind == "diloco" and why_strategy_rejected(option, loss_budget):
+            subsets = fewer_replica_options(job_with_sync(job, option.roster.sync), cluster, loss_budget)
+            runnable += [o for o in subsets if not why_option_rejected(o, cluster, loss_budget)]
+    best = pick_fastest(runnable) or options[0]
+    return plain if best.tokens_per_s < MIN_GAIN * options[0].tokens_per_s else job_with_sync(job, best.roster.sync)
+
+
+def format_run_prediction(prediction: Prediction) -> str:
+    """Format the chosen option: `a step of 2.31 s, 3.5k tokens/s: compute 1.90 s, exposed communication 360 ms, …`."""
+    option = prediction.option(prediction.chosen)
+    cost = option.straggler_cost.cost
+    parts = (("compute", cost.compute_s), ("exposed communication", cost.exposed_sync_s), ("update", cost.optimizer_s))
+    summary = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value)
+    return f"a step of {format_seconds(option.step_s)}, {format_throughput(option.tokens_per_s)}: {summary}"
+
+
+def recommended_flags(prediction: Prediction) -> str:
+    """Return the flags that turn the chosen option of `train` into the recommended one."""
+    best, chosen = prediction.option(prediction.recommended).roster, prediction.option(prediction.chosen).roster
+    if set(best.hosts) != set(chosen.hosts):
+        are_explicit = prediction.job.spec.machine.has_explicit_shares
+        return f"--hosts {','.join(best.hosts)}{' --shares auto' if are_explicit else ''}"
+    if best.sync != chosen.sync:
+        return f"--sync {best.sync}"
+    return f"--shares {'equal' if best.has_equal_shares else 'auto'}"
+
+
+def reasons_left_out(prediction: Prediction) -> dict[str, str]:
+    """Return the hosts without which the run, with its strategy, is at least as fast, and the reason for each."""
+    cluster, chosen = prediction.cluster, prediction.option(prediction.chosen)
+    loss_budget = prediction.job.spec.train.loss_budget / 100 if prediction.is_sync_ours else None
+
+    def may_run(option: PlanOption) -> bool:
+        return (
+            fits_in_memory(option, cluster)
+            if loss_budget is None
+            else not why_option_rejected(option, cluster, loss_budget)
+        )
+
+    runnable = [option for option in prediction.options
+            if option.roster.sync in (chosen.roster.sync, NO_SYNC) and may_run(option)]  # fmt: skip
+    max_speed = max(map(option_throughput, runnable), default=0.0)
+    near = [option for option in runnable if max_speed < MIN_GAIN * option.tokens_per_s]
+    best = min(near, key=lambda option: (len(option.roster.hosts), option.step_s), default=chosen)
+    names = [name for name in cluster.host_names if name not in best.roster.hosts]
+    if not names:
+        return {}
+    if too_large := explain_memory_shortage(chosen, cluster):
+        return dict.fromkeys(names, f"it does not fit: {too_large}")
+    them = "it" if len(names) == 1 else "them"
+    slower = "slower" if best.tokens_per_s > MIN_GAIN * chosen.tokens_per_s else "no faster"
+    why = f"adding {join_names(names)} makes this run {slower}"
+    if loss_budget is not None and (reason := why_strategy_rejected(chosen, loss_budget)):
+        why = f"with {them} {chosen.roster.sync} {reason}"
+    return dict.fromkeys(
+        names,
+        f"{why}: {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without",
+    )
+
+
+def what_if_options(prediction: Prediction) -> list[PlanOption]:
+    """Predict the chosen option with one change at a time: links, hosts, batch, strategy. Return those that fit."""
+    job, cluster = prediction.job, prediction.cluster
+    roster = prediction.option(prediction.chosen).roster
+    options: list[PlanOption] = []
+    if len(cluster.host_names) > 1:
+        for name in ("2.5GbE", "10GbE"):
+            wire = parse_link(name).wire
+            options.append(
+                predict_step(job, with_uniform_link(cluster, wire), roster, name=f"{name} between all hosts")
+            )
+        on_subset = best_two_that_fit(fewer_host_options(job, cluster), cluster)[:1]
+        options += on_subset or [predict_single_host(job, cluster, hosts_by_speed(job, cluster)[0])]
+        options += other_shares_options(job, cluster) if job.spec.machine.shares != "auto" else []
+    if roster.world_size > 1:
+        options.append(predict_training(job_with_larger_batch(job, 4), cluster, name="batch and accumulation × 4"))
+        options += [option for option in prediction.options if option.roster.sync not in (roster.sync, NO_SYNC)]
+    return [
+        option for option in {option.name: option for option in options}.values() if fits_in_memory(option, cluster)
+    ]
+
+
+def _with_rejection(option: PlanOption, best: PlanOption | None, cluster: Cluster, loss_budget: float) -> PlanOption:
+    """Return the option with the reason for which it is not the best one."""
+    reason = why_option_rejected(option, cluster, loss_budget)
+    if best is None or option.name == best.name:
+        return msgspec.structs.replace(option, rejected_because=reason)
+    slower = best.tokens_per_s / option.tokens_per_s
+    if not reason and slower < 1 and not option.is_exact:
+        reason = f"not exact, and only {1 / slower:.2f} times as fast as {best.name}"
+    elif not reason and slower >= MIN_GAIN:
+        reason = f"slower: {best.name} trains {slower:.2f} times as fast"
+    elif not reason:
+        reason = f"no faster than {best.name}"
+    return msgspec.structs.replace(option, rejected_because=reason)

@@ -1,0 +1,267 @@
+"""Loss penalty: the relative loss that a lossy strategy costs at equal tokens, only as measured, with its source.
+
+Where several models were measured, the penalty is interpolated linearly over log(parameters). Beyond the largest
+measured model its penalty holds, because larger models lose less [Charles et al. 2025]; for DiLoCo we make no claim for
+models smaller than the smallest one measured. A measured gain holds only for models of about that size; elsewhere it
+counts as 0. Compressed gradients are judged by the measurement with two ranks for any number of ranks: the errors of
+more ranks cancel better. DiLoCo is not: more replicas of a batch lose more, and unequal ones less than equal ones (see
+`equivalent_replicas`). Its penalty is interpolated linearly between the measured numbers of replicas, from runs with no
+more steps and no more tokens a step, of which the one that lost least counts; more replicas never lose less than fewer.
+
+Rounding alone, with ddp, moved the loss by −0.02, −0.28 and +0.00 % (three seeds): smaller differences are noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.base.units import format_count, median, pluralize
+from evener.core.model.shape import GPTShape
+from evener.core.run.prediction import EXACT_SOURCE
+from evener.core.run.roster import Roster, SyncSpec, parse_sync
+from evener.core.run.run_spec import RunSpec
+from evener.plan.cost.sync_traffic import STRATEGY_TRAFFIC, averaging_efficiency
+
+SIMILAR_SIZE_FACTOR = 3.0  # models count as of similar size up to this ratio of their parameters: *assumption*
+# the ratio up to which models count as of the same size: they differ in their vocabulary at most
+SAME_SIZE_FACTOR = 1.25
+ERROR_ROUNDING = 5e-5  # rounding of the errors in the bench's output
+# The largest relative error of rounding to bf16, which has 8 significant bits. With error feedback the error of
+# gradients is 2.3e-3 of their norm between two ranks, 3.1e-3 among more (*measured*, normal numbers, 2026-11-22), for a
+# model in fp32 at most 2.5e-3 (bench/loss.py); gradients of a model in bf16 are exact in bf16.
+BF16_ROUNDING = 2**-8
+
+
+class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
+    """The measured loss penalty of one model with one strategy."""
+
+    sync: str
+    shares: tuple[int, ...]  # of each rank, of the batch
+    num_params: int
+    penalty: float  # loss relative to one process or data parallel at equal tokens, minus 1; negative: it was lower
+    min_steps: int  # not valid for shorter runs
+    min_tokens: int = 0  # nor for fewer tokens a step, of all ranks together
+    max_error: float | None = None  # largest error of the gradient sum in these runs, relative: see Fidelity
+    source: str
+
+
+def _from_paper(ranks: int, num_params: float, penalty: float) -> LossMeasurement:
+    """[Scaling laws for DiLoCo, arXiv 2503.09799, measured: with momentum 0.9 and the best learning rate of each]"""
+    return LossMeasurement(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
+                    min_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
+                    source="arXiv 2503.09799, H = 30")  # fmt: skip
+
+
+def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = None, *, shape: str = "small",
+          shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
+          corpora: int = 1) -> LossMeasurement:  # fmt: skip
+    """[bench/loss.jsonl: the mean of its runs, each relative to one process of the same seed on the same corpus]"""
+    drifts, num_params = parse_sync(sync).kind == "diloco", NUM_PARAMS[shape]
+    corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
+    parts = tuple(map(int, shares.split(":")))
+    ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
+    setup = f"{ranks}, {steps} steps of {batch} × 256 tokens, {pluralize(runs, 'run')} on {corpus}, {dtype}"
+    return LossMeasurement(
+        sync=sync,
+        shares=parts,
+        num_params=num_params,
+        penalty=penalty,
+        min_steps=steps if drifts else 0,
+        min_tokens=batch * 256 if drifts else 0,
+        max_error=max_error,
+        source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {setup}",
+    )
+
+
+NUM_PARAMS = {"small": 1_025_536, "char": 10_745_088}  # parameters, with the characters of tinyshakespeare
+LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
+    _from_bench("bf16", -0.0007, 3, 0.0),  # gradients of a bf16 model are exact in bf16
+    # the later measurement counts: here rounding loses something
+    _from_bench("bf16", -0.0009, 2, 0.0025, dtype="fp32"),
+    _from_bench("int8", 0.0027, 5, 0.0407, corpora=2),
+    _from_bench("int8", -0.0031, 4, 0.0659, shape="char", corpora=2),
+    _from_bench("int8", 0.0043, 1, 0.0246, shares="1:1:1"),
+    _from_bench("int4", 0.0199, 3, 0.2405),
+    _from_bench("powersgd:4", 0.1399, 3, 1.4492),
+    _from_bench("powersgd:16", 0.0145, 3, 0.8562),
+    _from_bench("diloco:10", 0.0143, 3),
+    _from_bench("diloco:10", 0.0026, 1, shape="char"),
+    _from_bench("diloco:10:int8", 0.0149, 3, 0.0172),
+    _from_bench("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
+    _from_bench("diloco:10:int8:streamed", 0.0518, 1, 0.0161, shares="1:1:1:1"),
+    _from_bench("diloco:10:int8:streamed", 0.0213, 2, 0.0184, shares="1:1:1:1", batch=32),
+    _from_bench("diloco:10:int8:streamed", 0.0089, 4, 0.0127, shape="char", corpora=2),
+    _from_bench("diloco:10:int8:streamed", 0.0065, 3, 0.0165, shape="char", shares="9:5:2"),
+    _from_bench("diloco:10:int8:streamed", 0.0165, 1, 0.0155, shape="char", shares="1:1:1:1"),
+    _from_bench("diloco:10:int8:streamed", 0.0327, 1, 0.0159, shape="char", shares="1:1:1:1", batch=32, steps=1000),
+    _from_bench("diloco:10:int4:streamed", 0.0113, 3, 0.2961),
+    _from_bench("diloco:10:int4:streamed", 0.006, 2, 0.1681, shape="char"),
+    _from_bench("diloco:5:int8:streamed", 0.0086, 3, 0.0113, shape="char"),
+    _from_bench("diloco:30", 0.0418, 3),
+    _from_bench("diloco:30:int8", 0.0407, 3, 0.0178),
+    _from_bench("diloco:30:int4", 0.0405, 3, 0.2608),
+    _from_bench("diloco:100", 0.0811, 3),
+    _from_paper(2, 35e6, 0.007),
+    _from_paper(2, 90e6, 0.005),
+    _from_paper(2, 180e6, 0.003),
+    _from_paper(4, 35e6, 0.020),
+    _from_paper(4, 180e6, 0.011),
+    _from_paper(8, 35e6, 0.039),
+)
+
+
+def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_steps: int | None = None,
+                 num_tokens: int | None = None) -> tuple[float | None, str]:  # fmt: skip
+    """Return (relative penalty, source): 0 for an exact strategy; None where it was not measured, with the reason.
+
+    `num_tokens` are the tokens of a step.
+
+    >>> from evener.core.run.roster import DDP
+    >>> loss_penalty(DDP, 10**8, [4, 4]), loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])
+    ((0.0, 'exact'), (None, 'nobody measured what it costs in loss'))
+    >>> diloco = parse_sync("diloco:30")
+    >>> [round(loss_penalty(diloco, 126_000_000, shares)[0], 4) for shares in ([8, 8], [9, 5, 2])]
+    [0.004, 0.006]
+    >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200)[1]
+    'its loss was measured only with 1200 steps and more'
+    """
+    if STRATEGY_TRAFFIC[sync.kind].is_exact:
+        return 0.0, EXACT_SOURCE
+    rows, drifts = _measurements_of(sync), sync.kind == "diloco"
+    if not rows:
+        return None, "nobody measured what it costs in loss"
+    long_enough = [row for row in rows if num_steps is None or num_steps >= row.min_steps]
+    if not long_enough:
+        return None, _measured_only(f"with {min(row.min_steps for row in rows)} steps and more")
+    large_enough = [row for row in long_enough if num_tokens is None or num_tokens >= row.min_tokens]
+    if not large_enough:
+        return None, _measured_only(f"with {min(row.min_tokens for row in long_enough)} tokens a step and more")
+    by_worth: dict[float, list[LossMeasurement]] = defaultdict(list)
+    for row in large_enough:
+        by_worth[equivalent_replicas(row.shares)].append(row)
+    replicas, penalties = equivalent_replicas(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
+    # Smaller models lose more, so measurements of larger models are used for them only if there are no others.
+    for ratio in (SAME_SIZE_FACTOR, SIMILAR_SIZE_FACTOR) if drifts else (math.inf,):
+        if max(penalties, default=0.0) < replicas:
+            penalties = {num: _interpolate_model_size(of_num, num_params) for num, of_num in sorted(by_worth.items())
+                     if min(row.num_params for row in of_num) <= num_params * ratio}  # fmt: skip
+    if not penalties:
+        return None, _measured_only(
+            f"of {format_count(min(row.num_params for row in large_enough))} parameters and more"
+        )
+    if replicas > max(penalties):
+        return None, _measured_only(f"of {max(penalties):g} equal replicas and fewer")
+    return _interpolate_replicas(penalties, replicas)
+
+
+def _measured_only(of_what: str) -> str:
+    return f"its loss was measured only {of_what}"
+
+
+def equivalent_replicas(shares: Sequence[float]) -> float:
+    """Return the number of equal replicas whose mean progresses as far as that of these shares, and loses as much.
+
+    *Measured*, 1.0M parameters, diloco:10:int8:streamed, one seed: two lose 1.9 %, 9 : 5 : 2 2.8 %, four 5.2 %, so 1.9,
+    1.9 and 1.7 % for each equivalent replica beyond the first; with 10.7M 0.5, 0.4 and 0.5 %. With 35M two, four and
+    eight lose 0.7, 0.7 and 0.6 % for each [arXiv 2503.09799].
+
+    >>> [round(equivalent_replicas(shares), 2) for shares in ([9], [9, 0], [8, 8], [2, 1], [9, 5, 2], [4, 4, 4, 4])]
+    [1.0, 1.0, 2.0, 1.84, 2.44, 4.0]
+    """
+    return round(averaging_efficiency(shares) ** -2, 6)
+
+
+def _interpolate_replicas(penalties: dict[float, tuple[float, str]], num: float) -> tuple[float, str]:
+    """Interpolate (penalty, source) for `num` replicas from the measured numbers, of which the largest is at least
+    `num`. Below the smallest measured number its penalty holds.
+    """
+    fewer, low, high = 0.0, (-math.inf, ""), (-math.inf, "")
+    for more, entry in penalties.items():
+        high = max(entry, low)
+        if num <= more:
+            break
+        fewer, low = more, high
+    low = low if fewer else high
+    fraction = (num - fewer) / (more - fewer)
+    return low[0] + fraction * (high[0] - low[0]), (low if fraction < 1 / 2 else high)[1]
+
+
+def _interpolate_model_size(rows: Sequence[LossMeasurement], num_params: int) -> tuple[float, str]:
+    """Interpolate (penalty, source) for a model of this size from models of several sizes."""
+    last = {(row.num_params, row.min_steps, row.min_tokens): row for row in rows}  # the later measurement counts
+    ordered = sorted(last.values(), key=lambda row: (row.num_params, -row.penalty))
+    rows = list({row.num_params: row for row in ordered}.values())  # of each model the run that lost least
+    for low, high in itertools.pairwise(rows):
+        if low.num_params <= num_params <= high.num_params:
+            fraction = math.log(num_params / low.num_params) / math.log(high.num_params / low.num_params)
+            nearer = low if fraction < 1 / 2 else high
+            return low.penalty + fraction * (high.penalty - low.penalty), nearer.source
+    nearest = rows[0] if num_params <= rows[0].num_params else rows[-1]
+    is_alike = nearest.num_params / SIMILAR_SIZE_FACTOR <= num_params <= nearest.num_params * SIMILAR_SIZE_FACTOR
+    return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
+
+
+def why_too_lossy(penalty: float | None, source: str, loss_budget: float) -> str:
+    """Return why a strategy exceeds the loss budget (0.01 is 1 %); "" if it does not."""
+    if penalty is None:
+        return source
+    if not loss_budget and source != EXACT_SOURCE:
+        return "not exact, and no loss may be spent"
+    if penalty > loss_budget:
+        return f"costs {penalty:.1%} of loss, more than {loss_budget:.1%}"
+    return ""
+
+
+def why_no_longer_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
+    """Return why `--sync auto` would not choose the run's current strategy among these ranks; "" if it would."""
+    sync, tokens = roster.sync, roster.batch * shape.block_size
+    penalty, source = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
+    return why_too_lossy(penalty, source, spec.train.loss_budget / 100)
+
+
+def _measurements_of(sync: SyncSpec) -> list[LossMeasurement]:
+    """Return the measurements of a strategy; +sparse is exact and makes no difference."""
+    name = str(msgspec.structs.replace(sync, sparse=False))
+    return [row for row in LOSS_MEASUREMENTS if row.sync == name]
+
+
+def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
+    """Return the compression error up to which the penalty holds: the largest of its runs, infinite if not measured.
+
+    More than two ranks quantize what they send and then the sums (`worker.sync.quantized`), and the errors of the two
+    add up as squares: √2 times the error between two ranks. For bf16 it is the largest rounding error.
+    """
+    if sync.kind == "bf16":
+        return BF16_ROUNDING
+    least = num_ranks if sync.kind == "diloco" else 2
+    rows = _measurements_of(sync)
+    num_measured = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
+    factor = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0
+    known = [(row.max_error + ERROR_ROUNDING) * (factor if len(row.shares) == 2 else 1.0)
+             for row in rows if len(row.shares) <= num_measured and row.max_error is not None]  # fmt: skip
+    return max(known, default=math.inf)
+
+
+class CompressionErrorMonitor:
+    """Monitors whether the compression error of a lossy strategy stays within that of the runs with a known penalty."""
+
+    NUM_SAMPLES = 5  # samples, of which the median counts: each is of another bucket
+
+    def __init__(self, sync: SyncSpec, num_ranks: int) -> None:
+        self.sync, self.max_error = sync, max_compression_error(sync, num_ranks)
+        self._seen: deque[float] = deque(maxlen=self.NUM_SAMPLES)
+        self._is_beyond = False
+
+    def add_sample(self, error: float) -> float | None:
+        """Add a sample. Return the median of the latest when it first exceeds the limit, once per excess; else None."""
+        self._seen.append(error)
+        if len(self._seen) < self.NUM_SAMPLES:
+            return None
+        latest = median(list(self._seen)) or 0.0
+        was_beyond, self._is_beyond = self._is_beyond, latest > self.max_error
+        return latest if self._is_beyond and not was_beyond else None

@@ -1,0 +1,460 @@
+"""Explain a run, or the scaling of a series of runs, in sentences built from measured figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.core.run.step_cost import token_multiplier
+from evener.core.run.step_statistics import RankSummary
+from evener.plan.cost.penalty import max_compression_error
+from evener.report.explain.prediction_error import explain_prediction
+from evener.report.explain.scaling_breakdown import CAUSES, ScalingCause, ScalingComparison
+from evener.report.explain.speedup_verdict import MIN_SPEEDUP, speedup_verdict
+from evener.report.explain.what_if import predict_alternatives
+from evener.report.read import membership_changes
+from evener.report.read.run_summary import RunSummary
+from evener.report.read.stragglers import (
+    busy_cpus,
+    fastest_rank,
+    has_straggler,
+    is_on_cpus,
+    is_oversubscribed,
+    mean,
+    slowest_rank,
+    straggler_reason,
+    usable_contention,
+)
+
+MIN_NAMED_SHARE = 0.05  # of a step: smaller costs get no sentence
+MAX_NAMED_CAUSES = 4  # causes in a paragraph
+BOTTLENECK_SHARE = 0.15  # of a step: a phase other than compute is the bottleneck from here on
+EARLY_STEPS = 50  # rounding differences have not grown yet in these
+# relative difference of losses: more than this is not explained by summing in another order
+SAME_MODEL_TOLERANCE = 1e-4
+MIN_CPU_SHARE = 0.8  # of one core per thread: below this, something else used the cores
+PHASE_DESCRIPTIONS = {
+    "compute_s": "forward and backward",
+    "exposed_sync_s": "communication that backward did not hide",
+    "wait_s": "waiting for other ranks",
+    "optimizer_s": "the update of the weights",
+    "data_s": "waiting for input",
+}
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+def explain_run(summary: RunSummary) -> list[str]:
+    """Return paragraphs about one run: the speedup verdict, the measurements, and the prediction error if predicted."""
+    predicted = [" ".join(explain_prediction(summary, summary.prediction))] if summary.prediction else []
+    return [speedup_verdict(summary, predict_alternatives(summary)).text, *explain_measurements(summary), *predicted]
+
+
+def explain_measurements(summary: RunSummary) -> list[str]:
+    """Return paragraphs about one run: throughput, step breakdown, stragglers, communication, cores."""
+    if not summary.step_p50_s:
+        return []
+    paragraphs = [_explain_throughput(summary), _explain_breakdown(summary)]
+    if len(summary.ranks) > 1:
+        paragraphs += [_explain_waiting(summary), _explain_all_reduce(summary)]
+    if is_on_cpus(summary):
+        paragraphs.append(_explain_cores(summary))
+    if summary.noise_scale_tokens or summary.fidelity:
+        paragraphs.append(_explain_gradients(summary))
+    if summary.membership_changes:
+        paragraphs.append(membership_changes.explain_membership_changes(summary.membership_changes, summary.elapsed_s))
+    return paragraphs
+
+
+def _explain_gradients(summary: RunSummary) -> str:
+    """Explain the gradient noise scale, and the error that a lossy sync strategy adds."""
+    sentences = []
+    if scale := summary.noise_scale_tokens:
+        tokens = summary.tokens_per_step
+        more = token_multiplier(scale, tokens, 2)
+        sentences.append(
+            f"The gradients' noise scale is about {format_count(scale)} tokens, in the second half of the run: "
+            f"at this point "
+            f"a batch of {format_count(2 * tokens)} tokens instead of {format_count(tokens)} would need "
+            f"{more / 2:.2f} times as many "
+            f"steps for the same loss, and {more:.2f} times as many tokens"
+        )
+    if fidelity := summary.fidelity:
+        roster = summary.manifest.roster
+        sync, max_error = roster.sync, max_compression_error(roster.sync, roster.world_size)
+        of_what = "changes" if sync.kind == "diloco" else "gradients"
+        measured = f"; the measured loss penalty holds up to {max_error:.1%}" if math.isfinite(max_error) else ""
+        sentences.append(
+            f"The sums of the {of_what} after {sync} differ from the exact ones by {fidelity.error:.1%} of their "
+            f"length, cosine {fidelity.cosine:.4f} (medians){measured}; the error of one exchange is added to the next"
+        )
+    return ". ".join(sentences) + "."
+
+
+def explain_bottleneck(summary: RunSummary) -> str:
+    """Return one sentence that names the step's bottleneck."""
+    if not summary.step_p50_s:
+        return f"No step was recorded{summary.manifest.window_text}."
+    rank = fastest_rank(summary) if has_straggler(summary) else slowest_rank(summary)
+    cost = rank.typical
+    shares = {part: (getattr(cost, part) or 0.0) / summary.step_p50_s for part in PHASE_DESCRIPTIONS}
+    if any(getattr(cost, part) is None for part in PHASE_DESCRIPTIONS):
+        return "The bottleneck is not known: not all phases of a step were measured."
+    computing = f"forward and backward are {shares.pop('compute_s'):.0%} of each step"
+    computing += f" on {summary.rank_label(rank)}" if has_straggler(summary) else ""
+    largest = max(shares, key=lambda part: shares[part])
+    if shares[largest] < BOTTLENECK_SHARE:
+        return f"Limited by computing: {computing}."
+    if largest == "wait_s" and has_straggler(summary):
+        slow, waiting = summary.rank_label(slowest_rank(summary)), summary.rank_label(rank)
+        return f"Limited by {slow}, for which {waiting} waits {shares[largest]:.0%} of each step; {computing}."
+    return f"Limited by {PHASE_DESCRIPTIONS[largest]}, {shares[largest]:.0%} of each step; {computing}."
+
+
+def _explain_throughput(summary: RunSummary) -> str:
+    num = len(summary.ranks)
+    text = (
+        f"A step trains on {summary.tokens_per_step:,} tokens and takes {format_seconds(summary.step_p50_s)} (p50; p95 "
+        f"{format_seconds(summary.step_p95_s)}): {format_count(summary.tokens_per_s)} tokens/s."
+    )
+    if summary.manifest.window_text:
+        text += f" These figures are{summary.manifest.window_text}."
+    if num == 1:
+        return text
+    sync = summary.manifest.roster.sync
+    if sync.kind == "diloco":
+        return (
+            f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and trains it "
+            f"by itself for {pluralize(sync.every, 'step')} on its own part of each batch. Then the ranks average what "
+            "they learned (DiLoCo), and the replicas are one model again."
+        )
+    return (
+        f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and computes "
+        "gradients on its own part of the batch. Before the update the ranks add their gradients up, which is called "
+        "an all-reduce. So all of them take the same step, and the replicas stay equal."
+    )
+
+
+def _explain_breakdown(summary: RunSummary) -> str:
+    slow, fast = slowest_rank(summary), fastest_rank(summary)
+    if slow is fast:
+        return f"Where its time goes: {_breakdown_text(summary, slow)}."
+    if not has_straggler(summary):
+        return (
+            f"Where its time goes, much the same on every rank; on {summary.rank_label(slow)}: "
+            f"{_breakdown_text(summary, slow)}."
+        )
+    return (
+        f"Where its time goes on {summary.rank_label(slow)}, the slowest: {_breakdown_text(summary, slow)}. "
+        f"On {summary.rank_label(fast)}, the fastest: {_breakdown_text(summary, fast)}."
+    )
+
+
+def _breakdown_text(summary: RunSummary, rank: RankSummary) -> str:
+    step_s = summary.step_p50_s or 1.0
+    costs = {name: getattr(rank.typical, part) for part, name in PHASE_DESCRIPTIONS.items()}
+    measured = {name: cost for name, cost in costs.items() if cost is not None and cost >= 0.005 * step_s}
+    texts = [
+        f"{format_seconds(measured[name])} {name} ({measured[name] / step_s:.0%})"
+        for name in sorted(measured, key=lambda name: -measured[name])
+    ]
+    return ", ".join(texts + [f"{name} was not measured" for name, cost in costs.items() if cost is None])
+
+
+def _explain_waiting(summary: RunSummary) -> str:
+    slow, fast = slowest_rank(summary), fastest_rank(summary)
+    if any(rank.typical.wait_s is None for rank in summary.ranks):
+        return "How long the ranks wait for each other was not measured."
+    least_s, most_s = slow.typical.wait_s or 0.0, fast.typical.wait_s or 0.0
+    if has_straggler(summary):
+        return (
+            f"The straggler is {summary.rank_label(slow)}: it waits least, {format_seconds(least_s)} a step, and "
+            f"{summary.rank_label(fast)} waits {format_seconds(most_s)} for it. Why: "
+            f"{straggler_reason(summary, slow, fast)}."
+        )
+    if most_s < MIN_NAMED_SHARE * (summary.step_p50_s or 1.0):
+        return f"No rank holds the others up: none waits longer than {format_seconds(most_s)} a step."
+    text = (
+        f"No single rank is slow, yet all of them wait, {format_seconds(least_s)} to {format_seconds(most_s)} a "
+        f"step: now one is "
+        "late, now another"
+    )
+    if not is_oversubscribed(summary):
+        return text + "."
+    return f"{text}, because {_total_threads(summary)} threads share {pluralize(summary.cores, 'core')}."
+
+
+def _explain_all_reduce(summary: RunSummary) -> str:
+    rank, step_s, in_flight_s = slowest_rank(summary), summary.step_p50_s or 1.0, summary.sync_p50_s
+    exposed_s = rank.typical.exposed_sync_s
+    if not in_flight_s:
+        return "How long the all-reduces take was not measured."
+    text = f"All-reduces are under way for {format_seconds(in_flight_s)} of a step"
+    if rank.bytes:
+        text += f"; each rank sends {format_bytes(rank.bytes)} in them, {format_bytes(rank.bytes / in_flight_s)}/s"
+    if exposed_s is None:
+        return text + ". How much of that backward hid was not measured."
+    if (sync := summary.manifest.roster.sync).kind == "diloco":
+        of = f"the mean over {pluralize(sync.every, 'step')}, of which one exchanges"
+        return (
+            f"{text}: {of}. Of it the rank was blocked for {format_seconds(exposed_s)}, "
+            f"{exposed_s / step_s:.0%} of a step."
+        )
+    hidden = max(0.0, 1 - exposed_s / in_flight_s)
+    blocked = f"the rank was blocked for {format_seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
+    if hidden < MIN_NAMED_SHARE:
+        return f"{text}. Backward hid none of it: {blocked}."
+    return (
+        f"{text}. They begin while backward still computes the gradients of earlier layers, which hides {hidden:.0%} "
+        f"of their time; in the rest {blocked}."
+    )
+
+
+def _explain_uneven_cores(summary: RunSummary) -> str:
+    """Explain the cores of each rank when ranks have different numbers of threads."""
+    texts = []
+    for rank in summary.ranks:
+        cpus, setup = busy_cpus(summary, rank), summary.manifest.ranks[rank.rank]
+        had = "was not measured" if cpus is None else f"ran on {cpus:.2f}"
+        disturbed = cpus is not None and cpus < MIN_CPU_SHARE * setup.threads
+        because = ", so other programs or a limit took the rest" if disturbed else ""
+        texts.append(f"{summary.rank_label(rank)} with {pluralize(setup.threads, 'thread')} {had}{because}")
+    return f"Cores at work, while a rank had work: {'; '.join(texts)}."
+
+
+def _explain_cores(summary: RunSummary) -> str:
+    if len({rank.threads for rank in summary.manifest.ranks}) > 1:
+        return _explain_uneven_cores(summary)
+    threads, num = pluralize(summary.threads_per_rank, "thread"), len(summary.ranks)
+    each = (
+        f"{pluralize(num, 'process')} with {threads}{' each' if num > 1 else ''} on {pluralize(summary.cores, 'core')}"
+    )
+    running = [cpus for rank in summary.ranks if (cpus := busy_cpus(summary, rank)) is not None]
+    if not running:
+        return f"{each}: on how many cores they really ran was not measured."
+    text = f"{each}: while it had work, a rank ran on {mean(running):.2f} cores"
+    if min(running) >= MIN_CPU_SHARE * summary.threads_per_rank:
+        text += f", so it was really running on its {threads}."
+    elif is_oversubscribed(summary):
+        text += f"; {_total_threads(summary)} threads do not fit on {pluralize(summary.cores, 'core')}."
+    else:
+        text += f". It was not really running on its {threads}: {_explain_cpu_contention(summary.threads_per_rank)}."
+    contention = usable_contention(summary)
+    if contention is None or num == 1:
+        return text
+    ratio = mean(contention.together_s) / mean(contention.alone_s)
+    text += (
+        f" Forward and backward of one micro-batch took a rank {format_seconds(mean(contention.alone_s))} alone and "
+        f"{format_seconds(mean(contention.together_s))} while all computed"
+    )
+    return text + (f": {ratio:.2f} times as long." if ratio >= MIN_SPEEDUP else ": sharing the machine costs nothing.")
+
+
+def _total_threads(summary: RunSummary) -> int:
+    return sum(rank.threads for rank in summary.manifest.ranks)
+
+
+def _explain_cpu_contention(threads: int) -> str:
+    others = "other programs used the cores"
+    if threads == 1:
+        return others
+    # Measured, tiny on 2 threads of 2 cores: 3.2 times as fast next to other programs, 0.57 times alone (see LOG.md).
+    return (
+        f"{others}, or there was too little work for {threads} threads; next to other programs, "
+        "OMP_WAIT_POLICY=PASSIVE before the command lets a thread that waits give up its core"
+    )
+
+
+# --- a series of runs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScalingExplanation:
+    """The explanation of a series of runs, in sentences."""
+
+    result: list[str]  # throughputs, and the ideal step time
+    causes: list[str]  # of the difference, the largest first
+    conclusion: list[str]  # what was not measured, and whether the runs learned the same model
+    advice: list[str]  # what to do
+
+
+def explain_scaling(summaries: Sequence[RunSummary]) -> str:
+    """Return one paragraph about runs of the same work on 1, 2, … processes: the speedup, its causes, and advice."""
+    story = scaling_explanation(summaries)
+    return " ".join(story.result + story.causes + story.conclusion + story.advice)
+
+
+def scaling_explanation(summaries: Sequence[RunSummary]) -> ScalingExplanation:
+    """Return the same as sentences: compare the run with the most processes with the one with the fewest."""
+    runs = sorted((run for run in summaries if run.tokens_per_s), key=lambda run: run.manifest.world_size)
+    result = [
+        f"The run with {_processes(run)} recorded no step ({run.manifest.verdict}): it is left out."
+        for run in summaries
+        if not run.tokens_per_s
+    ]
+    if len(runs) < 2:
+        return ScalingExplanation([*result, "Nothing to compare: that takes two runs with recorded steps."], [], [], [])
+    c = ScalingComparison(runs[0], runs[-1])
+    costs = {cause: cause.cost_s(c) for cause in CAUSES}
+    named = [(cause, cost) for cause, cost in costs.items() if cost and abs(cost) >= MIN_NAMED_SHARE * c.scaled_step_s]
+    named = sorted(named, key=lambda pair: -abs(pair[1]))[:MAX_NAMED_CAUSES]
+    helpful = [cause for cause, cost in named if cost > 0]
+    return ScalingExplanation(
+        result=[*result, _throughputs_text(runs), _overhead_text(c), *_cpu_contention_warnings(c)],
+        causes=[*_cause_sentences(c, named), *_unexplained(c, costs)],
+        conclusion=[*_unmeasured(c, costs), _same_model(runs)],
+        advice=_advice(runs, c, helpful),
+    )
+
+
+def max_loss_difference(summaries: Sequence[RunSummary], num_steps: int | None = None) -> float | None:
+    """Return the largest relative loss difference between the first run and any other, in all or the first steps."""
+    base, *others = (summary.losses for summary in summaries)
+    gaps = [
+        abs(ours - theirs) / abs(theirs)
+        for losses in others
+        for step, ours in losses.items()
+        if ours is not None and (theirs := base.get(step)) and (num_steps is None or step < num_steps)
+    ]
+    return max(gaps, default=None)
+
+
+def speedup(run: RunSummary, base: RunSummary) -> float:
+    """Return the throughput of `run` relative to `base`; both must have recorded steps."""
+    assert run.tokens_per_s
+    assert base.tokens_per_s
+    return run.tokens_per_s / base.tokens_per_s
+
+
+def recommended_run(runs: Sequence[RunSummary]) -> RunSummary:
+    """Return the fastest run, or the one with the fewest processes if that is about as fast; all recorded steps."""
+    base = min(runs, key=lambda run: run.manifest.world_size)
+    best = max(runs, key=lambda run: run.tokens_per_s or 0.0)
+    return best if speedup(best, base) >= MIN_SPEEDUP else base
+
+
+def _processes(run: RunSummary) -> str:
+    return pluralize(run.manifest.world_size, "process")
+
+
+def _throughputs_text(runs: list[RunSummary]) -> str:
+    base = runs[0]
+    texts = [f"{_processes(base)} trained {format_count(base.tokens_per_s)} tokens/s"]
+    texts += [
+        f"{_processes(run)} {format_count(run.tokens_per_s)}, {speedup(run, base):.2f} times as many"
+        for run in runs[1:]
+    ]
+    return "; ".join(texts) + "."
+
+
+def _overhead_text(c: ScalingComparison) -> str:
+    few_s, ideal_s = format_seconds(c.base_step_s), format_seconds(c.ideal_step_s)
+    if math.isclose(c.work_ratio, c.num_base_ranks / c.num_ranks, rel_tol=0.05):
+        ideal = (
+            f"Divided by {c.num_ranks / c.num_base_ranks:.2g} with nothing lost, a step of {few_s} would take {ideal_s}"
+        )
+    elif math.isclose(c.work_ratio, 1.0, rel_tol=0.05):
+        ideal = f"Every process had a batch of its own: with nothing lost, a step would still take {ideal_s}"
+    else:
+        ideal = f"With {c.work_ratio:.2g} times the work and nothing lost, a step of {few_s} would take {ideal_s}"
+    if abs(c.overhead_s) < MIN_NAMED_SHARE * c.scaled_step_s:
+        return f"{ideal}; it took {format_seconds(c.scaled_step_s)}: next to nothing was lost."
+    return (
+        f"{ideal}; it took {format_seconds(c.scaled_step_s)}, {format_seconds(abs(c.overhead_s))} "
+        f"{'more' if c.overhead_s > 0 else 'less'}."
+    )
+
+
+def _cpu_contention_warnings(c: ScalingComparison) -> list[str]:
+    """Warn, before any cause is named, if the runs had fewer cores than their threads could use."""
+    shortfalls, threads = [], 1
+    for run, rank in ((c.base, c.base_rank), (c.scaled, c.scaled_rank)):
+        contention, num = usable_contention(run), run.manifest.world_size
+        if not is_on_cpus(run) or (num > 1 and is_oversubscribed(run)):
+            continue
+        had = mean(contention.alone_cpus) if contention and num > 1 else busy_cpus(run, rank)
+        if had is not None and had < MIN_CPU_SHARE * min(run.threads_per_rank, run.cores):
+            shortfalls.append(
+                f"{had:.2f} cores for {pluralize(run.threads_per_rank, 'thread')} of a process when there {_were(num)}"
+            )
+            threads = max(threads, run.threads_per_rank)
+    if not shortfalls:
+        return []
+    return [
+        f"The threads were not always running ({', '.join(shortfalls)}): {_explain_cpu_contention(threads)}. "
+        f"Take causes as hints."
+    ]
+
+
+def _were(num: int) -> str:
+    return "was 1" if num == 1 else f"were {num}"
+
+
+def _cause_sentences(c: ScalingComparison, named: list[tuple[ScalingCause, float]]) -> list[str]:
+    """Return one sentence per cause, the largest first; if the scaled run is faster, gains come before losses."""
+    gains = [f"{format_seconds(-cost)} are gained {cause.explain(c, cost)}." for cause, cost in named if cost < 0]
+    losses = [f"{format_seconds(cost)} are lost {cause.explain(c, cost)}." for cause, cost in named if cost > 0]
+    if speedup(c.scaled, c.base) < MIN_SPEEDUP:
+        return losses + gains
+    contention = usable_contention(c.scaled)
+    now = c.num_ranks * mean(contention.together_cpus) if contention else None
+    before = c.num_base_ranks * c.base_cpus if c.base_cpus else None
+    if is_on_cpus(c.scaled) and now and before and now > MIN_SPEEDUP * before:
+        gains.insert(0, f"There was room for more: {before:.2f} cores were at work before, and now {now:.2f} are.")
+    return gains + losses
+
+
+def _unexplained(c: ScalingComparison, costs: dict[ScalingCause, float | None]) -> list[str]:
+    rest_s = c.overhead_s - sum(cost for cost in costs.values() if cost)
+    if abs(rest_s) < MIN_NAMED_SHARE * c.scaled_step_s:
+        return []
+    if rest_s > 0:
+        return [f"{format_seconds(rest_s)} remain unexplained."]
+    return [f"The step is {format_seconds(-rest_s)} shorter than all this makes it, which remains unexplained."]
+
+
+def _unmeasured(c: ScalingComparison, costs: dict[ScalingCause, float | None]) -> list[str]:
+    missing = [cause for cause, cost in costs.items() if cost is None]
+    names = [cause.unmeasured for cause in missing]
+    if c.growth_s("compute_s") is None:
+        names = ["forward and backward"] + [cause.unmeasured for cause in missing if cause.phase != "compute_s"]
+    return [f"Not measured: {'; '.join(dict.fromkeys(names))}."] if names else []
+
+
+def _same_model(runs: list[RunSummary]) -> str:
+    base, steps = runs[0], len(set.intersection(*(set(run.losses) for run in runs)))
+    if any(run.tokens_per_step != base.tokens_per_step for run in runs):
+        return "The runs did not train on the same batches, so their losses cannot be compared."
+    gap, early = max_loss_difference(runs), max_loss_difference(runs, EARLY_STEPS)
+    if gap is None or early is None:
+        return "Whether they learned the same model is not known: losses were not measured."
+    if gap <= SAME_MODEL_TOLERANCE:
+        return f"The losses of all {steps} common steps {_agreement_text(gap)}, so the same model was learned."
+    if early <= SAME_MODEL_TOLERANCE:
+        return (
+            f"The losses of the first {EARLY_STEPS} steps {_agreement_text(early)}, so it is the same training; "
+            f"later they "
+            f"differ by up to {gap:.2g} times their size, since every step builds on the rounding of the last."
+        )
+    text = f"The losses differ by up to {gap:.2g} times their size over {steps} common steps"
+    if base.manifest.shape and base.manifest.shape.dropout > 0:
+        return f"{text}, as they may with dropout, which draws other random numbers on another number of processes."
+    return f"{text}: more than the rounding of sums explains, so these are not quite the same models."
+
+
+def _agreement_text(gap: float) -> str:
+    return f"agree to {math.floor(-math.log10(gap))} digits" if gap else "are equal to the last digit"
+
+
+def _advice(runs: list[RunSummary], c: ScalingComparison, losses: list[ScalingCause]) -> list[str]:
+    if _cpu_contention_warnings(c):
+        return ["Measure again when nothing else runs on the machine, and decide then."]
+    helps = [text for cause in losses if (text := cause.advice(c))][:1]
+    best = recommended_run(runs)
+    if best is runs[0]:
+        return [f"Use {_processes(best)} here.", *helps]
+    more = "" if best is runs[-1] else f", more than {best.manifest.world_size} are not"
+    return [f"{_processes(best)} are worth it here{more}.", *helps]

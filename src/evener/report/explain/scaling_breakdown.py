@@ -1,0 +1,455 @@
+"""Break down lost scaling efficiency: the step time lost against ideal scaling, in seconds, cause by cause.
+
+    scaled step  =  work_ratio · base step  +  Σ causes  +  unexplained
+
+`work_ratio` is a rank's work relative to that of a rank of the base run (the one with fewer ranks): 1/2 if 2 processes
+divide the batch of one, 1 if every process brings a batch of its own. The phases of StepCost divide the difference by
+subtraction. The difference in compute is divided further by two measurements: the cores on which the ranks really ran,
+and the same work timed by each rank alone and by all ranks at once (Contention).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.report.read.run_summary import RunSummary
+from evener.report.read.stragglers import (
+    NOISE_RATIO,
+    busy_cpus,
+    cpu_s_per_token,
+    fastest_rank,
+    first_micro_batch_sizes,
+    has_straggler,
+    is_on_cpus,
+    is_oversubscribed,
+    mean,
+    slowest_rank,
+    solo_cpu_s_per_token,
+    straggler_reason,
+    usable_contention,
+)
+
+# of num_ranks times the bandwidth of one rank alone: below this, memory bandwidth is the limit
+MEMORY_BUS_FULL_SHARE = 0.75
+BATCH_FACTORS = (2, 4, 8, 16)
+MIN_BATCH_SPEEDUP = 1.1  # recommend a larger batch from this speedup on
+
+
+class ScalingComparison:
+    """Two runs with measured steps, on few and on many ranks, and the figures that separate causes."""
+
+    def __init__(self, base: RunSummary, scaled: RunSummary) -> None:
+        assert base.step_p50_s, "a run without steps cannot be compared"
+        assert scaled.step_p50_s, "a run without steps cannot be compared"
+        self.base, self.scaled = base, scaled
+        self.base_step_s, self.scaled_step_s = base.step_p50_s, scaled.step_p50_s
+        self.num_base_ranks, self.num_ranks = base.manifest.world_size, scaled.manifest.world_size
+        self.work_ratio = scaled.tokens_per_step / self.num_ranks / (base.tokens_per_step / self.num_base_ranks)
+        self.ideal_step_s = self.work_ratio * self.base_step_s
+        self.overhead_s = self.scaled_step_s - self.ideal_step_s
+        self.base_rank, self.scaled_rank = fastest_rank(base), fastest_rank(scaled)
+
+    def growth_s(self, part: str) -> float | None:
+        """Return by how many seconds a phase exceeds its ideal, `work_ratio` times its duration in the base run."""
+        before, now = getattr(self.base_rank.typical, part), getattr(self.scaled_rank.typical, part)
+        return None if before is None or now is None else now - self.work_ratio * before
+
+    @functools.cached_property
+    def base_cpus(self) -> float | None:
+        """The cores on which a rank of the base run computed."""
+        if self.num_base_ranks == 1 and self.base_rank.cpus is not None:
+            return self.base_rank.cpus
+        contention = usable_contention(self.base)
+        return mean(contention.together_cpus) if contention else None
+
+    @functools.cached_property
+    def scaled_cpus(self) -> float:
+        """The cores on which a rank of the scaled run computes alone; its threads if that was not measured."""
+        contention = usable_contention(self.scaled)
+        return mean(contention.alone_cpus) if contention else float(self.scaled.threads_per_rank)
+
+    @functools.cached_property
+    def cpu_s_per_token(self) -> tuple[float, float] | None:
+        """CPU seconds per token in the base and the scaled run, without contention from other ranks.
+
+        Measured on single micro-batches. If those were not timed, on whole steps, but only if it shrank: contention
+        can make it grow.
+        """
+        before, now = solo_cpu_s_per_token(self.base), solo_cpu_s_per_token(self.scaled)
+        if before and now:
+            return before, now
+        before, now = cpu_s_per_token(self.base), cpu_s_per_token(self.scaled)
+        return (before, now) if before and now and now < before and is_on_cpus(self.scaled) else None
+
+    @functools.cached_property
+    def contention_ratio(self) -> float | None:
+        """CPU time of the same work while all ranks compute, relative to alone; above 1, they slow each other down."""
+        contention = usable_contention(self.scaled)
+        if contention is None or is_oversubscribed(self.scaled):  # threads without a core make the others spin
+            return None
+        ratio = mean(contention.together_s) / mean(contention.alone_s)
+        running = mean(contention.together_cpus) / mean(contention.alone_cpus) if is_on_cpus(self.scaled) else 1.0
+        return max(1.0, ratio * min(1.0, running))
+
+    @functools.cached_property
+    def is_time_sharing(self) -> bool:
+        """Return whether the ranks of the scaled run share cores in time slices."""
+        if not is_on_cpus(self.scaled):
+            return False
+        contention = usable_contention(self.scaled)
+        if contention:
+            lost = mean(contention.alone_cpus) / mean(contention.together_cpus)
+        else:
+            lost = self.scaled.threads_per_rank / (
+                busy_cpus(self.scaled, self.scaled_rank) or self.scaled.threads_per_rank
+            )
+        return is_oversubscribed(self.scaled) or lost > NOISE_RATIO
+
+    @functools.cached_property
+    def compute_causes_s(self) -> dict[str, float]:
+        """The difference in compute seconds by cause; a cause that is missing was not measured.
+
+        share · before · cores · efficiency · neighbours · turns = now: each factor costs what it adds to the product
+        of those before it. If ranks share cores in time slices, the remainder is attributed to that ("turns").
+        """
+        growth_s, now_s = self.growth_s("compute_s"), self.scaled_rank.typical.compute_s
+        if growth_s is None or not now_s or growth_s >= now_s:
+            return {}
+        cores: dict[str, float] = {}
+        # oversubscribed: time sharing explains it all
+        if not is_on_cpus(self.scaled) or is_oversubscribed(self.scaled):
+            cores["cores"] = 0.0
+        elif self.base_cpus:
+            cores["cores"] = math.log(self.base_cpus / self.scaled_cpus)
+        efficiency = self.cpu_s_per_token[1] / self.cpu_s_per_token[0] if self.cpu_s_per_token else None
+        measured = {
+            name: 0.0 if 1 / NOISE_RATIO < ratio < NOISE_RATIO else math.log(ratio)
+            for name, ratio in (("efficiency", efficiency), ("neighbours", self.contention_ratio))
+            if ratio is not None
+        }
+        measured, rest = clip_to_total(measured, math.log(now_s / (now_s - growth_s)) - sum(cores.values()))
+        turns = {"turns": max(rest, 0.0) if self.is_time_sharing else 0.0}
+        costs_s, reached_s = {}, now_s - growth_s
+        for name, log in (cores | measured | turns).items():
+            costs_s[name] = reached_s * math.expm1(log)
+            reached_s += costs_s[name]
+        return costs_s
+
+
+def clip_to_total(predicted: dict[str, float], total: float) -> tuple[dict[str, float], float]:
+    """Clip predicted factors (as logarithms) so that their sum fits `total`; return them and the remainder.
+
+    The predictions were timed over milliseconds, the steps over minutes: if both disagree, the steps are right.
+
+    >>> clip_to_total({"efficiency": -1.0, "neighbours": 3.0}, 1.0)
+    ({'efficiency': -1.0, 'neighbours': 2.0}, 0.0)
+    >>> clip_to_total({"neighbours": 1.0}, 1.5)
+    ({'neighbours': 1.0}, 0.5)
+    """
+    rest = total - sum(predicted.values())
+    settled = {}
+    for name, value in predicted.items():
+        cut = math.copysign(min(abs(value), abs(rest)), value) if value * rest < 0 else 0.0
+        settled[name] = value - cut
+        rest += cut
+    return settled, rest
+
+
+@dataclass(frozen=True)
+class ScalingCause:
+    """A row of the table: one possible cause, its cost in seconds, and the texts about it."""
+
+    name: str
+    phase: str  # the phase of the step that it affects
+    cost_s: Callable[[ScalingComparison], float | None]  # negative: time gained; None: not measured
+    explain: Callable[[ScalingComparison, float], str]  # continues "3.2 ms are lost" or "are gained"
+    unmeasured: str  # continues "Not measured: "
+    advice: Callable[[ScalingComparison], str]  # a sentence on what helps; "" if nothing does
+
+
+def _explain_shorter_phase(c: ScalingComparison, part: str, name: str) -> str:
+    """Explain a phase that shrank by more than the work did."""
+    before, now = (getattr(rank.typical, part) for rank in (c.base_rank, c.scaled_rank))
+    return (
+        f"in {name}: {format_seconds(now)} a step, and {format_seconds(before)} with "
+        f"{pluralize(c.num_base_ranks, 'process')}"
+    )
+
+
+def _base_processes(c: ScalingComparison) -> str:
+    return "the one process" if c.num_base_ranks == 1 else f"each of the {c.num_base_ranks} processes"
+
+
+# --- cores: no idle ones to add ---------------------------------------------------------------------------------------
+
+
+def _explain_cores(c: ScalingComparison, cost_s: float) -> str:
+    before, now = f"{c.base_cpus:.2f}", f"{c.scaled_cpus:.2f}"
+    if cost_s < 0:
+        return (
+            f"because each of the {c.num_ranks} processes runs on {now} cores, where {_base_processes(c)} "
+            f"ran on {before}"
+        )
+    more = c.num_ranks * c.scaled_cpus / (c.num_base_ranks * (c.base_cpus or 1.0))
+    ran = (
+        f"{_base_processes(c)} ran on {before} of {pluralize(c.scaled.cores, 'core')} with "
+        f"{pluralize(c.base.threads_per_rank, 'thread')}"
+    )
+    if more < NOISE_RATIO:
+        return (
+            f"because the cores were taken already: {ran}, and each of the {c.num_ranks} has {now}: no core was added"
+        )
+    return (
+        f"because the cores did not grow with the processes: {ran}, and each of the {c.num_ranks} on {now}, in all "
+        f"{more:.2g} times as many"
+    )
+
+
+# --- time sharing: more threads than cores, or other programs ---------------------------------------------------------
+
+
+def _time_sharing_s(c: ScalingComparison) -> float | None:
+    compute_s, wait_s = c.compute_causes_s.get("turns"), c.growth_s("wait_s")
+    if compute_s is None or wait_s is None:
+        return None
+    return compute_s + (wait_s if c.is_time_sharing and not has_straggler(c.scaled) else 0.0)
+
+
+def _explain_time_sharing(c: ScalingComparison, cost_s: float) -> str:
+    if is_oversubscribed(c.scaled):
+        used = f", of which {_base_processes(c)} used {c.base_cpus:.2f}" if c.base_cpus else ""
+        return (
+            f"because {c.num_ranks * c.scaled.threads_per_rank} threads share "
+            f"{pluralize(c.scaled.cores, 'core')}{used}: the ranks take "
+            "turns, and one waits while another computes"
+        )
+    contention = usable_contention(c.scaled)
+    running = mean(contention.together_cpus) if contention else busy_cpus(c.scaled, c.scaled_rank) or 0.0
+    alone = f" and {c.scaled_cpus:.2f} when it computed alone" if contention else ""
+    return (
+        f"because other programs took the cores: a rank had {running:.2f} for its "
+        f"{pluralize(c.scaled.threads_per_rank, 'thread')} while all computed{alone}"
+    )
+
+
+def _time_sharing_advice(c: ScalingComparison) -> str:
+    if not is_oversubscribed(c.scaled):
+        return "Measure again when nothing else runs on the machine."
+    if c.num_ranks > c.scaled.cores:
+        return f"No more processes can compute at the same time than there are cores, {c.scaled.cores}."
+    threads = c.scaled.cores // c.num_ranks
+    return (
+        f"If {pluralize(c.num_ranks, 'process')}, then with {pluralize(threads, 'thread')} each: --threads {threads}."
+    )
+
+
+# --- efficiency: the CPU time per token without contention ------------------------------------------------------------
+
+
+def _explain_efficiency(c: ScalingComparison, cost_s: float) -> str:
+    assert c.cpu_s_per_token is not None
+    before, now = (format_seconds(1000 * token_s) for token_s in c.cpu_s_per_token)
+    time = "CPU time" if is_on_cpus(c.scaled) else "time"
+    figures = f"1,000 tokens take {now} of {time}, and took {before} with {pluralize(c.num_base_ranks, 'process')}"
+    if cost_s < 0 and c.scaled.threads_per_rank < c.base.threads_per_rank:
+        return (
+            f"because a process with {pluralize(c.scaled.threads_per_rank, 'thread')} uses its cores better "
+            f"than one that divides "
+            f"every operation among {c.base.threads_per_rank} threads, which wait for each other: {figures}"
+        )
+    if cost_s > 0 and first_micro_batch_sizes(c.scaled)[0] < first_micro_batch_sizes(c.base)[0]:
+        return (
+            f"because micro-batches of {first_micro_batch_sizes(c.scaled)[0]} sequences are computed less "
+            f"efficiently: {figures}"
+        )
+    return f"because the same work takes {'less' if cost_s < 0 else 'more'} time: {figures}"
+
+
+# --- contention: memory bandwidth, caches, clock ----------------------------------------------------------------------
+
+
+def _memory_Bps(c: ScalingComparison) -> tuple[float, float]:
+    """Return the memory copy bandwidth of one rank alone, and of all ranks in total."""
+    contention = usable_contention(c.scaled)
+    assert contention is not None
+    return mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
+
+
+def _is_memory_bus_full(c: ScalingComparison) -> bool:
+    alone, together = _memory_Bps(c)
+    return together < MEMORY_BUS_FULL_SHARE * c.num_ranks * alone
+
+
+def _explain_contention(c: ScalingComparison, cost_s: float) -> str:
+    contention = usable_contention(c.scaled)
+    assert contention is not None
+    ratio = mean(contention.together_s) / mean(contention.alone_s)
+    alone, together = _memory_Bps(c)
+    with_cores = f" although it keeps its {mean(contention.together_cpus):.2f} cores" if is_on_cpus(c.scaled) else ""
+    slower = f"the same work takes a rank {ratio:.2f} times as long next to the others as alone{with_cores}"
+    copies = (
+        f"a copy runs at {format_bytes(alone)}/s alone, and {c.num_ranks} at once at {format_bytes(together)}/s in all"
+    )
+    if _is_memory_bus_full(c):
+        return f"because the ranks share one memory, and its bandwidth is used up: {slower}, and {copies}"
+    return (
+        f"because the ranks slow each other down: {slower}; memory is not the reason ({copies}), which leaves shared "
+        f"caches, two hardware threads of one core, or a lower clock"
+    )
+
+
+def _contention_advice(c: ScalingComparison) -> str:
+    if not _is_memory_bus_full(c):
+        return ""
+    halve = "; --dtype bf16 halves the bytes" if c.scaled.manifest.roster.dtypes_text == "fp32" else ""
+    return f"More processes here wait for the same memory; another machine brings a memory of its own{halve}."
+
+
+# --- communication, update, input -------------------------------------------------------------------------------------
+
+
+def _explain_communication(c: ScalingComparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _explain_shorter_phase(c, "exposed_sync_s", "communication that backward did not hide")
+    rank, in_flight_s = slowest_rank(c.scaled), c.scaled.sync_p50_s
+    text = f"to communication that backward did not hide, {cost_s / c.scaled_step_s:.0%} of the step"
+    if rank.bytes and in_flight_s:
+        text += (
+            f": each rank sends {format_bytes(rank.bytes)} of gradients at {format_bytes(rank.bytes / in_flight_s)}/s"
+        )
+    return text
+
+
+def _explain_optimizer(c: ScalingComparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _explain_shorter_phase(c, "optimizer_s", "the update")
+    before, now = format_seconds(c.base_rank.typical.optimizer_s), format_seconds(c.scaled_rank.typical.optimizer_s)
+    return (
+        f"because every process repeats the whole update of {format_count(c.scaled.manifest.num_params)} "
+        f"parameters: {now}, and "
+        f"{before} with {pluralize(c.num_base_ranks, 'process')}"
+    )
+
+
+def _explain_input(c: ScalingComparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _explain_shorter_phase(c, "data_s", "waiting for input")
+    before, now = format_seconds(c.base_rank.typical.data_s), format_seconds(c.scaled_rank.typical.data_s)
+    return f"waiting for input: {now} a step, and {before} with {pluralize(c.num_base_ranks, 'process')}"
+
+
+def _larger_batch_advice(c: ScalingComparison) -> str:
+    """Recommend a larger batch if that amortizes costs per step. *Assumption*: the rest grows with the batch."""
+    before_s = c.base_rank.typical.optimizer_s or 0.0
+    once_s = (c.scaled_rank.typical.exposed_sync_s or 0.0) + (c.scaled_rank.typical.optimizer_s or 0.0)
+    work, batch = c.num_ranks * c.work_ratio / c.num_base_ranks, c.scaled.manifest.spec.train.batch
+    for factor in BATCH_FACTORS:
+        many_s = factor * (c.scaled_step_s - once_s) + once_s
+        speedup = work * (factor * (c.base_step_s - before_s) + before_s) / many_s
+        if speedup > MIN_BATCH_SPEEDUP and speedup > MIN_BATCH_SPEEDUP * work * c.base_step_s / c.scaled_step_s:
+            return (
+                f"Communication and update are paid once a step: with --batch {factor * batch} they would fall from "
+                f"{once_s / c.scaled_step_s:.0%} to {once_s / many_s:.0%} of it, and "
+                f"{pluralize(c.num_ranks, 'process')} train about "
+                f"{speedup:.2f} times the tokens/s of {pluralize(c.num_base_ranks, 'process')}."
+            )
+    return ""
+
+
+# --- waiting for each other -------------------------------------------------------------------------------------------
+
+
+def _explain_straggler(c: ScalingComparison, cost_s: float) -> str:
+    slow = slowest_rank(c.scaled)
+    return f"waiting for {c.scaled.rank_label(slow)}, the slowest: {straggler_reason(c.scaled, slow, c.scaled_rank)}"
+
+
+def _explain_jitter(c: ScalingComparison, cost_s: float) -> str:
+    if cost_s < 0:
+        return _explain_shorter_phase(c, "wait_s", "waiting for other ranks")
+    waits = sorted(rank.typical.wait_s or 0.0 for rank in c.scaled.ranks)
+    least, most = format_seconds(waits[0]), format_seconds(waits[-1])
+    return f"because now one rank is late, now another, and the rest wait, {least} to {most} a step"
+
+
+_UNMEASURED_CONTENTION = "the time of a rank's work alone and next to the others (--contention measures it)"
+_UNMEASURED_WAIT = "how long the ranks wait for each other"
+
+CAUSES: tuple[ScalingCause, ...] = (
+    ScalingCause(
+        name="cores",
+        phase="compute_s",
+        cost_s=lambda c: c.compute_causes_s.get("cores"),
+        explain=_explain_cores,
+        unmeasured="on how many cores the processes ran",
+        advice=lambda c: "The cores have work already: only another machine or a GPU would add to them.",
+    ),
+    ScalingCause(
+        name="turns",
+        phase="compute_s",
+        cost_s=_time_sharing_s,
+        explain=_explain_time_sharing,
+        unmeasured=_UNMEASURED_WAIT,
+        advice=_time_sharing_advice,
+    ),
+    ScalingCause(
+        name="efficiency",
+        phase="compute_s",
+        cost_s=lambda c: c.compute_causes_s.get("efficiency"),
+        explain=_explain_efficiency,
+        unmeasured=_UNMEASURED_CONTENTION,
+        advice=lambda c: "A larger --batch gives every rank larger micro-batches.",
+    ),
+    ScalingCause(
+        name="neighbours",
+        phase="compute_s",
+        cost_s=lambda c: 0.0 if is_oversubscribed(c.scaled) else c.compute_causes_s.get("neighbours"),
+        explain=_explain_contention,
+        unmeasured=_UNMEASURED_CONTENTION,
+        advice=_contention_advice,
+    ),
+    ScalingCause(
+        name="communication",
+        phase="exposed_sync_s",
+        cost_s=lambda c: c.growth_s("exposed_sync_s"),
+        explain=_explain_communication,
+        unmeasured="communication that backward did not hide",
+        advice=_larger_batch_advice,
+    ),
+    ScalingCause(
+        name="straggler",
+        phase="wait_s",
+        cost_s=lambda c: c.growth_s("wait_s") if has_straggler(c.scaled) else 0.0,
+        explain=_explain_straggler,
+        unmeasured=_UNMEASURED_WAIT,
+        advice=lambda c: f"What slows {c.scaled.rank_label(slowest_rank(c.scaled))} slows all: look there first.",
+    ),
+    ScalingCause(
+        name="late",
+        phase="wait_s",
+        cost_s=lambda c: 0.0 if has_straggler(c.scaled) or c.is_time_sharing else c.growth_s("wait_s"),
+        explain=_explain_jitter,
+        unmeasured=_UNMEASURED_WAIT,
+        advice=lambda c: "",
+    ),
+    ScalingCause(
+        name="input",
+        phase="data_s",
+        cost_s=lambda c: c.growth_s("data_s"),
+        explain=_explain_input,
+        unmeasured="waiting for input",
+        advice=lambda c: "Make the input faster first: a local disk, or a corpus that fits in memory.",
+    ),
+    ScalingCause(
+        name="optimizer",
+        phase="optimizer_s",
+        cost_s=lambda c: c.growth_s("optimizer_s"),
+        explain=_explain_optimizer,
+        unmeasured="the update",
+        advice=_larger_batch_advice,
+    ),
+)

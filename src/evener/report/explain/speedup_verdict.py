@@ -1,0 +1,94 @@
+"""Judge whether the other machines helped: measured throughput against the best single host's prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
+from evener.plan.choice.advice import format_throughput
+from evener.plan.choice.options import MIN_GAIN
+from evener.plan.choice.search import recommended_flags
+from evener.report.explain.what_if import RunAlternatives
+from evener.report.read.run_summary import RunSummary
+from evener.report.read.stragglers import slowest_rank
+
+MIN_SPEEDUP = 1.05  # a smaller ratio does not count as a speedup
+MAX_NAMED_HOSTS = 3  # hosts listed by name; of more, give the number
+
+
+@dataclass(frozen=True)
+class SpeedupVerdict:
+    """The verdict, and a command that does better or measures it."""
+
+    message: str
+    hint: str = ""  # what the command is for
+    command: str = ""
+
+    @property
+    def text(self) -> str:
+        """The verdict and the command as one paragraph."""
+        return f"{self.message} {self.hint}: {self.command}" if self.command else self.message
+
+
+def speedup_verdict(summary: RunSummary, alternatives: RunAlternatives | None) -> SpeedupVerdict:
+    """Return the verdict that a report begins with; `alternatives` are predicted from the run's records."""
+    if not summary.tokens_per_s:
+        return SpeedupVerdict(f"No step was recorded{summary.manifest.window_text}, so there is nothing to explain.")
+    if len(summary.manifest.roster.hosts) > 1:
+        return _multi_host_verdict(summary, summary.tokens_per_s, alternatives)
+    trained, num = format_throughput(summary.tokens_per_s), summary.manifest.world_size
+    (host,) = summary.manifest.roster.hosts
+    if num == 1:
+        return SpeedupVerdict(f"{host} alone trained {trained}; no other machine took part.")
+    return _single_host_verdict(summary, f"{pluralize(num, 'process')} on {host} trained {trained}")
+
+
+def _multi_host_verdict(
+    summary: RunSummary, tokens_per_s: float, alternatives: RunAlternatives | None
+) -> SpeedupVerdict:
+    hosts = summary.manifest.roster.hosts
+    who = join_names(hosts) if len(hosts) <= MAX_NAMED_HOSTS else f"{len(hosts)} hosts"
+    trained = f"{who} trained {format_throughput(tokens_per_s)}"
+    if alternatives is None or alternatives.best_single_host is None:
+        return SpeedupVerdict(f"{trained} together; what one of them alone would have trained is not known.")
+    alone = alternatives.best_single_host
+    ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
+    rates = (
+        f"{trained} over {format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)}; {name} alone "
+        f"would have trained "
+    )
+    rates += format_throughput(alone.tokens_per_s)
+    if ratio >= MIN_SPEEDUP:
+        verdict = f"It was worth it: {rates}: together they are {ratio:.2f} times as fast."
+    elif ratio > 1 / MIN_SPEEDUP:
+        verdict = f"It made no difference: {rates}."
+    else:
+        verdict = f"It was not worth it: {rates}: {name} alone is {1 / ratio:.2f} times as fast."
+    return _with_recommendation(summary, alternatives, verdict)
+
+
+def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, message: str) -> SpeedupVerdict:
+    """Add the set-up that the planner recommends instead, if it differs from the run's own and is faster."""
+    prediction, measured = alternatives.prediction, alternatives.as_measured
+    if not prediction.recommended or prediction.recommended == prediction.chosen:
+        return SpeedupVerdict(message)
+    best = prediction.option(prediction.recommended)
+    if best.tokens_per_s < MIN_GAIN * measured.tokens_per_s:
+        return SpeedupVerdict(message)
+    steps = f" --steps {2 * summary.num_steps}" if summary.manifest.verdict == "finished" else ""
+    hint = f"{best.name} would train {format_throughput(best.tokens_per_s)}"
+    if not best.is_exact and (best.loss_penalty or 0) > 0:
+        hint += f" at {best.loss_penalty:.1%} more loss"
+    command = f"evener train --resume {summary.run_dir}{steps} {recommended_flags(prediction)}"
+    return SpeedupVerdict(message, hint, command)
+
+
+def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
+    """Return what several processes lose to communication; no record shows what one process would train."""
+    manifest, cost = summary.manifest, slowest_rank(summary).typical
+    both_s = (cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0)
+    lost = f"; {format_seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""
+    verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
+    data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
+    command = f"evener bench --data {data} --model {model} --batch {batch} --ranks 1 --ranks {manifest.world_size}"
+    return SpeedupVerdict(verdict, "To measure it", command)

@@ -1,0 +1,190 @@
+"""Summarize a run in a few figures, which every explanation, comparison and chart of a run reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from evener.core.base.units import median
+from evener.core.cluster.finding import Finding
+from evener.core.run.prediction import PlanOption, Prediction
+from evener.core.run.run_plan import read_prediction
+from evener.core.run.rundir import Manifest, RunDir
+from evener.core.run.step_cost import Fidelity, StepRecord, align_steps, first_rank_record, noise_scale
+from evener.core.run.step_statistics import RankSummary, summarize_steps
+from evener.report.read.event_log import evaluations
+from evener.report.read.membership_changes import MembershipChange, membership_changes
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run; None = not measured. Rates are medians over the steps since `manifest.since`, after warmup.
+
+    With a sync strategy that exchanges every N steps, a step is the mean of such a round.
+    """
+
+    run_dir: str
+    manifest: Manifest
+    num_steps: int  # taken and recorded by all ranks, over all starts of the run
+    tokens_per_step: int
+    step_p50_s: float | None
+    step_p95_s: float | None
+    tokens_per_s: float | None
+    sync_p50_s: float | None  # collectives of one step in flight, without waiting for the last rank
+    sync_p95_s: float | None
+    ranks: list[RankSummary]
+    losses: dict[int, float | None]  # by step
+    val_loss: float | None = None  # at the end, else of the last evaluation
+    prediction: Prediction | None = None  # None: nothing was predicted
+    findings: list[Finding] = []  # problems detected on hosts, from the events
+    noise_scale_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
+    fidelity: Fidelity | None = None  # medians of the error that a lossy sync strategy adds
+    membership_changes: list[MembershipChange] = []
+    elapsed_s: float | None = (
+        None  # from the first to the last step's end on the rank with the most steps, pauses included
+    )
+
+    @property
+    def predicted(self) -> PlanOption | None:
+        """The prediction for the final roster; None if nothing was predicted for it."""
+        return None if self.prediction is None else self.prediction.option_for(self.manifest.roster)
+
+    @property
+    def cores(self) -> int:
+        """Processors that the run could use, on all hosts."""
+        return sum(host.cores for host in self.manifest.hosts)
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Threads of the first rank."""
+        return self.manifest.ranks[0].threads
+
+    def rank_label(self, rank: RankSummary) -> str:
+        """Return the rank's label for display."""
+        return self.manifest.roster.rank_label(self.manifest.roster.members[rank.rank].rank)
+
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of the last step in which it was measured."""
+        return next((loss for loss in reversed(self.losses.values()) if loss is not None), None)
+
+
+def read_records(rundir: RunDir) -> dict[int, list[StepRecord]]:
+    """Read the records of every rank, including ranks that only an earlier start of the run had."""
+    return {rank: rundir.records(rank) for rank in rundir.recorded_ranks()}
+
+
+def summarize_run(rundir: RunDir) -> RunSummary:
+    """Summarize the run in a run directory."""
+    manifest = rundir.manifest()
+    records, events = read_records(rundir), rundir.events()
+    steps = align_steps(records)
+    medians = summarize_steps(steps, manifest)
+    return RunSummary(
+        run_dir=str(rundir),
+        manifest=manifest,
+        num_steps=first_rank_record(steps[-1]).step + 1 if steps else 0,
+        tokens_per_step=medians.tokens_per_step,
+        step_p50_s=medians.step_p50_s,
+        step_p95_s=medians.step_p95_s,
+        tokens_per_s=medians.tokens_per_step / medians.step_p50_s if medians.step_p50_s else None,
+        sync_p50_s=medians.sync_p50_s,
+        sync_p95_s=medians.sync_p95_s,
+        ranks=medians.ranks,
+        losses={record.step: record.loss for record in map(first_rank_record, steps)},
+        val_loss=_val_loss(manifest, events),
+        prediction=read_prediction(rundir),
+        noise_scale_tokens=noise_scale([first_rank_record(of_step) for of_step in steps]),
+        fidelity=_fidelity([record for record in map(first_rank_record, steps) if record.step >= manifest.since]),
+        findings=_findings(events),
+        membership_changes=membership_changes(events, records),
+        elapsed_s=_elapsed_s(steps),
+    )
+
+
+def _val_loss(manifest: Manifest, events: list[dict[str, Any]]) -> float | None:
+    if manifest.result and manifest.result.val_loss is not None:
+        return manifest.result.val_loss
+    return next((loss for _, loss in reversed(evaluations(events))), None)
+
+
+def _fidelity(records: list[StepRecord]) -> Fidelity | None:
+    fidelities = [record.fidelity for record in records if record.fidelity is not None]
+    error, cosine = (median([getattr(fidelity, name) for fidelity in fidelities]) for name in ("error", "cosine"))
+    return None if error is None or cosine is None else Fidelity(error=error, cosine=cosine)
+
+
+def _elapsed_s(steps: Sequence[Mapping[int, StepRecord]]) -> float | None:
+    """Return the seconds from the first to the last step's end, by the clock of the rank with the most steps."""
+    counted = Counter(rank for of_step in steps for rank in of_step)
+    if not counted:
+        return None
+    [(most, _)] = counted.most_common(1)
+    ended = [of_step[most].ended for of_step in steps if most in of_step]
+    return ended[-1] - ended[0]
+
+
+def _findings(events: list[dict[str, Any]]) -> list[Finding]:
+    """Return the events that are findings about a host: named by their check, with host and evidence."""
+    return [
+        Finding(
+            check=str(event["event"]),
+            severity="warning",
+            host=event["host"],
+            evidence=event["evidence"],
+            fix=str(event.get("fix", "")),
+        )
+        for event in events
+        if isinstance(event.get("host"), str) and isinstance(event.get("evidence"), str)
+    ]
+
+
+def summary_json(summary: RunSummary) -> dict[str, Any]:
+    """Return the JSON object that `train --json` and `bench --json` print for a run."""
+    result = summary.manifest.result
+    return {
+        "run_dir": summary.run_dir,
+        "verdict": summary.manifest.verdict,
+        "steps": summary.num_steps,
+        "since_step": summary.manifest.since,
+        "tokens_per_s": summary.tokens_per_s,
+        "step_p50_s": summary.step_p50_s,
+        "step_p95_s": summary.step_p95_s,
+        "loss": result.loss if result else summary.last_loss,
+        "val_loss": summary.val_loss,
+        "replicas_agree": result.replicas_agree if result else None,
+        "num_params": summary.manifest.num_params,
+        "peak_memory_bytes": result.peak_memory_bytes if result else None,
+        "noise_scale_tokens": summary.noise_scale_tokens,
+        "all_reduce_p50_s": summary.sync_p50_s,
+        "all_reduce_p95_s": summary.sync_p95_s,
+        "ranks": [
+            {
+                "rank": summary.manifest.roster.members[rank.rank].rank,
+                "cost": msgspec.to_builtins(rank.typical),
+                "bytes": rank.bytes,
+            }
+            for rank in summary.ranks
+        ],
+        "predicted": _prediction_json(summary),
+        "changes": msgspec.to_builtins(summary.membership_changes),
+    }
+
+
+def _prediction_json(summary: RunSummary) -> dict[str, Any] | None:
+    option = summary.predicted
+    if option is None:
+        return None
+    return {
+        "option": option.name,
+        "step_s": option.step_s,
+        "tokens_per_s": option.tokens_per_s,
+        "step_difference": summary.step_p50_s / option.step_s - 1 if summary.step_p50_s else None,
+        "ranks": [
+            {"rank": member.rank, "host": member.host, "cost": msgspec.to_builtins(cost.cost), "sync_s": cost.sync_s,
+             "bytes": cost.bytes, "memory_bytes": cost.memory_bytes}
+            for member, cost in zip(option.roster.members, option.ranks, strict=True)
+        ],
+    }  # fmt: skip

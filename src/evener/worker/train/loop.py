@@ -1,0 +1,124 @@
+"""Train a model, on one process or on many. START READING HERE: this is the whole loop.
+
+join → model, optimizer, data → for every step: this rank's share of the batch, forward, backward, update
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.optim import AdamW
+
+from evener.core.base.errors import UsageError
+from evener.core.model.shape import GPTShape
+from evener.core.run.progress import RunProgress
+from evener.core.run.resolve import ResolvedRun, find_weights_file
+from evener.core.run.run_spec import TrainSpec
+from evener.worker.state.checkpoint import copy_weights, named_weights, read_safetensors
+from evener.worker.train.contention import measure_contention
+from evener.worker.train.gpt2 import is_gpt2_file, load_gpt2
+from evener.worker.train.model import GPT
+from evener.worker.train.optim import adamw, set_hyperparameters
+from evener.worker.train.run import Run, join
+from evener.worker.train.token_blocks import TokenBlocks
+from evener.worker.train.train_step import TrainStep
+
+PROGRESS_EVERY_S = 5.0
+
+
+def train(resolved: ResolvedRun) -> None:
+    """Run the training that `resolved` describes, from its first step or from the checkpoint it resumes."""
+    spec, shape = resolved.spec, resolved.shape
+    with join(spec, resolved) as run:
+        train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
+        val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
+        model = run.model(build_model(resolved, is_new=run.first_step == 0))
+        optimizer = run.optimizer(adamw(model, spec.train))
+        tokens_per_step, every = spec.train.batch * shape.block_size, run.roster.sync.every
+        progress = RunProgress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
+        printed_at = time.monotonic()
+        if spec.machine.contention:
+            run.contention = measure_contention(run, model, train_set)
+
+        for step in run.steps(train_set):
+            train_one_step(step, model, optimizer, spec.train, run.autocast)
+            if step.is_eval_step:
+                with step.record_between_steps("evaluation"):
+                    step.val_loss = evaluate(run, model, val_set, step.index + 1)
+                run.print_once(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
+            if run.last_record is not None and run.last_record.step >= progress.steps_done:
+                progress.add(run.last_record)
+                if time.monotonic() - printed_at > PROGRESS_EVERY_S:
+                    printed_at = time.monotonic()
+                    run.print_once(progress.status_line())
+
+
+def train_one_step(
+    step: TrainStep, model: GPT, optimizer: AdamW, train: TrainSpec, autocast: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Run one optimizer step: this rank's share of the batch, forward, backward, update."""
+    set_hyperparameters(optimizer, step.index, train)
+    for tokens, targets in step.micro_batches():
+        with autocast():
+            loss_sum = model(tokens, targets)
+        step.backward(loss_sum)
+    step.update(optimizer)
+
+
+def build_model(resolved: ResolvedRun, *, is_new: bool) -> GPT:
+    """Return the initial model: random weights, or those of `--init-from` in a new run."""
+    spec = resolved.spec.model
+    model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
+    if spec.init_from is not None and is_new:
+        path = find_weights_file(spec.init_from)
+        if not is_gpt2_file(path):  # our own
+            copy_weights(read_safetensors(path), named_weights(model), path)
+            return model
+        shape, weights = load_gpt2(path, resolved.shape.num_heads, bias=resolved.shape.bias)
+        if shape != msgspec.structs.replace(resolved.shape, dropout=shape.dropout):
+            difference = _describe_difference(shape, resolved.shape)
+            raise UsageError(
+                f"--init-from {spec.init_from}: its shape is not that of --model {spec.model}: {difference}",
+                hint="--model gpt2, its block size, layers and width, and a corpus in GPT-2's tokens",
+            )
+        model.load_state_dict(weights)
+    return model
+
+
+def _describe_difference(theirs: GPTShape, ours: GPTShape) -> str:
+    pairs = [
+        (name, getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__ if name != "dropout"
+    ]
+    return ", ".join(f"{name} {their} and {our}" for name, their, our in pairs if their != our)
+
+
+@torch.no_grad()
+def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
+    """Return the mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks.
+
+    Each rank evaluates its own replica on its part of the blocks. With local steps that is the mean over replicas;
+    after the last step they are one model.
+    """
+    began = time.perf_counter()
+    positions = val_set.evenly_spaced_positions(run.spec.eval.eval_tokens)
+    own_positions = np.split(positions, np.cumsum(run.roster.divide_work(len(positions)))[:-1])[run.rank]
+    model.eval()
+    loss_sum, num_tokens = 0.0, 0
+    for start in range(0, len(own_positions), run.member.micro_batch):
+        samples = own_positions[start : start + run.member.micro_batch]
+        tokens, targets = val_set.load(samples, run.device)
+        with run.autocast():
+            loss_sum += float(model(tokens, targets))
+        num_tokens += val_set.num_tokens(samples)
+    model.train()
+    mean = run.mean(loss_sum, num_tokens)
+    if run.rank == 0:
+        run.dir.add_event("evaluation", step=step, val_loss=mean, tokens=len(positions) * val_set.block_size,
+                          took_s=time.perf_counter() - began)  # fmt: skip
+    return mean

@@ -1,0 +1,39 @@
+"""Optimizer: AdamW and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from evener.core.run.run_spec import TrainSpec
+from evener.worker.train.model import GPT
+
+
+def learning_rate(step: int, spec: TrainSpec) -> float:
+    """Return linear warmup, then a cosine to min_lr at the last step.   [Loshchilov & Hutter 2017, as in nanoGPT]
+
+    >>> spec = TrainSpec(steps=11, lr=1.0, min_lr=0.0, warmup=0)
+    >>> learning_rate(0, spec), round(learning_rate(5, spec), 6), learning_rate(10, spec)
+    (1.0, 0.5, 0.0)
+    """
+    warmup = spec.steps // 20 if spec.warmup is None else spec.warmup
+    min_lr = spec.lr / 10 if spec.min_lr is None else spec.min_lr
+    if step < warmup:
+        return spec.lr * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, spec.steps - 1 - warmup)
+    return min_lr + (spec.lr - min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def adamw(model: GPT, spec: TrainSpec) -> torch.optim.AdamW:
+    """Return a fused AdamW that decays matrices but not vectors."""
+    return torch.optim.AdamW(
+        model.param_groups(spec.weight_decay), lr=spec.lr, betas=(spec.beta1, spec.beta2), fused=True
+    )
+
+
+def set_hyperparameters(optimizer: torch.optim.AdamW, step: int, spec: TrainSpec) -> None:
+    """Set this step's hyperparameters from the flags, which override those of a resumed run's checkpoint."""
+    for group in optimizer.param_groups:
+        group["lr"], group["betas"] = learning_rate(step, spec), (spec.beta1, spec.beta2)
+        group["weight_decay"] = spec.weight_decay if group["params"][0].dim() >= 2 else 0.0

@@ -1,0 +1,378 @@
+"""What hosts tell each other over a real socket: the run's own words are heard, whatever anybody else sends there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import socket
+import time
+from collections.abc import Callable, Coroutine, Iterator
+
+import msgspec
+import pytest
+
+from evener.core.run.membership_epoch import MembershipEpoch
+from evener.node.agent import peer_links
+from evener.node.agent.consensus import ConsensusState, HostStatus
+from evener.node.agent.peer_links import MAX_LINE_BYTES, MAX_UNAUTHENTICATED, NONCE_BYTES, PeerLinks, line_mac
+from tests.conftest import free_port
+
+KEY, OTHER_KEY = b"the run's", b"another run's"
+LOOPBACK = "127.0.0.1"
+WITHIN_S = 60.0  # of a machine as busy as it likes
+NUM_MESSAGES, BATCH = 10_000, 100
+
+
+def of(host: str, count: int = 1) -> HostStatus:
+    return HostStatus(
+        host=host,
+        sequence=count,
+        consensus_state=ConsensusState(MembershipEpoch(number=0, hosts=["a", "b"])),
+        live_peers=["a"],
+    )
+
+
+def line(nonce: bytes, number: int, text: bytes, key: bytes = KEY) -> bytes:
+    return line_mac(key, nonce, number, text) + b" " + text + b"\n"
+
+
+TEXT = msgspec.json.encode(of("b"))
+
+
+@pytest.fixture
+def quietly(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., None]]:
+    """Run a coroutine: nothing may be logged, printed, or left for the event loop to complain about."""
+
+    def run(main: Coroutine[None, None, None]) -> None:
+        complaints = []
+
+        async def watched() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+            await main
+            gc.collect()  # tells of tasks whose exception nobody has retrieved
+            await asyncio.sleep(0)
+
+        with caplog.at_level(logging.WARNING):
+            asyncio.run(watched(), debug=False)
+        assert complaints == []
+        assert caplog.records == []
+        assert capfd.readouterr().err == ""
+
+    return run
+
+
+class Listener:
+    """A gossip that hears, and what it has heard."""
+
+    def __init__(self) -> None:
+        self.heard: list[HostStatus] = []
+        self.gossip = PeerLinks(KEY, self.heard.append)
+        self.port = 0
+
+    async def __aenter__(self) -> Listener:
+        self.port = await self.gossip.listen((LOOPBACK, 0))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.gossip.close()
+
+    async def hears(self, speaker: PeerLinks, statement: HostStatus) -> None:
+        """Return once it has heard somebody say it."""
+        speaker.broadcast(statement, {"listener": (LOOPBACK, self.port)})
+        await until(lambda: statement in self.heard)
+
+    async def hears_an_honest_host(self) -> None:
+        honest = PeerLinks(KEY, lambda _: None)
+        await self.hears(honest, of("honest", time.monotonic_ns()))
+        await honest.close()
+
+    def connect(self) -> Raw:
+        return Raw(self.port)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+class Raw:
+    """Somebody on the network: a connection, its nonce, and any bytes."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection((LOOPBACK, port), WITHIN_S)
+        self.nonce = b""
+
+    async def __aenter__(self) -> Raw:
+        await asyncio.to_thread(self.hear_nonce)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def hear_nonce(self) -> bytes:
+        while len(self.nonce) < NONCE_BYTES:
+            some = self._socket.recv(NONCE_BYTES - len(self.nonce))
+            assert some, "it is not heard at all"
+            self.nonce += some
+        return self.nonce
+
+    def send(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it may have ended the connection at the first bytes
+            self._socket.sendall(data)
+
+    def end(self) -> None:
+        """Say no more, but listen."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def answer(self) -> bytes:
+        """b"." for a line that was believed, b"" when the connection has been ended; TimeoutError is a hang."""
+        try:
+            return self._socket.recv(1)
+        except ConnectionError:
+            return b""
+
+    async def answer_to(self, data: bytes) -> bytes:
+        self.send(data)
+        return await asyncio.to_thread(self.answer)
+
+
+def test_two_listeners_receive_each_other(quietly):
+    async def main() -> None:
+        async with Listener() as a, Listener() as b:
+            assert a.gossip._server is not None
+            assert {one.getsockname()[0] for one in a.gossip._server.sockets} == {LOOPBACK}
+            await asyncio.gather(a.hears(b.gossip, of("b", 1)), b.hears(a.gossip, of("a", 1)))
+            await asyncio.gather(a.hears(b.gossip, of("b", 2)), b.hears(a.gossip, of("a", 2)))
+
+    quietly(main())
+
+
+def test_message_with_other_key_is_rejected(quietly):
+    async def main() -> None:
+        async with Listener() as listener:
+            stranger = PeerLinks(OTHER_KEY, lambda _: None)
+            stranger.broadcast(of("stranger"), {"listener": (LOOPBACK, listener.port)})
+            async with listener.connect() as raw:
+                assert await raw.answer_to(line(raw.nonce, 0, TEXT, OTHER_KEY)) == b""
+            await listener.hears_an_honest_host()
+            await stranger.close()
+            assert {one.host for one in listener.heard} == {"honest"}
+
+    quietly(main())
+
+
+def test_replayed_or_out_of_order_message_is_rejected(quietly):
+    async def main() -> None:
+        async with Listener() as listener:
+            async with listener.connect() as raw:
+                recorded = line(raw.nonce, 0, TEXT)
+                assert await raw.answer_to(recorded) == b"."
+                assert await raw.answer_to(recorded) == b""
+            async with listener.connect() as raw:
+                assert await raw.answer_to(recorded) == b""
+            async with listener.connect() as raw:  # nor a later one first
+                assert await raw.answer_to(line(raw.nonce, 1, TEXT)) == b""
+            assert listener.heard == [of("b")]
+            await listener.hears_an_honest_host()
+
+    quietly(main())
+
+
+SIGNED = {  # by somebody who has the key: an agent of another version, or a broken one
+    "no-json": b"no json",
+    "no-utf-8": b'{"host": "\xff\xfe"}',
+    "half-a-surrogate": b'{"host": "\\ud800"}',
+    "another-type": b"[1, 2, 3]",
+    "null": b"null",
+    "nothing": b"",
+    "no-fields": b"{}",
+    "fields-of-other-types": TEXT.replace(b'"b"', b"7"),
+    "too-large-a-number": TEXT.replace(b'"sequence":1', b'"sequence":1e999'),
+    "too-deep": b'{"more":' + b"[" * (MAX_LINE_BYTES - 200),
+}
+
+
+@pytest.mark.parametrize("what", SIGNED)
+def test_signed_non_statement_closes_only_its_connection(quietly, what):
+    async def main() -> None:
+        async with Listener() as listener:
+            async with listener.connect() as raw:
+                assert await raw.answer_to(line(raw.nonce, 0, SIGNED[what])) == b""
+            assert listener.heard == []
+            await listener.hears_an_honest_host()
+
+    quietly(main())
+
+
+UNSIGNED = {
+    "nothing": b"",
+    "an-empty-line": b"\n",
+    "no-mac": TEXT + b"\n",
+    "too-long-a-line": b"x" * (4 * MAX_LINE_BYTES),
+    "too-long-a-line-with-an-end": b"x" * (MAX_LINE_BYTES + 1) + b"\n",
+    "a-mac-of-bytes-beyond-ascii": b"\xff" * 64 + b" " + TEXT + b"\n",
+    "zeros": bytes(1000),
+    "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", UNSIGNED)
+def test_unsigned_message_closes_only_its_connection(quietly, what):
+    async def main() -> None:
+        async with Listener() as listener:
+            async with listener.connect() as raw:
+                raw.send(UNSIGNED[what])
+                raw.end()
+                assert await raw.answer_to(b"") == b""
+            assert listener.heard == []
+            await listener.hears_an_honest_host()
+
+    quietly(main())
+
+
+def test_partial_line_times_out(quietly, monkeypatch):
+    monkeypatch.setattr(peer_links, "IDLE_TIMEOUT_S", 0.5)
+
+    async def main() -> None:
+        async with Listener() as listener, listener.connect() as raw:
+            raw.send(line(raw.nonce, 0, TEXT)[:40])
+            await listener.hears_an_honest_host()
+            assert await raw.answer_to(b"") == b""  # in the end it is hung up on
+
+    quietly(main())
+
+
+def test_listener_survives_300_short_connections(quietly):
+    async def main() -> None:
+        async with Listener() as listener:
+            for i in range(300):
+                with socket.create_connection((LOOPBACK, listener.port), WITHIN_S) as one:
+                    if i % 2:  # a reset instead of an end
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                if i % 50 == 0:
+                    await asyncio.sleep(0)
+            await listener.hears_an_honest_host()
+
+    quietly(main())
+
+
+def test_idle_connections_do_not_block_others(quietly):
+    """Somebody holds more of them than may be there; who was heard before stays, who comes then is heard."""
+
+    async def main() -> None:
+        async with Listener() as listener, listener.connect() as known:
+            assert await known.answer_to(line(known.nonce, 0, TEXT)) == b"."
+            with contextlib.ExitStack() as idle:
+                for _ in range(MAX_UNAUTHENTICATED + 100):
+                    await asyncio.to_thread(idle.enter_context(contextlib.closing(listener.connect())).hear_nonce)
+                await listener.hears_an_honest_host()
+                assert len(listener.gossip._unauthenticated) <= MAX_UNAUTHENTICATED
+                assert await known.answer_to(line(known.nonce, 1, TEXT)) == b"."
+            await until(lambda: not listener.gossip._unauthenticated)
+
+    quietly(main())
+
+
+def mutated(real: bytes, rng: random.Random) -> bytes:
+    """A real line, damaged in one to three places, or noise."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(400))
+    data = bytearray(real)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(4):
+            case 0 if at < len(data):
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del data[at:]
+            case 2:
+                data[at:at] = rng.randbytes(rng.randrange(1, 20))
+            case _:
+                del data[at : at + rng.randrange(1, 20)]
+    return bytes(data)
+
+
+def fuzz(port: int, rng: random.Random) -> None:
+    """NUM_MESSAGES, each behind up to two that are right, BATCH at a time; TimeoutError where there is no answer."""
+    for _ in range(NUM_MESSAGES // BATCH):
+        with contextlib.ExitStack() as together:
+            batch = [together.enter_context(contextlib.closing(Raw(port))) for _ in range(BATCH)]
+            right = [rng.choice([0, 0, 0, 1, 2]) for _ in batch]
+            for raw, num_right in zip(batch, right, strict=True):
+                nonce = raw.hear_nonce()
+                lines = [line(nonce, i, TEXT) for i in range(num_right)]
+                damaged = mutated(line(nonce, num_right, TEXT), rng)
+                raw.send(b"".join(lines) + damaged + rng.choice([b"", b"\n"]))
+                raw.end()
+            for raw, num_right in zip(batch, right, strict=True):
+                answers = b"".join(iter(raw.answer, b""))
+                # The damage may be behind a line that is whole.
+                assert answers in (b"." * num_right, b"." * (num_right + 1))
+
+
+def test_10_000_damaged_messages_are_rejected(quietly):
+    async def main() -> None:
+        async with Listener() as listener:
+            await asyncio.to_thread(fuzz, listener.port, random.Random(0))
+            assert all(one == of("b") for one in listener.heard)
+            await listener.hears_an_honest_host()
+
+    quietly(main())
+
+
+ODD_LISTENERS = {
+    "hangs-up": None,
+    "talks-nonsense": b"\xff" * (NONCE_BYTES + 4),
+    "a-nonce-and-no-more": b"n" * NONCE_BYTES,
+    "says-nothing": b"",
+}
+
+
+@pytest.mark.parametrize("what", ODD_LISTENERS)
+def test_sender_reconnects_until_right_listener_answers(quietly, monkeypatch, what):
+    """Another program on the port, that goes after a while: then the right one hears."""
+    monkeypatch.setattr(peer_links, "RECONNECT_S", 0.02)
+    monkeypatch.setattr(peer_links, "ACK_TIMEOUT_S", 0.5)
+
+    async def main() -> None:
+        port, visits = free_port(), []
+
+        async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            visits.append(writer)
+            said = ODD_LISTENERS[what]
+            if said is None:
+                writer.transport.abort()
+            else:
+                writer.write(said)
+
+        odd = await asyncio.start_server(serve, LOOPBACK, port)
+        speaker = PeerLinks(KEY, lambda _: None)
+
+        async def said_on() -> None:
+            for count in range(1000000):
+                speaker.broadcast(of("speaker", count), {"listener": (LOOPBACK, port)})
+                await asyncio.sleep(0.02)
+
+        saying = asyncio.create_task(said_on())
+        await until(lambda: len(visits) > 2)
+        odd.close()
+        for writer in visits:
+            writer.transport.abort()
+        heard: list[HostStatus] = []
+        listener = PeerLinks(KEY, heard.append)
+        await listener.listen((LOOPBACK, port))
+        await until(lambda: len(heard) > 2)
+        saying.cancel()
+        await speaker.close()
+        await listener.close()
+
+    quietly(main())

@@ -1,0 +1,403 @@
+"""Histories of kills, cuts, one-way cuts, lost messages and returns, simulated: there is one world of each number, and
+when all is well again everybody is in the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+
+from evener.core.run.hang_detector import ProcessSample
+from evener.core.run.membership_epoch import MembershipEpoch
+from evener.launch.commands import ELASTIC_HOST_TIMEOUT_S
+from evener.node.agent.consensus import (
+    HEARTBEAT_INTERVAL_S,
+    MAX_CONSECUTIVE_FAILURES,
+    TICK_INTERVAL_S,
+    Consensus,
+    ConsensusState,
+    HostPhase,
+    HostStatus,
+)
+from evener.node.agent.peer_links import ACK_TIMEOUT_S, RECONNECT_S
+
+TICK_S = TICK_INTERVAL_S
+SILENT_S = 3.0
+NAMES = "abcdef"
+
+
+class Host:
+    """One host: its council, what it keeps on its disk, and ranks that are no more than a phase."""
+
+    def __init__(self, name: str, world: MembershipEpoch, lives: bool) -> None:
+        self.name, self.kept, self.lives = name, ConsensusState(world), lives
+        self.council: Consensus | None = None
+        self.has_ranks = False  # where they live on: in a world, or ready for one
+
+    def boot(self, now: float) -> Consensus:
+        is_back = self.kept.life > 0
+        self.kept = ConsensusState(self.kept.world, self.kept.vote, self.kept.life + 1)
+        self.has_ranks = False
+        self.council = Consensus(
+            self.name,
+            self.kept,
+            host_timeout_s=SILENT_S,
+            join_deadline=now + (SILENT_S if is_back else 10),
+            is_elastic=self.lives,
+        )
+        if is_back and self.council.is_member:
+            self.council.phase = HostPhase.REGROUPING
+        return self.council
+
+
+class Net:
+    """Hosts, and what lies between them."""
+
+    def __init__(self, seed: int, num_hosts: int, lost: float = 0.1, *, lives: bool = False) -> None:
+        self.lives = lives
+        self.random, self.lost, self.now = random.Random(seed), lost, 0.0
+        first = MembershipEpoch(number=0, hosts=list(NAMES[:num_hosts]))
+        self.hosts = {name: Host(name, first, lives) for name in first.hosts}
+        self.decided = {0: first}
+        self.cut: set[tuple[str, str]] = set()  # nothing goes from the first to the second
+        self.stopped: set[str] = set()  # they neither hear nor look, and know nothing of it
+        self.under_way: list[tuple[float, str, HostStatus]] = []
+        for host in self.hosts.values():
+            host.boot(0.0)
+
+    @property
+    def alive(self) -> dict[str, Consensus]:
+        return {name: host.council for name, host in self.hosts.items() if host.council is not None}
+
+    def tick(self) -> None:
+        self.now += TICK_S
+        due = [one for one in self.under_way if one[0] <= self.now and one[1] not in self.stopped]
+        self.under_way = [one for one in self.under_way if one not in due]
+        for _, to, statement in due:
+            if to in self.alive:
+                self.alive[to].receive(statement, self.now)
+        for name in self.random.sample(sorted(self.alive), len(self.alive)):
+            if name in self.stopped:
+                continue
+            council = self.alive[name]
+            was_member = council.is_member
+            if council.tick(self.now) and (council.epoch.is_cold_start or (was_member and not council.is_member)):
+                self.hosts[name].has_ranks = False
+            self.hosts[name].kept = council.state
+            world = self.decided.setdefault(council.epoch.number, council.epoch)
+            assert world == council.epoch, (world, council.epoch)
+            (self.live_on if self.lives else self.go_on)(council)
+            if not council.is_broadcast_due(self.now):
+                continue
+            statement = council.make_status(self.now)
+            for to in self.hosts:
+                if to != name and (name, to) not in self.cut and self.random.random() >= self.lost:
+                    self.under_way.append((self.now + self.random.uniform(0, 0.3), to, statement))
+        running = [number for number, world in self.decided.items() if self.runs(world)]
+        assert len(running) <= 1, running
+
+    def runs(self, world: MembershipEpoch) -> bool:
+        """Do all its ranks train?"""
+        there = [self.alive.get(name) for name in world.hosts]
+        return all(
+            one is not None and one.epoch.number == world.number and one.phase == HostPhase.RUNNING for one in there
+        )
+
+    def go_on(self, council: Consensus) -> None:
+        """As ranks do: they begin, fail with each other, and leave for a host that waits."""
+        if not council.is_member:
+            return
+        peers = [self.alive.get(name) for name in council.epoch.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == council.epoch.number]
+        if council.phase == HostPhase.WAITING and not council.has_lost_quorum(self.now):
+            council.phase = HostPhase.RUNNING
+        elif council.phase == HostPhase.RUNNING:
+            council.step += 1
+            gone = any(peer is None or peer.epoch.number > council.epoch.number for peer in peers)
+            if ((gone or HostPhase.FAILED in phases) and self.random.random() < 0.3) or council.has_lost_quorum(
+                self.now
+            ):
+                council.phase = HostPhase.FAILED
+            elif HostPhase.REGROUPING in phases or (
+                council.host == council.epoch.hosts[0] and council.waiting_hosts(self.now)
+            ):
+                council.phase = HostPhase.REGROUPING
+
+    def live_on(self, council: Consensus) -> None:
+        """As ranks do that live on: they are made ready, lose others, and ask for whoever is ready."""
+        host, peers = self.hosts[council.host], [self.alive.get(name) for name in council.epoch.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == council.epoch.number]
+        if council.phase in (HostPhase.WAITING, HostPhase.READY) and not council.is_member:
+            host.has_ranks = host.has_ranks or self.random.random() < 0.1
+            council.phase = HostPhase.READY if host.has_ranks else HostPhase.WAITING
+        elif council.phase == HostPhase.WAITING and not council.has_lost_quorum(self.now):
+            host.has_ranks = host.has_ranks or council.epoch.is_cold_start
+            council.phase = HostPhase.RUNNING if host.has_ranks else HostPhase.FAILED
+        elif council.phase in (HostPhase.RUNNING, HostPhase.PEER_LOST, HostPhase.REGROUPING):
+            gone = any(peer is None or peer.epoch.number > council.epoch.number for peer in peers)
+            if council.has_lost_quorum(self.now):
+                host.has_ranks = council.has_training_state = False
+                council.phase = HostPhase.REGROUPING
+            elif council.phase == HostPhase.RUNNING and (gone or {HostPhase.FAILED, HostPhase.PEER_LOST} & {*phases}):
+                council.phase = HostPhase.PEER_LOST if council.has_training_state else HostPhase.FAILED
+            elif council.phase == HostPhase.RUNNING and all(phase == HostPhase.RUNNING for phase in phases):
+                council.has_training_state = len(phases) == len(peers) or council.has_training_state
+                council.step += 1
+                if council.host == council.epoch.hosts[0] and council.waiting_hosts(self.now):
+                    council.phase = HostPhase.REGROUPING
+            elif council.phase == HostPhase.RUNNING and HostPhase.REGROUPING in phases:
+                council.phase = HostPhase.REGROUPING
+
+    def until(self, is_so: Callable[[], bool], within_s: float) -> float:
+        """Seconds until it is."""
+        began = self.now
+        while not is_so():
+            assert self.now - began < within_s, (
+                self.decided,
+                {name: one.make_status(0) for name, one in self.alive.items()},
+            )
+            self.tick()
+        return self.now - began
+
+    def last(self) -> MembershipEpoch:
+        return self.decided[max(self.decided)]
+
+
+def all_run(net: Net) -> bool:
+    return set(net.last().hosts) == set(net.hosts) and net.runs(net.last())
+
+
+@pytest.mark.parametrize("lives", [False, True])
+@pytest.mark.parametrize("seed", range(100))
+def test_epoch_number_has_only_one_membership_under_random_faults(seed: int, lives: bool) -> None:
+    net = Net(seed, 2 + seed % 4, lives=lives)
+    chance = net.random
+    for _ in range(chance.randint(1, 60)):
+        one, other = chance.sample(sorted(net.hosts), 2)
+        match chance.randint(0, 9):
+            case 0 | 1:
+                net.hosts[one].council = None
+            case 2 | 3 if net.hosts[one].council is None:
+                net.hosts[one].boot(net.now)
+            case 4:
+                net.cut |= {(one, other), (other, one)}
+            case 5:
+                net.cut.add((one, other))
+            case 6 | 7:
+                net.cut, net.stopped = set(), set()
+            case 8 if net.random.random() < 0.5:
+                net.stopped.add(one)
+            case 8 if one in net.alive:
+                net.alive[one].phase = HostPhase.FAILED if net.alive[one].is_member else HostPhase.WAITING
+                net.alive[one].step += 1
+                net.alive[one].has_training_state = net.hosts[one].has_ranks = False
+            case _:
+                pass
+        for _ in range(chance.choice([1, 3, 10, 40])):
+            net.tick()
+    net.cut, net.stopped = set(), set()
+    for host in net.hosts.values():
+        if host.council is None:
+            host.boot(net.now)
+    net.until(lambda: all_run(net), 60)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 3, 4, 5, 6])
+def test_two_quorums_have_a_host_in_common(num_hosts: int) -> None:
+    world = MembershipEpoch(number=0, hosts=list(NAMES[:num_hosts]))
+    sides = [set(side) for num in range(num_hosts + 1) for side in itertools.combinations(world.hosts, num)]
+    quorums = [side for side in sides if world.is_quorum(side)]
+    assert all(one & other for one in quorums for other in quorums)
+    assert len(quorums) == len(sides) / 2  # and of two sides one always is a quorum
+    assert not world.is_quorum("xyz")
+
+
+def well(num_hosts: int, *, lives: bool = False) -> Net:
+    net = Net(1, num_hosts, lost=0.0, lives=lives)
+    net.until(lambda: all_run(net), 5)
+    for _ in range(50):
+        net.tick()
+    assert set(net.decided) == {0}  # nothing happens while all is well
+    return net
+
+
+@pytest.mark.parametrize("gone", "abc")
+def test_remaining_hosts_continue_after_any_host_loss_and_readmit_it(gone: str) -> None:
+    net = well(3)
+    net.hosts[gone].council = None
+    left = [name for name in "abc" if name != gone]
+    took_s = net.until(lambda: net.last().hosts == left and net.runs(net.last()), 30)
+    assert took_s < SILENT_S + 3
+    assert net.last() == MembershipEpoch(number=1, hosts=left, why=f"{gone} is out of reach", step=net.last().step)
+    net.hosts[gone].boot(net.now)
+    net.until(lambda: all_run(net), 10)
+    assert net.last().hosts == [*left, gone]
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "cut_off", "goes_on"),
+    [(3, "c", "ab"), (4, "a", "bcd"), (4, "bd", "ac"), (4, "ad", "ad"), (5, "ab", "cde")],
+)
+def test_only_one_side_of_a_partition_continues(num_hosts: int, cut_off: str, goes_on: str) -> None:
+    """The one with more hosts; of two halves the one with the first host."""
+    net = well(num_hosts)
+    others = set(net.hosts) - set(cut_off)
+    net.cut = {pair for one in cut_off for other in others for pair in ((one, other), (other, one))}
+    net.until(lambda: net.runs(net.last()) and net.last().hosts == list(goes_on), 30)
+    waiting = net.alive[next(name for name in net.hosts if name not in goes_on)]
+    for _ in range(100):
+        net.tick()
+    assert (waiting.epoch.number, waiting.has_lost_quorum(net.now)) == (0, True)
+    assert net.last().number == 1
+    net.cut = set()
+    net.until(lambda: all_run(net), 30)
+
+
+@pytest.mark.parametrize("stopped", "ab")
+def test_resumed_host_does_not_declare_others_dead(stopped: str) -> None:
+    net = well(2)
+    net.stopped = {stopped}
+    for _ in range(150):
+        net.tick()
+    net.stopped = set()
+    net.until(lambda: all_run(net), 30)
+    assert [world.hosts for world in net.decided.values()] == ([["a", "b"]] * 2 if stopped == "a" else
+                                                               [["a", "b"], ["a"], ["a", "b"]])  # fmt: skip
+
+
+def test_one_directional_cut_is_treated_as_partition() -> None:
+    net = well(3)
+    net.cut = {("b", "c")}
+    net.until(lambda: net.runs(net.last()) and net.last().hosts == ["a", "b"], 30)
+    for _ in range(200):
+        net.tick()
+    assert net.last().number == 1  # c, whom a hears well, does not make them begin again and again
+
+
+def test_killed_rank_starts_next_epoch_before_timeout() -> None:
+    net = well(3)
+    net.alive["b"].phase = HostPhase.FAILED
+    assert net.until(lambda: net.last().number == 1 and net.runs(net.last()), 5) < SILENT_S
+    assert (net.last().hosts, net.last().failures) == (["a", "b", "c"], 1)
+    assert net.last().why in ("a failed", "b failed", "c failed")  # whose word came first: the others fail with it
+
+
+@pytest.mark.parametrize("killed", "abc")
+def test_surviving_ranks_keep_state_and_failed_host_is_readmitted(killed: str) -> None:
+    """Whoever lost its ranks keeps its vote, and is let in when it has others."""
+    net = well(3, lives=True)
+    net.alive[killed].phase, net.hosts[killed].has_ranks, net.alive[killed].has_training_state = (
+        HostPhase.FAILED,
+        False,
+        False,
+    )
+    left = [name for name in "abc" if name != killed]
+    assert net.until(lambda: net.last().hosts == left and net.runs(net.last()), 5) < SILENT_S
+    assert (net.last().standby_hosts, net.last().is_cold_start, net.last().why) == ([killed], False, f"{killed} failed")
+    net.until(lambda: all_run(net), 20)
+    assert (net.last().hosts, net.last().is_cold_start, net.last().number) == ([*left, killed], False, 2)
+    assert net.last().why == f"{killed} is let in"
+
+
+def test_host_restarting_its_ranks_votes_when_another_is_lost() -> None:
+    net = well(3, lives=True)
+    net.random.random = lambda: 1.0  # type: ignore[method-assign]  # nobody's ranks are made ready
+    net.alive["b"].phase, net.hosts["b"].has_ranks, net.alive["b"].has_training_state = HostPhase.FAILED, False, False
+    net.until(lambda: net.last().hosts == ["a", "c"] and net.runs(net.last()), 5)
+    net.hosts["a"].council = None
+    net.until(lambda: net.last().hosts == ["c"] and net.runs(net.last()), 10)
+    assert (net.last().standby_hosts, net.last().is_cold_start) == (["b"], False)
+
+
+def test_all_ranks_restart_fresh_when_none_survive() -> None:
+    net = well(2, lives=True)
+    for name in "ab":
+        net.alive[name].phase, net.hosts[name].has_ranks, net.alive[name].has_training_state = (
+            HostPhase.FAILED,
+            False,
+            False,
+        )
+    net.until(lambda: all_run(net), 10)
+    assert (net.last().number, net.last().is_cold_start) == (1, True)
+
+
+def test_repeated_failure_without_progress_ends_run() -> None:
+    net = well(2)
+    net.go_on = lambda council: None  # type: ignore[method-assign]
+    for number in range(1, MAX_CONSECUTIVE_FAILURES + 2):
+        net.alive["b"].phase = HostPhase.FAILED
+        net.until(lambda: {one.epoch.number for one in net.alive.values()} == {number}, 10)  # noqa: B023
+    assert net.last().is_over
+    net.alive["b"].phase = HostPhase.FAILED
+    for _ in range(50):
+        net.tick()
+    assert net.last().number == MAX_CONSECUTIVE_FAILURES + 1
+
+
+def test_finished_host_prevents_new_epoch() -> None:
+    net = well(2)
+    net.go_on = lambda council: None  # type: ignore[method-assign]
+    net.alive["a"].phase = HostPhase.DONE
+    net.alive["b"].phase = HostPhase.FAILED
+    for _ in range(50):
+        net.tick()
+    assert net.last().number == 0
+
+
+def test_leaving_host_votes_but_is_not_in_next_epoch() -> None:
+    net = well(2)
+    for council in net.alive.values():
+        council.phase = HostPhase.REGROUPING
+    net.alive["a"].phase = HostPhase.LEAVING
+    net.until(lambda: net.runs(net.last()) and net.last().hosts == ["b"], 5)
+
+
+def test_outdated_message_is_ignored() -> None:
+    world = MembershipEpoch(number=0, hosts=["a", "b"])
+    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    first, second = b.make_status(0.0), b.make_status(0.0)
+    a.receive(second, 1.0)
+    a.receive(first, 9.0)
+    assert a.make_status(2.0).live_peers == ["b"]
+    assert a.make_status(9.0).live_peers == []
+    a.receive(Consensus("b", ConsensusState(world, life=2), host_timeout_s=SILENT_S).make_status(0.0), 9.0)
+    assert a.make_status(9.0).live_peers == ["b"]
+
+
+def test_unchanged_heartbeat_is_not_a_change() -> None:
+    world = MembershipEpoch(number=0, hosts=["a", "b"])
+    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    assert a.receive(b.make_status(0.0), 0.0)
+    b.process_samples, b.sampled_at = {1: ProcessSample(pid=7, state="R", cpu_s=1.0)}, 0.2
+    said = b.make_status(0.2)
+    assert not a.receive(said, 0.2)
+    assert a.peer_status("b") == said  # and it was heard
+    b.phase = HostPhase.RUNNING
+    assert a.receive(b.make_status(0.4), 0.4)
+    assert not a.receive(said, 0.6)
+
+
+def test_dead_connection_is_replaced_within_failure_timeout() -> None:
+    """The last word went just before it died: the next, its answer waited for, another try, and a round to spare."""
+    assert HEARTBEAT_INTERVAL_S + ACK_TIMEOUT_S + RECONNECT_S + TICK_INTERVAL_S < ELASTIC_HOST_TIMEOUT_S
+
+
+def test_heartbeats_are_more_frequent_while_epoch_is_being_decided() -> None:
+    """Also who is in none: its word is waited for."""
+    world = MembershipEpoch(number=0, hosts=["a", "b"])
+    a, b, c = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "abc")
+    a.phase = b.phase = HostPhase.RUNNING
+    for one in (b, c):
+        one.receive(a.make_status(0.0), 0.0)
+        one.make_status(0.0)
+        assert not one.is_broadcast_due(TICK_INTERVAL_S)
+        assert one.is_broadcast_due(HEARTBEAT_INTERVAL_S)
+    a.phase = HostPhase.REGROUPING
+    for one in (b, c):
+        one.receive(a.make_status(1.0), 1.0)
+    for one in (b, c):
+        one.make_status(1.0)
+        assert one.is_broadcast_due(1.01 + TICK_INTERVAL_S)

@@ -1,0 +1,61 @@
+"""What it cost that hosts were lost and came back, by hand; and who could not tell it."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.core.run.step_cost import StepCost, StepRecord
+from evener.report.read.membership_changes import explain_membership_changes, membership_changes
+
+
+def record(step: int, epoch: int, ended: float, wall_s: float = 1.0) -> StepRecord:
+    return StepRecord(step=step, epoch=epoch, tokens=8.0, loss=1.0, wall_s=wall_s, cost=StepCost(), sync_s=None,
+                      cpu_s=None, bytes=0, members=2, lr=0.1, grad_norm=None, ended=ended)  # fmt: skip
+
+
+def world(number: int, hosts: str, step: int, epoch: int, why: str = "") -> dict[str, object]:
+    return {"event": "world", "number": number, "hosts": [*hosts], "step": step, "epoch": epoch, "why": why,
+            "time": 100.0 + step}  # fmt: skip
+
+
+EVENTS = [
+    world(0, "abc", 0, 0),
+    world(1, "ab", 3, 1, "c is out of reach"),
+    world(2, "abc", 5, 3, "c is let in"),
+    {"event": "checkpoint", "step": 6},
+    world(3, "abc", 6, 4, "b failed"),
+]
+# a's clock and c's differ by a thousand seconds. Steps take a second; a loses 4 s when c is lost, 0.5 s when it comes
+# back; its step 4 was another Roster's, and no other world's; in the last world all begin again from step 6.
+A = [record(0, 0, 1), record(1, 0, 2), record(2, 0, 3), record(3, 1, 8, 5.0), record(4, 2, 9), record(5, 3, 10.5, 1.5),
+     record(6, 4, 20.5)]  # fmt: skip
+C = [record(0, 0, 1001), record(1, 0, 1002), record(2, 0, 1003), record(5, 3, 1010.5, 1.5), record(6, 4, 1021)]
+
+
+def test_regroup_cost_uses_one_rank_clock_and_minimum_over_ranks() -> None:
+    lost, back, again = membership_changes(EVENTS, {0: A, 2: C})
+    assert (lost.gone, lost.came, lost.hosts, lost.step) == (["c"], [], ["a", "b"], 3)
+    assert (back.gone, back.came) == ([], ["c"])
+    assert (again.gone, again.came) == ([], [])
+    assert [lost.cost_s, back.cost_s, again.cost_s] == pytest.approx([4.0, 0.5, 9.0])
+
+
+def test_membership_summary_names_largest_cost() -> None:
+    text = explain_membership_changes(membership_changes(EVENTS, {0: A, 2: C}), elapsed_s=135.0)
+    assert text == (
+        "The membership changed 3 times: once a host was lost or left, once one joined, once all ranks restarted. "
+        "That cost 13.50 s in all, 10.0% of its time: 9.00 s before step 7 (b failed); 4.00 s "
+        "before step 4 (c is out of reach); 500 ms before step 6 (c is let in)."
+    )
+    assert explain_membership_changes([], 1.0) == ""
+
+
+def test_initial_start_and_damaged_events_are_not_changes() -> None:
+    assert membership_changes([world(0, "ab", 0, 0), world(0, "a", 9, 5)], {0: A}) == []
+    assert (
+        membership_changes([{"event": "world"}, world(0, "ab", 0, 0), {"event": "world", "hosts": 7, "number": 1}], {})
+        == []
+    )
+    (unknown,) = membership_changes([world(0, "ab", 0, 0), world(1, "a", 3, "x")], {0: A})  # type: ignore[arg-type]
+    assert unknown.cost_s is None
+    assert "What that cost was not measured" in explain_membership_changes([unknown], 10.0)

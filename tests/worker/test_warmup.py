@@ -1,0 +1,176 @@
+"""Is a loss a sum over its samples? Asked of many, as noisy as training is; and a rehearsal leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from evener.core.base.errors import UsageError
+from evener.worker.state.training_state import TrainingState
+from evener.worker.train.warmup import WarmupStep, classify_loss_reduction
+
+GROUP = types.SimpleNamespace(device=torch.device("cpu"), all_gather_bytes=lambda mine: [mine])
+NUM_PROGRAMS = 4
+LOSSES = {
+    "cross-entropy": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "squares": lambda out, y: (out - F.one_hot(y, 5)).square().sum(),
+    "binary": lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 5).float(), reduction="sum"),
+}
+
+
+def trained(module: nn.Module) -> TrainingState:
+    found = TrainingState(torch.amp.GradScaler("cpu", enabled=False))
+    found.models.append(module)
+    return found
+
+
+def rehearse(module, loss, size: int, things=(), *, is_compiled: bool = False) -> int:
+    """How many parts were run; UsageError where the loss is no sum."""
+    known = trained(module)
+    for name, thing in things:
+        known.add_state(f"user/{name}", thing)
+    rehearsal = WarmupStep(known, GROUP, is_user_program=True, is_compiled=is_compiled)
+    exchanged = []
+    for part, exchanges in rehearsal.micro_batches(np.arange(100, 100 + size), [size]):
+        rehearsal.record_losses([float(loss(module, torch.from_numpy(part)).detach())])
+        exchanged.append(exchanges)
+    assert exchanged == [False] * (len(exchanged) - 1) + [True]
+    rehearsal.finish(True, None)
+    return len(exchanged)
+
+
+def program(kind: str, dropout: float, normalizes: bool):
+    """A small network and the samples by their numbers."""
+    norm = nn.BatchNorm1d(32) if normalizes else nn.Identity()
+    net = nn.Sequential(nn.Linear(16, 32), norm, nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 5))
+    x, y = torch.randn(200, 16), torch.randint(5, (200,))
+    return net, lambda module, part: LOSSES[kind](module(x[part]), y[part])
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(("dropout", "normalizes"), [(0.0, False), (0.2, False), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_mean_loss_is_refused_and_sum_loss_accepted(kind, dropout, normalizes, size):
+    torch.manual_seed(size)
+    for _ in range(NUM_PROGRAMS):
+        net, loss = program(kind, dropout, normalizes)
+        assert rehearse(net, loss, size) <= 2 * 64 + 1
+        with pytest.raises(UsageError, match="got a mean: on rank 0 some samples give"):
+            rehearse(net, lambda module, part, loss=loss: loss(module, part) / len(part), size)
+
+
+def test_deterministic_sum_needs_two_more_passes():
+    assert rehearse(*program("squares", 0.0, False), 8) == 3
+    assert rehearse(*program("squares", 0.0, False), 1) == 1  # one sample has no half
+
+
+def test_sum_loss_with_constant_term_is_refused():
+    """A penalty on weights, once for each micro-batch: with two ranks it would count twice."""
+    net, loss = program("squares", 0.0, False)
+
+    def penalized(module, part):
+        return loss(module, part) + 0.1 * sum(p.square().sum() for p in module.parameters())
+
+    with pytest.raises(UsageError, match="got a mix of a sum and a mean: on rank 0 some samples give"):
+        rehearse(net, penalized, 8)
+
+
+def test_bf16_rounded_sums_are_accepted():
+    torch.manual_seed(0)
+    for size in (2, 5, 16):
+        net, loss = program("squares", 0.0, False)
+        rehearse(net, lambda module, part, loss=loss: loss(module, part).bfloat16(), size)
+
+
+def test_noisy_loss_is_rarely_mistaken_for_mean():
+    """A critic's, real against made up, before it has learned anything: its sums are random and near 0."""
+    draw = np.random.default_rng(3)
+    refused = 0
+    for _ in range(4000):
+        trials: list[tuple[float, float]] = []
+        while (found := classify_loss_reduction(trials)) is None:
+            trials.append((draw.normal(), draw.normal() * 2**0.5))
+        refused += found != "sum"
+    assert refused <= 4  # ten losses of one sign are one in 512, and then their ratio decides
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.linear(x).square()
+
+
+def test_compiled_model_compiles_only_full_batch_size():
+    sizes, net, x = [], Squares(), torch.randn(200, 16)
+
+    def backend(graph, inputs):
+        sizes.append({len(one) for one in inputs if one.ndim == 2 and not one.requires_grad})
+        return graph.forward
+
+    net.compile(backend=backend)
+    with pytest.raises(UsageError, match="got a mean"):
+        rehearse(net, lambda module, part: module(x[part]).mean(), 8, is_compiled=True)
+    assert sizes == [{8}]
+
+
+class Counter:
+    """A state that its program moves inside of the loop over micro-batches."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(2)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Table(dict[int, int]):
+    """One that has nothing to say at first."""
+
+    def state_dict(self):
+        return dict(self)
+
+    def load_state_dict(self, state):
+        self.clear()
+        self.update(state)
+
+
+def test_rehearsal_restores_buffers_states_and_generators():
+    net = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))
+    counter, table, x = Counter(), Table(), torch.randn(200, 16)
+
+    def draw():
+        return torch.randn(3).tolist(), np.random.randn(3).tolist(), [random.gauss(0, 1) for _ in range(3)]
+
+    def loss(module, part):
+        draw()
+        counter.seen += len(part)
+        table[len(part)] = 1
+        return module(x[part]).square().sum()
+
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(4)
+    random.gauss(0, 1)  # half a pair is kept, in numpy's too
+    np.random.randn(1)
+    expected = draw()
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(4)
+    random.gauss(0, 1)
+    np.random.randn(1)
+    rehearse(net, loss, 8, [("counter", counter), ("table", table)])
+    assert draw() == expected
+    assert counter.seen.tolist() == [0.0, 0.0]
+    assert table == {}
+    assert net[1].num_batches_tracked == 0
+    assert net[1].running_mean.abs().max() == 0
