@@ -307,7 +307,7 @@ def test_custom_program_exit_status_says_whether_restart_would_help(
 ) -> None:
     meeting = Rendezvous(epoch=MembershipEpoch(number=world, hosts=["a"]))
     (tmp_path / "world.json").write_bytes(msgspec.json.encode(meeting))
-    imports = "from evener.core import errors; from evener.worker.rank.user_errors import install_excepthook"
+    imports = "from evener.core.base import errors; from evener.worker.rank.user_errors import install_excepthook"
     lost = "errors.torch_says = RuntimeError('Connection closed by peer [10.0.0.2]:41')"
     program = f"{imports}; install_excepthook(); {lost}; raise errors.{error}"
     argv, env = [sys.executable, "-c", program], {"EVENER_WORLD": str(tmp_path / "world.json")}

@@ -15,7 +15,7 @@ MAX_OVERHEAD_SHARE = 0.95  # share of a large micro-batch's time; a larger overh
 
 
 class HostProbeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The input of `worker.device_rates` on every host."""
+    """The input of `worker/probe/device_probe.py` on every host."""
 
     host: str  # the name used in findings
     model: str = "char"
