@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import msgspec
 import pytest
 
@@ -78,4 +81,13 @@ def test_non_run_folder_is_refused(tmp_path):
         RunDir(tmp_path).manifest()
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="damaged"):
+        RunDir(tmp_path).manifest()
+
+
+def test_unreadable_manifest_is_not_called_missing(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("evener.core.run.rundir.read_file", refuse)
+    with pytest.raises(CheckpointError, match=r"/manifest\.json: Permission denied"):
         RunDir(tmp_path).manifest()

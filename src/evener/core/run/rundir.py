@@ -184,13 +184,15 @@ class RunDir:
         return self.manifest_path.is_file()
 
     def manifest(self) -> Manifest:
-        """Read the manifest. Raise UsageError if this is no run directory, CheckpointError if the file is damaged."""
+        """Read the manifest. Raise UsageError if this is no run directory, CheckpointError if it cannot be read."""
         try:
             text = read_file(self.manifest_path)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UsageError(
                 f"{self.path}: not a run directory: it has no manifest.json", hint="ls runs/ shows the runs made here"
             ) from None
+        except OSError as error:
+            raise CheckpointError(f"{self.manifest_path}: {error.strerror}") from None
         return decode_versioned_json(text, Manifest, RUN_FORMAT, self.manifest_path, OLD_FORMAT_HINTS)
 
     def records(self, rank: int, tail_bytes: int | None = None) -> list[StepRecord]:
