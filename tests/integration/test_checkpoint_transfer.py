@@ -4,6 +4,7 @@ whatever an earlier start left there.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import threading
 import time
@@ -191,7 +192,7 @@ def test_fetch_is_throttled_while_run_is_followed_and_finishes_at_end(empty, the
         assert second.wait(60)
     assert empty.checkpoint_steps() == []
     assert len(pauses) == 2
-    assert (empty.checkpoints_path / "..step-000300.arrived.arriving").is_dir()
+    assert (empty.checkpoints_path / ".step-000300.arriving").is_dir()
     assert checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there)) == [300]
     assert {path.name for path in empty.checkpoints_path.iterdir()} == {"step-000300"}
 
@@ -218,10 +219,10 @@ def test_failed_local_save_is_an_error(empty, there, monkeypatch):
     save(there, 300, b"third")
 
     def refuse(*args, **kwargs):
-        raise UsageError("no room here")
+        raise OSError(errno.EDQUOT, "no room here")
 
-    monkeypatch.setattr(checkpoint_transfer, "fetch", refuse)
-    with pytest.raises(UsageError, match="no room here"):
+    monkeypatch.setattr(checkpoint_transfer.FileFetcher, "fetch", refuse)
+    with pytest.raises(UsageError, match="step-000300: no room here"):
         checkpoint_transfer.fetch_checkpoints(empty, plan_of(empty, there))
 
 

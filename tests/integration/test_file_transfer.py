@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 
 from evener.core.base.errors import HostError, UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig
+from evener.node.remote import content_store
 from evener.ssh.session import Session, open_session
 from evener.transfer import file_tree as tree_module
-from evener.transfer.file_transfer import CHUNK_BYTES, fetch, send_to_host, send_to_hosts
+from evener.transfer.file_transfer import CHUNK_BYTES, FileFetcher, send_to_host, send_to_hosts
 from evener.transfer.file_tree import FileTree, TreeFile, describe_data, describe_files, describe_project
 
 from ..tiers import num_examples
@@ -110,9 +112,8 @@ def test_every_tree_round_trips_byte_for_byte(session, files):
         assert contents(Path(arrived.path)) == there
         assert arrived.sent_bytes == sum(len(content) for content in {entry[0] for entry in there.values()})
         assert send_to_host(session, f"{folder}/work", describe_project(root)).sent_bytes == 0
-        fetch(session, arrived.path, f"{folder}/back")
+        fetch(session, Path(arrived.path), Path(folder, "back"), [os.fsdecode(name) for name in there])
         assert contents(Path(folder, "back")) == there
-        assert sorted(os.listdir(folder)) == ["back", "project", "work"]
 
 
 # -- Sending --
@@ -320,36 +321,83 @@ def test_invalid_workdir_is_reported(session, tmp_path):
 # -- Fetching --
 
 
-def test_file_is_fetched(session, tmp_path):
-    write(tmp_path, {"there/model.safetensors": noise(3 * MB)})
-    arrived = fetch(session, str(tmp_path / "there/model.safetensors"), tmp_path / "model")
-    assert (tmp_path / "model").read_bytes() == noise(3 * MB)
-    assert arrived.sent_bytes == 3 * MB
-    with pytest.raises(UsageError, match="is there already"):
-        fetch(session, str(tmp_path / "there"), tmp_path / "model")
-    with pytest.raises(HostError, match="no such file or folder there"):
-        fetch(session, str(tmp_path / "nowhere"), tmp_path / "back")
+class CountingSession:
+    """A session that counts the fetched bytes, and loses its connection after `limit` of them."""
+
+    def __init__(self, session: Session, limit: float = float("inf")) -> None:
+        self.session, self.name, self.limit, self.fetched_bytes = session, session.name, limit, 0
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        content = self.session.call(*args, **kwargs)
+        self.fetched_bytes += len(content)
+        if self.fetched_bytes > self.limit:
+            self.session._process.kill()
+        return content
+
+
+def fetch(session: Any, there: Path, here: Path, names: list[str] | None = None) -> list[Path]:
+    """Fetch files of a folder, or all of them."""
+    if names is None:
+        names = sorted(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
+    entries = list(content_store.hash_files(str(there), names))
+    fetcher = FileFetcher(session, str(there), here, here.with_name(f".{here.name}.arriving"))
+    return [fetcher.fetch(file) for file in fetcher.missing(entries)]
+
+
+def test_only_missing_files_are_fetched(session, tmp_path):
+    there, here = write(tmp_path / "there", {"model": noise(3 * MB), "sub/a": b"1", "log": b"2"}), tmp_path / "here"
+    counting = CountingSession(session)
+    assert fetch(counting, there, here) == [here / "log", here / "model", here / "sub/a"]
+    assert (contents(here), counting.fetched_bytes) == (contents(there), 3 * MB + 2)
+    (there / "log").write_bytes(b"more")
+    (here / "sub/a").unlink()
+    (there / "link").symlink_to("log")
+    assert fetch(counting, there, here, ["gone", "link", "log", "model", "sub/a"]) == [here / "log", here / "sub/a"]
+    assert ((here / "log").read_bytes(), counting.fetched_bytes) == (b"more", 3 * MB + 2 + 5)
+    (here / "model").write_text("ordinary files: they can be written to")
 
 
 def test_interrupted_fetch_resumes(session, tmp_path):
-    root = write(tmp_path / "there", {"state.json": b"{}", "sub/model": noise(24 * MB), "other": noise(2 * MB)})
-    (root / "link").symlink_to("sub/model")
-    killed = open_session("here", HostConfig(address="local"))
-
-    def kill(name: str, done: int, total: int) -> None:
-        if done > 9 * MB:
-            killed._process.kill()
-
+    there = write(tmp_path / "there", {"other": noise(2 * MB), "sub/model": noise(24 * MB), "z": b"{}"})
+    here, lost = tmp_path / "here", open_session("here", HostConfig(address="local"))
     with pytest.raises(HostError, match="connection was lost"):
-        fetch(killed, str(root), tmp_path / "back", kill)
-    killed.close()
-    assert not (tmp_path / "back").exists()
-    arrived = fetch(session, str(root), tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(root)
-    assert arrived.resumed_bytes > 0
-    assert arrived.sent_bytes < 26 * MB - 7 * MB
-    assert not list(tmp_path.glob(".back*"))
-    (tmp_path / "back/state.json").write_text("ordinary files: they can be written to")
+        fetch(CountingSession(lost, 9 * MB), there, here)
+    lost.close()
+    assert set(contents(here)) == {b"other"}
+    [part] = (tmp_path / ".here.arriving").iterdir()
+    arrived_bytes = part.stat().st_size
+    assert 0 < arrived_bytes <= 9 * MB
+    counting = CountingSession(session)
+    fetch(counting, there, here)
+    assert contents(here) == contents(there)
+    assert counting.fetched_bytes == 24 * MB + 2 - arrived_bytes
+    assert not list((tmp_path / ".here.arriving").iterdir())
+
+
+@pytest.mark.parametrize("left", [noise(2 * MB, seed=1), noise(3 * MB) + b"and more", noise(4 * MB, seed=1)])
+def test_damaged_part_of_fetch_is_discarded(session, tmp_path, left):
+    there, here = write(tmp_path / "there", {"model": noise(3 * MB)}), tmp_path / "here"
+    [entry] = content_store.hash_files(str(there), ["model"])
+    write(tmp_path / ".here.arriving", {entry["digest"]: left})
+    fetch(session, there, here)
+    assert contents(here) == contents(there)
+
+
+@pytest.mark.parametrize("content", [b"", b"shorter", noise(3 * MB, seed=1)])
+def test_file_changed_during_fetch_gets_no_name(session, tmp_path, content):
+    there, here = write(tmp_path / "there", {"model": noise(3 * MB)}), tmp_path / "here"
+    write(here, {"model": b"the copy of an earlier one"})
+    fetcher = FileFetcher(session, str(there), here, tmp_path / "parts")
+    [file] = fetcher.missing(list(content_store.hash_files(str(there), ["model"])))
+    (there / "model").write_bytes(content)
+    with pytest.raises(HostError, match="there/model changed while it was fetched") as caught:
+        fetcher.fetch(file)
+    assert caught.value.check == "files.changed"
+    assert (here / "model").read_bytes() == b"the copy of an earlier one"
+    (there / "model").unlink()
+    with pytest.raises(HostError, match="there/model: no such file there") as caught:
+        fetcher.fetch(file)
+    assert caught.value.check == "files.gone"
 
 
 # -- What is in a project --
@@ -464,10 +512,17 @@ def test_chunk_size_is_as_tests_assume():
         {"path": "a", "digest": "/etc/passwd", "size": 1, "executable": False},
         {"path": "../a", "digest": "0" * 64, "size": 1, "executable": False},
         {"path": "a", "digest": "0" * 64, "size": -1, "executable": False},
+        {"path": "link/a", "digest": "0" * 64, "size": 1, "executable": False},
+        {"path": "a", "digest": "0" * 64 + "\n", "size": 1, "executable": False},
+        {"path": "", "digest": "0" * 64, "size": 1, "executable": False},
+        {"path": "a", "to": "b"},
         {"path": "a"},
+        "a",
     ],
 )
 def test_host_file_listing_cannot_escape_folder(session, tmp_path, entry):
-    with pytest.raises(HostError, match="it sent an invalid file entry"):
-        fetch(session, str(tmp_path), tmp_path / "back", listing=[entry])
-    assert not (tmp_path / "back").exists()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/link").symlink_to(tmp_path)
+    with pytest.raises(HostError, match="it sent an invalid file entry") as caught:
+        FileFetcher(session, str(tmp_path), tmp_path / "here", tmp_path / "parts").missing([entry])
+    assert caught.value.check == "files.odd"

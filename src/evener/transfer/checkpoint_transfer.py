@@ -22,17 +22,17 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import CheckpointError, EvenerError, HostError, UsageError
-from evener.core.base.file_io import file_digest
+from evener.core.base.file_io import file_digest, fsync_path
 from evener.core.base.units import format_bytes
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir, read_checkpoint, read_checkpoint_unverified
-from evener.core.run.runwriter import REMOVED_SUFFIX, RunWriter
+from evener.core.run.runwriter import RunWriter
 from evener.ssh.session import RemoteError, Session, Sessions, open_session, parallel_map
-from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, fetch, send_to_host
+from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, FileFetcher, send_to_host
 from evener.transfer.file_tree import describe_files
 from evener.transfer.mirror import record_controller_event, to_host_error
 
-ARRIVED_SUFFIX = ".arrived"  # of a fetched checkpoint's folder until it is renamed
+PARTIAL_SUFFIX = ".arriving"  # of the folder in which a checkpoint arrives, until it is complete
 JOIN_TIMEOUT_S = 5.0  # for the chunk in flight when a run ends
 TRANSFER_DUTY_CYCLE = 0.1  # share of the time spent on transfers while the run is going on
 
@@ -43,7 +43,7 @@ class RemoteCheckpoint(msgspec.Struct, frozen=True):
     step: int
     val_loss: float | None
     folder: str
-    files: list[dict[str, Any]]  # entries of `files.survey`
+    files: list[dict[str, Any]]  # the form of `RemoteFile`
 
 
 def fetch_checkpoints(rundir: RunDir, plan: Plan, notify: Callable[[str], None] = lambda text: None) -> list[int]:
@@ -103,13 +103,10 @@ def _fetch_missing(rundir: RunDir, plan: Plan, notify: Callable[[str], None],
     With `throttle`, at most one.
     """
     host, fetched, skipped = _host_with_newest(rundir, plan), list[int](), set[int]()
-    assert host.run is not None
     with contextlib.closing(open_session(host.name, host.host)) as session:
         while not (throttle and fetched):
             try:
-                saved = from_builtins(
-                    session.call("run_control", "list_checkpoints", run=host.run), list[RemoteCheckpoint]
-                )
+                saved = _list_checkpoints(session, host)
             except RemoteError as error:
                 raise to_host_error(error, plan.fleet) from None
             wanted = _newest_and_best([one for one in saved if one.step not in skipped])
@@ -141,9 +138,7 @@ def _host_with_newest(rundir: RunDir, plan: Plan) -> HostPlan:
         host = plan.host(name)
         try:
             with contextlib.closing(open_session(host.name, host.host)) as session:
-                saved = from_builtins(
-                    session.call("run_control", "list_checkpoints", run=host.run), list[RemoteCheckpoint]
-                )
+                saved = _list_checkpoints(session, host)
         except (HostError, RemoteError):
             return -2
         return saved[-1].step if saved else -1
@@ -153,25 +148,27 @@ def _host_with_newest(rundir: RunDir, plan: Plan) -> HostPlan:
     return plan.host(max(steps, key=lambda name: steps[name]))
 
 
+def _list_checkpoints(session: Session, host: HostPlan) -> list[RemoteCheckpoint]:
+    return from_builtins(session.call("run_control", "list_checkpoints", run=host.run), list[RemoteCheckpoint])
+
+
 def _fetch_one(rundir: RunDir, session: Session, checkpoint: RemoteCheckpoint, notify: Callable[[str], None],
           throttle: Callable[[float], None] | None) -> None:  # fmt: skip
     """Fetch one checkpoint; replace a damaged copy here once the new one is complete."""
     target = rundir.checkpoint_path(checkpoint.step)
-    staged = target.with_name(f".{target.name}{ARRIVED_SUFFIX}")
-    if any("to" in file for file in checkpoint.files):
-        raise HostError(
-            f"{checkpoint.folder}: contains links", check="files.odd", host=session.name, hint="look at it there"
-        )
-    notify(
-        f"fetching {target.name} from {session.name}, {format_bytes(sum(file['size'] for file in checkpoint.files))}"
-    )
+    partials = _partial_path(target)
+    complete = partials / "complete"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(staged, ignore_errors=True)
-        fetch(session, checkpoint.folder, staged, listing=checkpoint.files, throttle=throttle)
-        if target.exists():
-            target.rename(target.with_name(f".{target.name}{REMOVED_SUFFIX}"))
-        staged.rename(target)
+        fetcher = FileFetcher(session, checkpoint.folder, complete, partials, throttle)
+        missing = fetcher.missing(checkpoint.files)
+        total = format_bytes(sum(file["size"] for file in checkpoint.files))
+        notify(f"fetching {target.name} from {session.name}, {total}")
+        for file in missing:
+            fetcher.fetch(file)
+        RunWriter(rundir.path).drop_checkpoint(checkpoint.step)
+        complete.rename(target)
+        fsync_path(target.parent)
+        shutil.rmtree(partials)
     except OSError as error:
         raise UsageError(f"{target}: {error.strerror}", hint="make room, or see who may write there") from None
 
@@ -193,8 +190,8 @@ def _is_intact(rundir: RunDir, step: int) -> bool:
 
 
 def _partial_path(target: Path) -> Path:
-    """Return where `fetch` keeps a partial transfer of a checkpoint."""
-    return target.with_name(f"..{target.name}{ARRIVED_SUFFIX}.arriving")
+    """Return the folder in which a checkpoint arrives."""
+    return target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
 
 
 def _prune_local(rundir: RunDir, plan: Plan) -> None:
@@ -206,7 +203,7 @@ def _prune_local(rundir: RunDir, plan: Plan) -> None:
     best = min(((loss, step) for loss, step in losses if loss is not None), default=(None, None))[1]
     if spec := plan.spec or (rundir.manifest().spec if rundir.is_run() else None):
         RunWriter(rundir.path).prune_checkpoints(spec.checkpoint.keep, best)
-    for partial in rundir.checkpoints_path.glob(f"..*{ARRIVED_SUFFIX}.arriving"):
+    for partial in rundir.checkpoints_path.glob(f".*{PARTIAL_SUFFIX}"):
         shutil.rmtree(partial, ignore_errors=True)
 
 

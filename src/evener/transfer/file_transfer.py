@@ -3,7 +3,9 @@
     tree = describe_project("project")                # or describe_data("data/verbs"), describe_files({"a.whl": path})
     results = send_to_hosts(sessions, fleet, tree)    # to all hosts concurrently
     results["attic"].path                             # /home/me/.evener/trees/3f…: complete, verified, read-only
-    fetch(sessions["attic"], "~/.evener/runs/x/checkpoints/step-000100", "step-000100")
+
+    fetcher = FileFetcher(sessions["attic"], "~/.evener/runs/x/out", home / "out", home / ".out.arriving")
+    paths = [fetcher.fetch(file) for file in fetcher.missing(entries)]
 
 `node/remote/content_store.py` is the host's side. An interrupted copy resumes at the byte where it stopped; a file
 gets its name only after its hash is verified. Files of a tree are read-only; one that a program changed all the same
@@ -15,20 +17,18 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
-import shutil
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, UsageError
-from evener.core.base.file_io import fsync_path
+from evener.core.base.file_io import file_digest, fsync_path
 from evener.core.base.units import format_bytes
 from evener.core.cluster.fleet_file import Fleet
 from evener.ssh.session import RemoteError, Session, Sessions, parallel_map
@@ -39,15 +39,17 @@ WINDOW = 4  # requests in flight, to keep a link with a long round trip full
 RESERVED_DISK_BYTES = 100_000_000  # kept free on a host's disk
 REMOTE_WORK_TIMEOUT_S = 600.0  # a host may hash or copy this long without output
 
+T = TypeVar("T")
+R = TypeVar("R")
 TransferProgress = Callable[[str, int, int], None]  # host, bytes done, bytes in total
 
 _files: Any = importlib.import_module("evener.node.remote.content_store")  # untyped: it runs on python 3.8 too
 
 
 class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of sending a tree to a host, or of fetching from it."""
+    """The result of sending a tree to a host."""
 
-    path: str  # absolute, on the receiving machine
+    path: str  # absolute, on the host
     sent_bytes: int  # 0: it had everything
     resumed_bytes: int = 0  # kept from an interrupted copy
 
@@ -80,77 +82,144 @@ def send_to_host(
     raise AssertionError
 
 
-def fetch(
-    session: Session,
-    path: str,
-    destination: str | os.PathLike[str],
-    progress: TransferProgress | None = None,
-    *,
-    listing: list[dict[str, Any]] | None = None,
-    throttle: Callable[[float], None] | None = None,
-) -> TransferResult:
-    """Fetch a file or a folder of a host to `destination`, which must not exist.
+class RemoteFile(msgspec.Struct, frozen=True):
+    """A file of a folder on a host. The host's entry is validated, as it determines names here."""
 
-    It appears completely or not at all. An interrupted call leaves its blobs in `.NAME.arriving`, and the next one
-    resumes. `listing` holds the folder's entries, if known. With `throttle`, which is called with the seconds that
-    each chunk took, small chunks are fetched one at a time, so that other traffic goes first.
+    path: str  # relative to the folder
+    digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # blake2b of its content
+    size: Annotated[int, msgspec.Meta(ge=0)]
+    executable: bool
+
+
+class FileFetcher:
+    """Fetches files of a host's folder `source` to the folder `target` here. The caller excludes a second fetcher.
+
+    A file gets its name only when it is complete and verified. An interrupted call leaves what arrived in the folder
+    `partials`, and the next one resumes. With `throttle`, which is called with the seconds that each chunk took, small
+    chunks are fetched one at a time, so that other traffic goes first.
     """
-    target = Path(destination)
-    if target.exists() or target.is_symlink():
-        raise UsageError(f"{target}: is there already", hint="choose another place, or remove it")
-    store = target.parent / f".{target.name}.arriving"
-    try:
-        if listing is None:
-            listing = list(session.stream("content_store", "hash_files", path=path, timeout_s=REMOTE_WORK_TIMEOUT_S))
-        for entry in listing:
-            _check_entry(session, path, entry)
-        (store / "blobs").mkdir(parents=True, exist_ok=True)
-        fetcher = _FileFetcher(session, path, store, progress, throttle)
-        fetched_bytes, resumed_bytes = fetcher.fetch([entry for entry in listing if "digest" in entry])
-        _assemble(listing, store, target)
-    except RemoteError as error:
-        if error.kind == "FileNotFoundError":
+
+    def __init__(self, session: Session, source: str, target: Path, partials: Path,
+                 throttle: Callable[[float], None] | None = None) -> None:  # fmt: skip
+        self._session, self._source, self._target, self._partials = session, source, target, partials
+        self._throttle = throttle
+        self._chunk_bytes, self._window = (CHUNK_BYTES, WINDOW) if throttle is None else (CHUNK_BYTES // 4, 1)
+
+    def missing(self, entries: Sequence[Any]) -> list[RemoteFile]:
+        """Return the files of the host's entries that are not here with the same content.
+
+        HostError (files.odd) if an entry is invalid or its path leads out of the folder.
+        """
+        missing = []
+        for entry in entries:
+            try:
+                file = from_builtins(entry, RemoteFile)
+                path = self._local_path(file)
+            except (ValueError, msgspec.ValidationError):
+                raise HostError(
+                    f"{self._session.name}: {self._source}: it sent an invalid file entry: {str(entry)[:200]}",
+                    check="files.odd", host=self._session.name, hint="check that it is the host you expect",
+                ) from None  # fmt: skip
+            if not (path.is_file() and path.stat().st_size == file.size and file_digest(path) == file.digest):
+                missing.append(file)
+        return missing
+
+    def fetch(self, file: RemoteFile) -> Path:
+        """Fetch a file, replace the one of its name here, and return its path.
+
+        HostError: files.gone; files.changed if a program writes to it; or the connection was lost. OSError if this
+        machine cannot store it.
+        """
+        partial, path = self._partials / file.digest, self._local_path(file)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        arrived_bytes = min(partial.stat().st_size, file.size) if partial.exists() else 0
+        try:
+            for offset in dict.fromkeys((arrived_bytes, 0)):  # from the start if the earlier part was damaged
+                self._fetch_from(offset, file, partial)
+                if is_complete := file_digest(partial) == file.digest:
+                    break
+        except RemoteError as error:
+            if error.kind == "FileNotFoundError":
+                raise HostError(
+                    f"{self._session.name}: {self._source}/{file.path}: no such file there", check="files.gone",
+                    host=self._session.name, hint="it was removed, or never written",
+                ) from error  # fmt: skip
+            raise _to_transfer_error(self._session, self._source, error) from error
+        if not is_complete:
+            partial.unlink()
             raise HostError(
-                f"{session.name}: {path}: no such file or folder there", check="files.gone", host=session.name,
-                hint="it was removed, or never written",
-            ) from error  # fmt: skip
-        raise _to_transfer_error(session, path, error) from error
-    except OSError as error:
-        raise UsageError(f"{error.filename or target}: {error.strerror or error}") from error
-    return TransferResult(path=str(target), sent_bytes=fetched_bytes, resumed_bytes=resumed_bytes)
+                f"{self._session.name}: {self._source}/{file.path} changed while it was fetched",
+                check="files.changed", host=self._session.name, hint="fetch it again when no program writes to it",
+            )  # fmt: skip
+        partial.chmod(0o755 if file.executable else 0o644)
+        fsync_path(partial)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.replace(path)
+        fsync_path(path.parent)
+        return path
+
+    def _fetch_from(self, offset: int, file: RemoteFile, partial: Path) -> None:
+        """Append what lies beyond `offset` to the partial file."""
+
+        def read(start: int) -> bytes:
+            content = self._session.call(
+                "content_store", "read_range", path=self._source, name=file.path, offset=start,
+                length=min(self._chunk_bytes, file.size - start), timeout_s=REMOTE_WORK_TIMEOUT_S,
+            )  # fmt: skip
+            return content or b""
+
+        with partial.open("ab") as target:
+            target.truncate(offset)
+            began = time.monotonic()
+            for content in _pipelined(read, range(offset, file.size, self._chunk_bytes), self._window):
+                target.write(content)
+                if self._throttle is not None:
+                    self._throttle(time.monotonic() - began)
+                    began = time.monotonic()
+
+    def _local_path(self, file: RemoteFile) -> Path:
+        """Return where a file is written here. ValueError if that is outside the target folder."""
+        path = self._target / os.fsdecode(_files.checked_relative_path(file.path))
+        if not path.parent.resolve().is_relative_to(self._target.resolve()):  # through a link
+            raise ValueError(f"{path} leads out of {self._target}")
+        return path
 
 
 class _TreeSender:
     """The transfer of one tree to one host."""
 
     def __init__(self, session: Session, workdir: str, tree: FileTree, progress: TransferProgress | None) -> None:
-        self._session, self._workdir, self._tree = session, workdir, tree
+        self._session, self._workdir, self._tree, self._progress = session, workdir, tree, progress
         self._by_digest = {file.digest: file for file in tree.files.values()}
-        self._meter = _TransferMeter(session.name, progress)
-        self._resumed = 0
+        self._done_bytes, self._total_bytes, self._resumed_bytes = 0, 0, 0
 
     def send(self) -> TransferResult:
         sizes = {digest: file.size for digest, file in self._by_digest.items()}
-        state = self._call("find_missing_blobs", digests=sizes, tree=self._tree.digest)
+        state = self._call("find_missing_blobs", workdir=self._workdir, digests=sizes, tree=self._tree.digest)
         if not state["is_there"]:
             files = [self._by_digest[digest] for digest in state["missing"]]
             self._check_room(state, files)
-            self._meter.expect(sum(file.size for file in files))
-            self._send_small([file for file in files if file.size <= CHUNK_BYTES])
+            self._total_bytes = self._done_bytes + sum(file.size for file in files)
+            for sent_bytes in _pipelined(self._put, _batches([file for file in files if file.size <= CHUNK_BYTES])):
+                self._count(sent_bytes)
             for file in files:
                 if file.size > CHUNK_BYTES:
                     self._send_large(file)
             self._call(
-                "build_tree", tree=self._tree.digest, linked=self._tree.is_hard_linked, body=self._tree.canonical_json
-            )
+                "build_tree", workdir=self._workdir, tree=self._tree.digest, linked=self._tree.is_hard_linked,
+                body=self._tree.canonical_json,
+            )  # fmt: skip
         return TransferResult(
-            path=state["path"], sent_bytes=self._meter.done - self._resumed, resumed_bytes=self._resumed
+            path=state["path"], sent_bytes=self._done_bytes - self._resumed_bytes, resumed_bytes=self._resumed_bytes
         )
 
     def _call(self, function: str, *, body: bytes = b"", **args: Any) -> Any:
-        return self._session.call(
-            "content_store", function, body=body, timeout_s=REMOTE_WORK_TIMEOUT_S, workdir=self._workdir, **args
-        )
+        return self._session.call("content_store", function, body=body, timeout_s=REMOTE_WORK_TIMEOUT_S, **args)
+
+    def _count(self, num_bytes: int) -> None:
+        self._done_bytes += num_bytes
+        if self._progress is not None:
+            self._progress(self._session.name, self._done_bytes, max(self._done_bytes, self._total_bytes))
 
     def _check_room(self, state: dict[str, Any], files: list[TreeFile]) -> None:
         needed = sum(file.size - min(file.size, state["missing"][file.digest]) for file in files)
@@ -164,50 +233,45 @@ class _TreeSender:
                 hint=f'make room there, or name another disk: [hosts.{self._session.name}] workdir = "…"',
             )
 
-    def _send_small(self, files: list[TreeFile]) -> None:
-        def put(batch: list[tuple[TreeFile, bytes]]) -> None:
-            blobs = [(file.digest, len(content)) for file, content in batch]
-            try:
-                self._call("put_small_blobs", blobs=blobs, body=b"".join(content for _, content in batch))
-            except RemoteError as error:
-                if error.kind != "ContentError":
-                    raise
-                changed = next((file for file, _ in batch if file.digest == error.message), batch[0][0])
-                raise self._changed(changed) from error
-            self._meter.add(sum(len(content) for _, content in batch))
-
-        _run_pipelined(_batches(files), put)
+    def _put(self, batch: list[tuple[TreeFile, bytes]]) -> int:
+        """Send small files in one request; return their bytes."""
+        blobs = [(file.digest, len(content)) for file, content in batch]
+        body = b"".join(content for _, content in batch)
+        try:
+            self._call("put_small_blobs", workdir=self._workdir, blobs=blobs, body=body)
+        except RemoteError as error:
+            if error.kind != "ContentError":
+                raise
+            changed = next((file for file, _ in batch if file.digest == error.message), batch[0][0])
+            raise self._changed(changed) from error
+        return len(body)
 
     def _send_large(self, file: TreeFile) -> None:
         """Send a file in chunks from where an earlier copy stopped; start over if the earlier part was damaged."""
-        resumed = True
-        while resumed:
-            opened = self._call("open_upload", digest=file.digest, size=file.size)
-            part, offset = opened["part"], opened["offset"]
-            resumed = offset > 0
-            self._resumed += offset
-            self._meter.add(offset)
-            is_stored = threading.Event()
+        opened = self._call("open_upload", workdir=self._workdir, digest=file.digest, size=file.size)
+        part, offset = opened["part"], opened["offset"]
+        self._resumed_bytes += offset
+        self._count(offset)
 
-            def write(chunk: tuple[int, bytes], part: str = part, is_stored: threading.Event = is_stored) -> None:
-                at, content = chunk
-                if self._session.call(
-                    "content_store", "write_upload", part=part, offset=at, body=content, timeout_s=REMOTE_WORK_TIMEOUT_S
-                ):
-                    self._meter.add(len(content))
-                else:
-                    is_stored.set()
+        def write(chunk: tuple[int, bytes]) -> tuple[int, bool]:
+            at, content = chunk
+            return len(content), self._call("write_upload", part=part, offset=at, body=content)
 
-            try:
-                _run_pipelined(_chunks(file, offset, is_stored), write)
-            except RemoteError:
-                self._session.call("content_store", "abort_upload", part=part)
-                raise
-            if self._session.call("content_store", "finish_upload", part=part, timeout_s=REMOTE_WORK_TIMEOUT_S):
-                return
-            self._meter.add(-file.size)
-            self._resumed -= offset
-        raise self._changed(file)
+        try:
+            for sent_bytes, is_wanted in _pipelined(write, _chunks(file, offset)):
+                if not is_wanted:
+                    break  # another sender has finished the file
+                self._count(sent_bytes)
+        except RemoteError:
+            self._call("abort_upload", part=part)
+            raise
+        if self._call("finish_upload", part=part):
+            return
+        if not offset:
+            raise self._changed(file)
+        self._resumed_bytes -= offset
+        self._count(-file.size)
+        self._send_large(file)
 
     def _changed(self, file: TreeFile) -> HostError:
         DigestCache.invalidate(file.source)
@@ -219,135 +283,16 @@ class _TreeSender:
         )
 
 
-class _FileFetcher:
-    """The transfer of a host's files to a blob store here."""
-
-    def __init__(self, session: Session, path: str, store: Path, progress: TransferProgress | None,
-                 pause: Callable[[float], None] | None) -> None:  # fmt: skip
-        self._session, self._path, self._store, self._throttle = session, path, store, pause
-        self._chunk_bytes = CHUNK_BYTES if pause is None else CHUNK_BYTES // 4
-        self._meter = _TransferMeter(session.name, progress)
-
-    def fetch(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
-        """Fetch the files; return (bytes received, bytes kept from interrupted copies)."""
-        wanted = {entry["digest"]: entry for entry in entries}
-        sizes = {digest: entry["size"] for digest, entry in wanted.items()}
-        stored = _files.find_missing_blobs(str(self._store), sizes, "none")
-        self._meter.expect(sum(wanted[digest]["size"] for digest in stored["missing"]))
-        resumed = sum(self._fetch_one(wanted[digest]) for digest in stored["missing"])
-        return self._meter.done - resumed, resumed
-
-    def _fetch_one(self, entry: dict[str, Any]) -> int:
-        """Fetch one file; return the bytes kept from an interrupted copy."""
-        resumed = True
-        while resumed:
-            opened = _files.open_upload(str(self._store), entry["digest"], entry["size"])
-            part, offset = opened["part"], opened["offset"]
-            resumed = offset > 0
-            self._meter.add(offset)
-
-            failed: list[BaseException] = []
-
-            def read(start: int, part: str = part, failed: list[BaseException] = failed) -> None:
-                length, started = min(self._chunk_bytes, entry["size"] - start), time.monotonic()
-                try:
-                    content = self._session.call(
-                        "content_store", "read_range", path=self._path, name=entry["path"], offset=start, length=length,
-                        timeout_s=REMOTE_WORK_TIMEOUT_S,
-                    )  # fmt: skip
-                    _files.write_upload(part, start, content or b"")
-                    if self._throttle is not None:
-                        self._throttle(time.monotonic() - started)
-                except BaseException as error:
-                    failed.append(error)
-                    _files.abort_upload(part, error)  # so that later chunks do not wait for this one
-                    raise failed[0] from None  # the first error: later ones only report the part missing
-                self._meter.add(len(content or b""))
-
-            _run_pipelined(
-                range(offset, entry["size"], self._chunk_bytes), read, WINDOW if self._throttle is None else 1
-            )
-            if _files.finish_upload(part):
-                return int(offset)
-            self._meter.add(-entry["size"])
-        raise HostError(
-            f"{self._session.name}: {self._path}/{entry['path']} changed while it was fetched",
-            check="files.changed",
-            host=self._session.name,
-            hint="fetch it again when no program writes to it",
-        )
-
-
-class _TransferMeter:
-    """Counts bytes done of bytes expected; thread-safe."""
-
-    def __init__(self, host: str, progress: TransferProgress | None) -> None:
-        self._host, self._progress, self._lock = host, progress, threading.Lock()
-        self.done, self._total = 0, 0
-
-    def expect(self, num_bytes: int) -> None:
-        self._total = self.done + num_bytes
-
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self.done += num_bytes
-            if self._progress is not None:
-                self._progress(self._host, self.done, max(self.done, self._total))
-
-
-def _check_entry(session: Session, path: str, entry: dict[str, Any]) -> None:
-    """Validate an entry received from a host, as it determines names here. HostError if its path leads elsewhere."""
-    try:
-        if entry["path"]:
-            _files.checked_relative_path(entry["path"])
-        is_good = "to" in entry or (re.fullmatch(r"[0-9a-f]{64}", entry["digest"]) and entry["size"] >= 0)
-    except (LookupError, TypeError, ValueError):
-        is_good = False
-    if not is_good:
-        raise HostError(
-            f"{session.name}: {path}: it sent an invalid file entry: {str(entry)[:200]}", check="files.odd",
-            host=session.name, hint="check that it is the host you expect",
-        )  # fmt: skip
-
-
-def _assemble(listing: list[dict[str, Any]], store: Path, target: Path) -> None:
-    """Build `target` from the store's blobs, rename it into place, and remove the store."""
-    making = store / "making"
-    _files.remove_path(making)
-    if not listing or listing[0]["path"]:  # a folder
-        making.mkdir()
-    links = [entry for entry in listing if "to" in entry]
-    for entry in listing:
-        if entry not in links:
-            path = _path_inside(making, entry["path"])
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(store / "blobs" / entry["digest"], path)
-            path.chmod(0o755 if entry["executable"] else 0o644)
-            fsync_path(path)
-    for entry in links:  # last, so that nothing is written through a link
-        path = _path_inside(making, entry["path"])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(entry["to"])
-    making.rename(target)
-    fsync_path(target.parent)
-    shutil.rmtree(store)
-
-
-def _path_inside(folder: Path, name: str) -> Path:
-    """Return a host's path below `folder`. ValueError if it leads out."""
-    return Path(os.fsdecode(os.path.join(os.fsencode(folder), _files.checked_relative_path(name)))) if name else folder
-
-
-def _run_pipelined(items: Iterable[Any], work: Callable[[Any], None], window: int = WINDOW) -> None:
-    """Call work(item) for each item, `window` at a time; items are consumed lazily."""
+def _pipelined(work: Callable[[T], R], items: Iterable[T], window: int = WINDOW) -> Iterator[R]:
+    """Yield work(item) for each item, in order; `window` calls run at a time, and items are consumed lazily."""
     with ThreadPoolExecutor(max_workers=window) as pool:
-        running: deque[Future[None]] = deque()
+        running: deque[Future[R]] = deque()
         for item in items:
             if len(running) == window:
-                running.popleft().result()
+                yield running.popleft().result()
             running.append(pool.submit(work, item))
         while running:
-            running.popleft().result()
+            yield running.popleft().result()
 
 
 def _batches(files: list[TreeFile]) -> Iterator[list[tuple[TreeFile, bytes]]]:
@@ -365,13 +310,11 @@ def _batches(files: list[TreeFile]) -> Iterator[list[tuple[TreeFile, bytes]]]:
         yield batch
 
 
-def _chunks(file: TreeFile, offset: int, is_stored: threading.Event) -> Iterator[tuple[int, bytes]]:
+def _chunks(file: TreeFile, offset: int) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, content) of each chunk from `offset`; fewer if the file became shorter, which its hash detects."""
     with file.source.open("rb") as source:
         source.seek(offset)
-        while offset < file.size and not is_stored.is_set():
-            content = source.read(min(CHUNK_BYTES, file.size - offset))
-            if not content:
-                return  # it became shorter: the hash check detects it
+        while offset < file.size and (content := source.read(min(CHUNK_BYTES, file.size - offset))):
             yield offset, content
             offset += len(content)
 

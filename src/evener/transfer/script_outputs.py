@@ -6,6 +6,7 @@ host's project folder, where the script ran   → RUN/files/HOST/…, with the s
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,12 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import EvenerError, HostError, UsageError
-from evener.core.base.file_io import file_digest
 from evener.core.base.units import format_bytes, pluralize
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
 from evener.ssh.session import RemoteError, Session, open_session, parallel_map
 from evener.transfer.checkpoint_transfer import exclusive_lock
-from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, fetch
+from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, FileFetcher
 from evener.transfer.mirror import SupervisorState, to_host_error
 
 MTIME_SETTLE_S = 2.0  # a file system may date the last writes this much after the run's end
@@ -115,40 +115,26 @@ def _find_host_outputs(session: Session, host: HostPlan, state: SupervisorState)
 def _fetch_outputs(session: Session, target: Path, outputs: ScriptOutputs,
            notify: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
     """Fetch file by file, so that one that a script is writing or has removed does not affect the others."""
-    names = [file.path for file in outputs.files]
-    surveyed = list(
+    names, partials = [file.path for file in outputs.files], target.with_name(f".{target.name}.arriving")
+    entries = list(
         session.stream("content_store", "hash_files", path=outputs.folder, names=names, timeout_s=REMOTE_WORK_TIMEOUT_S)
     )
-    missing = [entry for entry in surveyed if "digest" in entry and not _is_present(_destination(target, entry), entry)]
+    fetcher = FileFetcher(session, outputs.folder, target, partials)
+    missing = fetcher.missing(entries)
     if missing:
-        total = format_bytes(sum(entry["size"] for entry in missing))
+        total = format_bytes(sum(file.size for file in missing))
         notify(f"fetching {pluralize(len(missing), 'file')} from {session.name}, {total}")
     fetched, failed = list[Path](), list[EvenerError]()
-    for entry in missing:
-        path = _destination(target, entry)
-        new = path.with_name(f".{path.name}.new")
+    for file in missing:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new.unlink(missing_ok=True)
-            fetch(session, f"{outputs.folder}/{entry['path']}", new, listing=[entry | {"path": ""}])
-            new.replace(path)
-            fetched.append(path)
+            fetched.append(fetcher.fetch(file))
         except HostError as error:
             if error.check not in ("files.changed", "files.gone"):
                 raise
             failed.append(error)
         except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}", hint="make room, or see what is in its place") from None
+            raise UsageError(
+                f"{target / file.path}: {error.strerror}", hint="make room, or see what is in its place"
+            ) from None
+    shutil.rmtree(partials, ignore_errors=True)
     return fetched, failed
-
-
-def _destination(target: Path, entry: Mapping[str, Any]) -> Path:
-    """Return where a file of a host is written here. HostError if that is outside the host's folder."""
-    path: Path = target / entry["path"]
-    if ".." in path.parts or not path.parent.resolve().is_relative_to(target.resolve()):
-        raise HostError(f"{path}: leads out of {target}", check="files.odd", host=target.name, hint="look at it there")
-    return path
-
-
-def _is_present(path: Path, entry: dict[str, Any]) -> bool:
-    return path.is_file() and path.stat().st_size == entry["size"] and file_digest(path) == entry["digest"]

@@ -118,12 +118,12 @@ def finish_upload(part):
     return entry.finish()
 
 
-def abort_upload(part, failure=None):
-    """Abort the upload and keep what has arrived. Writers that wait for their turn raise `failure`."""
+def abort_upload(part):
+    """Abort the upload and keep what has arrived. Writers that wait for their turn raise OSError."""
     with _uploads_lock:
         entry = _uploads.pop(part, None)
     if entry is not None:
-        entry.abort(failure or OSError("the upload was aborted"))
+        entry.abort(OSError("the upload was aborted"))
 
 
 class _PartialUpload:
@@ -257,44 +257,26 @@ def discard_tree(workdir, tree):
             os.unlink(blob)
 
 
-def hash_files(path, names=None):
-    """Hash a file or the files of a folder: yields {path, digest, size, executable} or {path, to} of each.
-
-    With `names` only these files of the folder, as far as they still exist.
-    """
-    root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
-    if names is not None:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                yield _file_entry(os.path.join(root, checked_relative_path(name)), checked_relative_path(name))
-        return
-    if not os.path.isdir(root):
-        yield _file_entry(root, b"")
-        return
-    for folder, folders, names in os.walk(root):
-        folders.sort()
-        for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
-            file_path = os.path.join(folder, name)
-            if os.path.islink(file_path) or os.path.isfile(file_path):
-                yield _file_entry(file_path, os.path.relpath(file_path, root))
+def hash_files(path, names):
+    """Hash these files of a folder, as far as they still exist: yields {path, digest, size, executable} of each."""
+    for name in names:
+        place = _place_in(path, name)
+        if os.path.isfile(place) and not os.path.islink(place):
+            with contextlib.suppress(FileNotFoundError), open(place, "rb") as file:
+                state = os.fstat(file.fileno())
+                executable = bool(state.st_mode & 0o100)
+                yield {"path": name, "digest": _hash_file(file), "size": state.st_size, "executable": executable}
 
 
 def read_range(path, name, offset, length):
-    """Return bytes of a file in a folder, or of the file `path` itself if `name` is empty."""
-    root = os.fsencode(os.path.abspath(os.path.expanduser(path)))
-    with open(os.path.join(root, checked_relative_path(name)) if name else root, "rb") as file:
+    """Return bytes of a file in a folder."""
+    with open(_place_in(path, name), "rb") as file:
         file.seek(offset)
         return file.read(length)
 
 
-def _file_entry(place, name):
-    text = name.decode("utf-8", "surrogateescape")
-    if name and os.path.islink(place):
-        return {"path": text, "to": os.readlink(place).decode("utf-8", "surrogateescape")}
-    with open(place, "rb") as file:
-        state = os.fstat(file.fileno())
-        executable = bool(state.st_mode & 0o100)
-        return {"path": text, "digest": _hash_file(file), "size": state.st_size, "executable": executable}
+def _place_in(folder, name):
+    return os.path.join(os.fsencode(_resolve_workdir(folder)), checked_relative_path(name))
 
 
 def _is_tree_intact(path):
