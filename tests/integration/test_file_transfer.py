@@ -134,20 +134,24 @@ def test_existing_files_are_not_sent_again(session, tmp_path, work):
 def test_files_are_sent_to_all_hosts_at_once(tmp_path):
     fleet = Fleet(hosts={name: HostConfig(address="local", workdir=str(tmp_path / name)) for name in ("a", "b")})
     sessions = {name: open_session(name, host) for name, host in fleet.hosts.items()}
-    told: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
     root = write(tmp_path / "p", {"big": noise(5 * MB), "small": b"x"})
     try:
-        arrived = send_to_hosts(
-            sessions, fleet, describe_project(root), lambda name, done, total: told[name].append((done, total))
-        )
+        arrived = send_to_hosts(sessions, fleet, describe_project(root))
     finally:
         for one in sessions.values():
             one.close()
     for name in ("a", "b"):
         assert arrived[name].path.startswith(str(tmp_path / name / "trees"))
         assert contents(Path(arrived[name].path)) == contents(root)
-        assert told[name][-1] == (5 * MB + 1, 5 * MB + 1)
-        assert all(done <= total == 5 * MB + 1 for done, total in told[name])
+
+
+def test_progress_of_send_ends_at_total(session, tmp_path, work):
+    told: list[tuple[str, int, int]] = []
+    root = write(tmp_path / "p", {"big": noise(5 * MB), "small": b"x"})
+    send_to_host(session, work, describe_project(root), lambda *sent: told.append(sent))
+    assert told[-1] == ("here", 5 * MB + 1, 5 * MB + 1)
+    assert [done for _, done, _ in told] == [1, *(1 + number * MB for number in range(6))]
+    assert {total for _, _, total in told} == {5 * MB + 1}
 
 
 def test_interrupted_copy_resumes_at_last_byte(session, tmp_path, work):

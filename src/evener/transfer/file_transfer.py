@@ -54,11 +54,9 @@ class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
     resumed_bytes: int = 0  # kept from an interrupted copy
 
 
-def send_to_hosts(
-    sessions: Sessions, fleet: Fleet, tree: FileTree, progress: TransferProgress | None = None
-) -> dict[str, TransferResult]:
+def send_to_hosts(sessions: Sessions, fleet: Fleet, tree: FileTree) -> dict[str, TransferResult]:
     """Send the tree to all hosts of `sessions` concurrently; raise the first HostError after all have ended."""
-    return parallel_map(sessions, lambda name: send_to_host(sessions[name], fleet.hosts[name].workdir, tree, progress))
+    return parallel_map(sessions, lambda name: send_to_host(sessions[name], fleet.hosts[name].workdir, tree))
 
 
 def send_to_host(
@@ -319,8 +317,13 @@ def _chunks(file: TreeFile, offset: int) -> Iterator[tuple[int, bytes]]:
             offset += len(content)
 
 
+def is_disk_full(text: str) -> bool:
+    """Return whether an error of a host says that its disk or the user's quota is full."""
+    return any(sign in text for sign in ("[Errno 28]", "[Errno 122]", "No space left on device"))
+
+
 def _to_transfer_error(session: Session, where: str, error: RemoteError) -> HostError:
-    if "[Errno 28]" in error.message or "[Errno 122]" in error.message:
+    if is_disk_full(error.message):
         return HostError(
             f"{session.name}: its disk is full: {where}",
             check="disk.full",

@@ -90,7 +90,7 @@ def describe_project(
             f"{summarize_largest(code)}",
             hint="list in .gitignore what the program does not need; --data sends a corpus",
         )
-    return FileTree(_hash_files(root, sizes), links)
+    return FileTree(_hash_files({name: root / name for name in sizes}, keep_executable=True), links)
 
 
 def ignored_file_sizes(folder: str | os.PathLike[str], tree: FileTree) -> dict[str, int]:
@@ -106,22 +106,15 @@ def ignored_file_sizes(folder: str | os.PathLike[str], tree: FileTree) -> dict[s
 def describe_data(folder: str | os.PathLike[str]) -> FileTree:
     """Return the tree of a data folder of any size: every file that is not hidden; a link's content is sent."""
     root = _existing_folder(folder)
-    names = sorted(_visible_files(root))
-    if not_files := [name for name in names if not (root / name).is_file()]:
-        raise UsageError(f"{root / not_files[0]} is a link to what is not a file", hint="replace it by its content")
-    return FileTree(
-        _hash_files(root, {name: (root / name).stat().st_size for name in names}, executable=False), is_hard_linked=True
-    )
+    files = {name: root / name for name in sorted(_visible_files(root))}
+    if not_files := [path for path in files.values() if not path.is_file()]:
+        raise UsageError(f"{not_files[0]} is a link to what is not a file", hint="replace it by its content")
+    return describe_files(files)
 
 
 def describe_files(files: dict[str, Path]) -> FileTree:
     """Return a tree of files from anywhere, by their name in the tree, such as wheels."""
-    with DigestCache() as digests:
-        return FileTree(
-            {name: TreeFile(path, digests.digest_file(path), path.stat().st_size) for name, path in files.items()},
-            {},
-            True,
-        )
+    return FileTree(_hash_files(files, keep_executable=False), is_hard_linked=True)
 
 
 def _existing_folder(folder: str | os.PathLike[str]) -> Path:
@@ -218,17 +211,17 @@ def summarize_largest(sizes: Mapping[str, int], num: int = 3) -> str:
     return ", ".join(entries + ([f"and {len(by_top) - num} more"] if len(by_top) > num else []))
 
 
-def _hash_files(root: Path, sizes: dict[str, int], *, executable: bool = True) -> dict[str, TreeFile]:
-    files = {}
+def _hash_files(files: Mapping[str, Path], *, keep_executable: bool) -> dict[str, TreeFile]:
+    hashed = {}
     with DigestCache() as digests:
-        for name in sizes:
-            path = root / name
+        for name, path in files.items():
             try:
                 state, digest = path.stat(), digests.digest_file(path)
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}", hint="fix it, or list it in .gitignore") from None
-            files[name] = TreeFile(path, digest, state.st_size, executable and bool(state.st_mode & stat.S_IXUSR))
-    return files
+            is_executable = keep_executable and bool(state.st_mode & stat.S_IXUSR)
+            hashed[name] = TreeFile(path, digest, state.st_size, is_executable)
+    return hashed
 
 
 class DigestCache:
