@@ -19,7 +19,7 @@ from evener.core.cluster.fleet_file import Fleet, HostConfig
 from evener.node.remote import facts
 from evener.node.remote import venv_setup as remote
 from evener.ssh.session import Session, open_session
-from evener.transfer import wheels
+from evener.transfer import host_setup, wheels
 from evener.transfer.host_setup import EvenerWheel, _HostInstaller, set_up_hosts
 from evener.transfer.wheels import (
     WheelTarget,
@@ -76,7 +76,7 @@ def test_installed_evener_can_be_repackaged(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
     code = (
-        "import sys, pathlib; from evener.launch import wheels; print(wheels.evener_wheel(pathlib.Path(sys.argv[1])))"
+        "import sys, pathlib; from evener.transfer import wheels; print(wheels.evener_wheel(pathlib.Path(sys.argv[1])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env=os.environ | {"PYTHONPATH": str(site)}, cwd=tmp_path,
@@ -116,7 +116,7 @@ def test_wheel_platforms_match_target():
     assert here.pip_flags() == ["--only-binary=:all:"]
 
 
-def tiny_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+def tiny_wheel(folder: Path, name: str, version: str, *requires: str, files: dict[str, str] | None = None) -> Path:
     info = f"{name}-{version}.dist-info"
     path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -129,6 +129,8 @@ def tiny_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
         archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
+        for path_in_wheel, text in (files or {}).items():
+            archive.writestr(path_in_wheel, text)
     return path
 
 
@@ -265,13 +267,58 @@ def test_non_venv_python_is_unchanged_and_used_to_create_venv(tmp_path):
     assert facts._find_training_python(str(tmp_path), sys.executable) == sys.executable
 
 
-def run_setup(fleet: Fleet) -> dict[str, Any]:
+def run_setup(fleet: Fleet, *extra_packages: str) -> dict[str, Any]:
     sessions: dict[str, Session] = {name: open_session(name, host) for name, host in fleet.hosts.items()}
     try:
-        return set_up_hosts(fleet, sessions, lambda *_: None)
+        return set_up_hosts(fleet, sessions, lambda *_: None, extra_packages)
     finally:
         for one in sessions.values():
             one.close()
+
+
+@exhaustive
+@pytest.mark.parametrize("source", ["registry", "carried"])
+def test_bare_host_gets_evener_its_dependencies_and_extra_packages(tmp_path, monkeypatch, source):
+    """The packages are tiny ones; the host's pip reaches them as a folder, or gets them as wheels from here."""
+    shop, ours = tmp_path / "shop", tmp_path / "ours"
+    shop.mkdir()
+    ours.mkdir()
+    cuda = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+    tiny_wheel(shop, "torch", "9.0", "tiny==1.0", files={"torch/__init__.py": f"__version__ = '9.0'\n{cuda}"})
+    for args in (("tiny", "1.0"), ("tiny", "2.0"), ("extra", "3.0", "tiny"), ("wrong", "1.0", "tiny>1")):
+        tiny_wheel(shop, *args)
+    packages = ("evener", "evener/worker", "evener/worker/train")
+    files = dict.fromkeys((*(f"{name}/__init__.py" for name in packages), "evener/worker/train/run.py"), "")
+    evener = tiny_wheel(ours, "evener", "0.0", "torch", files=files)
+    monkeypatch.setattr(host_setup, "evener_wheel", lambda folder: evener)
+    monkeypatch.setattr(host_setup, "dependency_closure", lambda *_: {"torch": "9.0", "tiny": "1.0"})
+    if source == "registry":
+        monkeypatch.setattr(_HostInstaller, "_reaches_registry", lambda *_: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # the venv imports its own packages
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    monkeypatch.setattr(wheels._remote, "can_open_url", lambda url: False)
+    host = HostConfig(
+        address="local", workdir=str(tmp_path / "work"), python=f"{sys.base_prefix}/bin/python3", devices="cpu"
+    )
+    fleet = Fleet(hosts={"here": host})
+    first = run_setup(fleet)["here"]
+    assert not isinstance(first, EvenerError), f"{first} {first.output}"
+    assert (first.source, first.packages, first.torch, first.evener) == (source, 2, "9.0", "0.0"), first
+    assert first.actions[1].startswith("torch 9.0 and tiny installed from")
+    assert first.actions[2:] == [f"evener 0.0 ({first.evener_hash[:8]}) installed"]
+    assert (first.sent_bytes > evener.stat().st_size) == (source == "carried")
+    assert not list((tmp_path / "work/blobs").iterdir())
+    again = run_setup(fleet, "extra")["here"]
+    assert (again.source, again.packages, len(again.actions)) == (source, 1, 1), again
+    assert again.actions[0].startswith("extra installed from")
+    assert run_setup(fleet, "extra")["here"].actions == []
+    refused = run_setup(fleet, "wrong")["here"]
+    assert isinstance(refused, HostError)
+    assert refused.check == ("setup.pip" if source == "registry" else "setup.registry")
+    assert "try other versions" in refused.hint
 
 
 def test_setup_reports_each_host(tmp_path):

@@ -25,10 +25,10 @@ from typing import Any, Literal
 import msgspec
 
 from evener.core.base.errors import EvenerError, HostError
-from evener.core.base.units import format_bytes
+from evener.core.base.units import format_bytes, pluralize
 from evener.core.cluster.fleet_file import Fleet, HostConfig
 from evener.ssh.session import RemoteError, Session, Sessions, parallel_map
-from evener.transfer.file_transfer import send_to_host
+from evener.transfer.file_transfer import is_disk_full, send_to_host
 from evener.transfer.file_tree import describe_files
 from evener.transfer.wheels import (
     CPU_INDEX,
@@ -120,14 +120,9 @@ class _HostInstaller:
         extra_packages: Sequence[str],
         sends_wheels: bool,
     ) -> None:
-        self._session, self._host, self._evener_wheel, self._extra_packages, self._sends_wheels = (
-            session,
-            host,
-            evener_wheel,
-            extra_packages,
-            sends_wheels,
-        )
-        self._name, self._on_progress = session.name, on_progress
+        self._session, self._name, self._host = session, session.name, host
+        self._evener_wheel, self._on_progress = evener_wheel, on_progress
+        self._extra_packages, self._sends_wheels = extra_packages, sends_wheels
         self._actions: list[str] = []
         self._packages, self._sent_bytes = 0, 0
         self._source: Literal["registry", "carried", "none"] = "none"
@@ -149,83 +144,93 @@ class _HostInstaller:
 
     def _apply(self, state: dict[str, Any]) -> dict[str, Any]:
         self._check_may_change(state)
-        if lock_holder := self._call("lock_setup", workdir=self._host.workdir):
-            raise self._error("setup.busy", f"another setup is running there: {lock_holder}", "wait until it is done")
-        try:
+        with self._locked():
             state = self._inspect()  # another setup may have just done it
             if state["now"] is None or not state["now"]["is_venv"]:
                 state = self._make_venv(state)
-            prefix, python = state["now"]["prefix"], state["python"]
+            prefix = state["now"]["prefix"]
             todo = self._packages_to_install(state)
             if todo is None:
                 return state
             self._call("mark_unfinished", prefix=prefix, what="packages" if todo else "evener")
             if todo:
-                self._install(state, todo)
-            if state["now"]["evener_hash"] != self._evener_wheel.hash or "evener" not in state["now"]["packages"]:
-                self._install_evener(python)
+                state = self._install_dependencies(state, todo)
+            if not self._has_this_evener(state):
+                self._install_evener(state)
             return self._verify(prefix, imports=bool(todo))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other setups of the host. HostError if one is running there."""
+        if lock_holder := self._call("lock_setup", workdir=self._host.workdir):
+            raise self._error("setup.busy", f"another setup is running there: {lock_holder}", "wait until it is done")
+        try:
+            yield
         finally:
-            self._release_lock()
+            with contextlib.suppress(HostError, RemoteError):  # the connection is lost, which releases the lock
+                self._call("finish_setup")
+
+    def _install_dependencies(self, state: dict[str, Any], todo: dict[str, str]) -> dict[str, Any]:
+        now, target = state["now"], self._target(state)
+        if target.wants_cuda and now["torch_cuda"] is None and "torch" in now["packages"]:
+            self._pip(state, "uninstall", "--yes", "torch")  # to pip, its two builds are equal
+        wants_cpu_build = target.is_linux and not target.wants_cuda and "torch" in todo
+        wanted = self._required_packages(state)
+        with self._package_source(
+            state, wants_cpu_build, lambda: fetch_wheels(target, todo, wanted, self._step)
+        ) as flags:
+            self._step(f"installing {pluralize(len(todo), 'package')}")
+            self._pip_install(state, *flags, *pinned_specifiers(todo))
+        return self._record_installed(state)
 
     def _add_extra_packages(self, state: dict[str, Any]) -> dict[str, Any]:
         """Install the extra packages without changing any of evener's own dependencies."""
-        python, before = state["python"], state["now"]["packages"]
+        python, present, extra = state["python"], state["now"]["packages"], self._extra_packages
         if not state["now"]["is_venv"]:
-            fix = f"on {self._name}: {python} -m pip install {shlex.join(self._extra_packages)}"
+            fix = f"on {self._name}: {python} -m pip install {shlex.join(extra)}"
             raise self._error("setup.python", f"{python} is not a virtual environment: setup does not change it", fix)
-        if "pip" not in before:
-            fix = f"uv pip install --python {python} {shlex.join(self._extra_packages)}"
+        if "pip" not in present:
+            fix = f"uv pip install --python {python} {shlex.join(extra)}"
             raise self._error("setup.pip", f"{python} has no pip to install it", fix)
-        if lock_holder := self._call("lock_setup", workdir=self._host.workdir):
-            raise self._error("setup.busy", f"another setup is running there: {lock_holder}", "wait until it is done")
-        index = ["--extra-index-url", CPU_INDEX] if before.get("torch", "").endswith("+cpu") else []
-        try:
-            pins = pinned_specifiers({name: before[name] for name in self._required_packages(state) if name in before})
-            if self._sends_wheels or not self._reaches_registry(python):
-                self._source = "carried"
-                target = WheelTarget.from_interpreter(state["now"], wants_cuda=self._wants_cuda(state))
-                with self._staged_wheels(self._resolve_extra_wheels(target, pins, before, index)) as folder:
-                    self._install_extra_packages(state, ["--no-index", f"--find-links={folder}"], pins)
-            else:
-                has_index = index and self._call("can_open_url", url=f"{CPU_INDEX}/torch/")
-                self._source = "registry"
-                self._install_extra_packages(state, ["--prefer-binary", *(index if has_index else [])], pins)
+        target, wants_cpu_build = self._target(state), present.get("torch", "").endswith("+cpu")
+        pins = pinned_specifiers({name: present[name] for name in self._required_packages(state) if name in present})
+        with self._locked():
+            with self._package_source(
+                state, wants_cpu_build, lambda: resolve_wheels(target, extra, pins, present, self._step)
+            ) as flags:
+                self._step(f"installing {', '.join(extra)}")
+                self._pip_install(state, *flags, *extra, *pins)
             self._run_remote("import", "try_worker_import", python=python)
-            state = self._inspect()
-        finally:
-            self._release_lock()
-        after = state["now"]["packages"]
-        if changed := [name for name, version in after.items() if before.get(name) != version]:
-            self._packages += len(changed)
-            self._actions.append(self._describe_installed(before, after, changed))
-        return state
+            return self._record_installed(state)
 
-    def _install_extra_packages(self, state: dict[str, Any], arguments: list[str], pins: list[str]) -> None:
-        self._step(f"installing {', '.join(self._extra_packages)}")
-        self._pip(
-            state["python"],
-            ["install", *FAST_PIP_FLAGS, *arguments, *self._extra_packages, *pins],
-            state["now"]["half"],
-        )
+    @contextlib.contextmanager
+    def _package_source(
+        self, state: dict[str, Any], wants_cpu_build: bool, find_wheels: Callable[[], dict[str, Path]]
+    ) -> Iterator[list[str]]:
+        """Yield pip's flags for the registry that the host's pip reaches or, without one, for wheels sent from here."""
+        if not self._sends_wheels and self._reaches_registry(state["python"]):
+            self._source = "registry"
+            has_index = wants_cpu_build and self._call("can_open_url", url=f"{CPU_INDEX}/torch/")
+            yield ["--prefer-binary", *(["--extra-index-url", CPU_INDEX] if has_index else [])]
+            return
+        self._source = "carried"
+        try:
+            wheels = find_wheels()
+        except EvenerError as error:
+            prefix = "" if self._sends_wheels else "it reaches no registry; "
+            raise self._error("setup.registry", f"{prefix}{error}", error.hint, error.output) from error
+        with self._staged_wheels(wheels) as folder:
+            yield ["--no-index", f"--find-links={folder}"]
 
     @contextlib.contextmanager
     def _staged_wheels(self, wheels: dict[str, Path]) -> Iterator[str]:
         """Send wheels to the host; yield their folder there, which is removed afterwards."""
         tree = describe_files(wheels)
-        self._step(f"sending {len(wheels)} wheels, {format_bytes(tree.size)}")
+        self._step(f"sending {pluralize(len(wheels), 'wheel')}, {format_bytes(tree.size)}")
         arrived = send_to_host(self._session, self._host.workdir, tree, self._on_bytes_sent)
         self._sent_bytes += arrived.sent_bytes
         yield arrived.path
         self._session.call("content_store", "discard_tree", workdir=self._host.workdir, tree=tree.digest)
-
-    def _resolve_extra_wheels(
-        self, target: WheelTarget, pins: list[str], present: dict[str, str], index: list[str]
-    ) -> dict[str, Path]:
-        try:
-            return resolve_wheels(target, self._extra_packages, pins, present, index, self._step)
-        except EvenerError as error:
-            raise self._error("setup.registry", str(error), error.hint, error.output) from error
 
     def _verify(self, prefix: str, *, imports: bool) -> dict[str, Any]:
         """Check that the required packages are installed and work. HostError otherwise."""
@@ -257,13 +262,16 @@ class _HostInstaller:
             todo = wanted
         if self._wants_cuda(state) and state["now"]["torch_cuda"] is None:
             todo["torch"] = wanted["torch"]
-        is_ours = state["now"]["evener_hash"] == self._evener_wheel.hash and "evener" in state["now"]["packages"]
-        return None if is_ours and not todo and not state["unfinished"] else todo
+        return None if self._has_this_evener(state) and not todo and not state["unfinished"] else todo
+
+    def _has_this_evener(self, state: dict[str, Any]) -> bool:
+        return state["now"]["evener_hash"] == self._evener_wheel.hash and "evener" in state["now"]["packages"]
 
     def _required_packages(self, state: dict[str, Any]) -> dict[str, str]:
-        return dependency_closure(
-            self._evener_wheel.wheel, WheelTarget.from_interpreter(state["now"], wants_cuda=self._wants_cuda(state))
-        )
+        return dependency_closure(self._evener_wheel.wheel, self._target(state))
+
+    def _target(self, state: dict[str, Any]) -> WheelTarget:
+        return WheelTarget.from_interpreter(state["now"], wants_cuda=self._wants_cuda(state))
 
     def _wants_cuda(self, state: dict[str, Any]) -> bool:
         return bool(state["has_gpu"]) and self._host.devices != "cpu"
@@ -327,58 +335,28 @@ class _HostInstaller:
             raise self._error("setup.venv", f"the venv created by {base['python']} does not start", "")
         return new_state
 
-    def _install(self, state: dict[str, Any], todo: dict[str, str]) -> None:
-        python, now = state["python"], state["now"]
-        target = WheelTarget.from_interpreter(now, wants_cuda=self._wants_cuda(state))
-        if target.wants_cuda and now["torch_cuda"] is None and "torch" in now["packages"]:
-            self._pip(python, ["uninstall", "--yes", "torch"], now["half"])  # to pip, its two builds are equal
-        before = now["packages"]
-        if self._sends_wheels or not self._reaches_registry(python):
-            self._source = "carried"
-            wheels = self._fetch_wheels(target, todo, self._required_packages(state))
-            with self._staged_wheels(wheels) as folder:
-                self._step(f"installing {len(wheels)} packages")
-                paths = [f"{folder}/{name}" for name in wheels]
-                self._pip(python, ["install", *FAST_PIP_FLAGS, "--no-index", "--no-deps", *paths], now["half"])
-        else:
-            self._source = "registry"
-            wants_cpu = target.is_linux and not target.wants_cuda and "torch" in todo
-            has_cpu = wants_cpu and self._call("can_open_url", url=f"{CPU_INDEX}/torch/")
-            index = ["--extra-index-url", CPU_INDEX] if has_cpu else []
-            self._step(f"installing {len(todo)} packages from the registry")
-            self._pip(
-                python, ["install", *FAST_PIP_FLAGS, "--prefer-binary", *index, *pinned_specifiers(todo)], now["half"]
-            )
-        after = self._inspect()["now"]["packages"]
-        changed = [name for name, version in after.items() if before.get(name) != version and name != "evener"]
-        self._packages = len(changed)
-        self._actions.append(self._describe_installed(before, after, changed))
-
-    def _fetch_wheels(self, target: WheelTarget, todo: dict[str, str], wanted: dict[str, str]) -> dict[str, Path]:
-        try:
-            return fetch_wheels(target, todo, wanted, self._step)
-        except EvenerError as error:
-            prefix = "" if self._sends_wheels else "it reaches no registry; "
-            raise self._error("setup.registry", f"{prefix}{error}", error.hint, error.output) from error
-
-    def _describe_installed(self, before: dict[str, str], after: dict[str, str], changed: list[str]) -> str:
-        num_others = len(changed) - ("torch" in changed)
-        parts = [f"torch {after['torch']}"] * ("torch" in changed)
-        if num_others:
-            names = ", ".join(sorted(name for name in changed if name != "torch")) if num_others <= 3 else ""
-            parts.append(f"{names or num_others}{'' if names else ' packages'}")
+    def _record_installed(self, before: dict[str, Any]) -> dict[str, Any]:
+        """Record what pip has changed besides evener itself; return the new state."""
+        state = self._inspect()
+        old, new = before["now"]["packages"], state["now"]["packages"]
+        changed = sorted(name for name, version in new.items() if old.get(name) != version and name != "evener")
+        if not changed:
+            return state
+        self._packages += len(changed)
+        others = [name for name in changed if name != "torch"]
+        parts = [f"torch {new['torch']}"] * ("torch" in changed)
+        if others:
+            parts.append(", ".join(others) if len(others) <= 3 else f"{len(others)} packages")
         sent = format_bytes(self._sent_bytes) if self._sent_bytes else "earlier"
         source = "the registry" if self._source == "registry" else f"wheels sent from here ({sent})"
-        return f"{' and '.join(parts) or 'nothing'} installed from {source}"
+        self._actions.append(f"{' and '.join(parts)} installed from {source}")
+        return state
 
-    def _install_evener(self, python: str) -> None:
-        self._step("installing evener")
-        tree = describe_files({self._evener_wheel.wheel.name: self._evener_wheel.wheel})
-        arrived = send_to_host(self._session, self._host.workdir, tree)
-        self._sent_bytes += arrived.sent_bytes
-        wheel = f"{arrived.path}/{self._evener_wheel.wheel.name}"
-        self._pip(python, ["install", *FAST_PIP_FLAGS, "--no-index", "--no-deps", "--force-reinstall", wheel], [])
-        self._session.call("content_store", "discard_tree", workdir=self._host.workdir, tree=tree.digest)
+    def _install_evener(self, state: dict[str, Any]) -> None:
+        wheel = self._evener_wheel.wheel
+        with self._staged_wheels({wheel.name: wheel}) as folder:
+            self._step("installing evener")
+            self._pip_install(state, "--no-index", "--no-deps", "--force-reinstall", f"{folder}/{wheel.name}")
         self._actions.append(f"evener {self._evener_wheel.version} ({self._evener_wheel.hash[:8]}) installed")
 
     def _reaches_registry(self, python: str) -> bool:
@@ -390,8 +368,12 @@ class _HostInstaller:
         )
         return next((item["status"] for item in items if "status" in item), 1) == 0
 
-    def _pip(self, python: str, arguments: list[str], half: list[str]) -> None:
-        self._run_remote("pip", "run_pip", python=python, arguments=arguments, forget=half)
+    def _pip_install(self, state: dict[str, Any], *arguments: str) -> None:
+        self._pip(state, "install", *FAST_PIP_FLAGS, *arguments)
+
+    def _pip(self, state: dict[str, Any], *arguments: str) -> None:
+        """Run pip on the host, without what an interrupted pip has half installed."""
+        self._run_remote("pip", "run_pip", python=state["python"], arguments=arguments, forget=state["now"]["half"])
 
     def _run_remote(self, what: str, function: str, **args: Any) -> Any:
         """Run a program on the host to its end and return its result, if any. HostError with its output if it fails."""
@@ -410,7 +392,7 @@ class _HostInstaller:
 
     def _program_error(self, what: str, status: int | None, lines: list[str]) -> HostError:
         text = "\n".join(lines)
-        if any(sign in text for sign in ("No space left on device", "Errno 28", "Errno 122")):
+        if is_disk_full(text):
             fix = "make room there and run it again"
             return self._error("disk.full", f"its disk is full: {self._host.workdir}", fix, text)
         errors = [line for line in lines if line.startswith(("ERROR:", "Error:"))] or lines[-1:] or ["no output"]
@@ -433,12 +415,6 @@ class _HostInstaller:
         )  # fmt: skip
         return state
 
-    def _release_lock(self) -> None:
-        try:
-            self._call("finish_setup")
-        except (HostError, RemoteError):  # the connection is lost, which releases the lock
-            return
-
     def _call(self, function: str, **args: Any) -> Any:
         return self._session.call("venv_setup", function, timeout_s=2 * STREAM_TIMEOUT_S, **args)
 
@@ -453,11 +429,12 @@ class _HostInstaller:
 
 
 def _to_setup_error(name: str, error: RemoteError) -> HostError:
-    is_full = "[Errno 28]" in error.message or "[Errno 122]" in error.message
+    if is_disk_full(error.message):
+        return HostError(
+            f"{name}: its disk is full: {error.message}", check="disk.full", host=name,
+            hint="make room there and run it again",
+        )  # fmt: skip
     return HostError(
-        f"{name}: {'its disk is full: ' if is_full else ''}{error.message}",
-        check="disk.full" if is_full else "setup.failed",
-        host=name,
-        hint="make room there and run it again" if is_full else f"can its user write to [hosts.{name}] workdir?",
-        output="" if is_full else error.traceback,
-    )
+        f"{name}: {error.message}", check="setup.failed", host=name,
+        hint=f"can its user write to [hosts.{name}] workdir?", output=error.traceback,
+    )  # fmt: skip

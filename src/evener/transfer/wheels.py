@@ -7,10 +7,14 @@ the packages' metadata.
 
 from __future__ import annotations
 
+import base64
+import csv
 import email
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import re
 import subprocess
@@ -20,16 +24,15 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 import evener
 from evener.core.base.errors import EvenerError, UsageError
 from evener.transfer.file_tree import cache_folder
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's builds without CUDA, for Linux
 MIN_GLIBC_MINOR = 5  # 2.5, that of manylinux1
@@ -102,8 +105,6 @@ def evener_wheel(folder: Path) -> Path:
 
 def content_hash(wheel: Path) -> str:
     """Return a blake2b over the files of the wheel's package, equal to that of the installed package on a host."""
-    import hashlib
-
     digest = hashlib.blake2b(digest_size=16)
     with zipfile.ZipFile(wheel) as archive:
         names = {name.removeprefix("evener/"): name for name in archive.namelist() if name.startswith("evener/")}
@@ -119,7 +120,7 @@ def dependency_closure(wheel: Path, target: WheelTarget) -> dict[str, str]:
     queue = _applicable_requirements(_requires_dist(wheel), target)
     while queue:
         requirement = queue.pop()
-        name = _canonical_name(requirement.name)
+        name = canonicalize_name(requirement.name)
         seen_extras = extras.setdefault(name, set())
         if name in versions and requirement.extras <= seen_extras:
             continue
@@ -178,7 +179,7 @@ def fetch_wheels(
                     raise EvenerError(f"pip downloaded no {wanted[name][1]} for {target.key}", hint="pip cache purge")
                 wheels[name] = path
                 for requirement in _applicable_requirements(_requires_dist(path), target, extras.get(name, ())):
-                    other = _canonical_name(requirement.name)
+                    other = canonicalize_name(requirement.name)
                     extras.setdefault(other, set()).update(requirement.extras)
                     if other not in wanted and other not in known:
                         pin = [clause.version for clause in requirement.specifier if clause.operator == "=="]
@@ -191,8 +192,6 @@ def parse_requirements(arguments: Iterable[str]) -> list[str]:
 
     UsageError for anything else.
     """
-    from packaging.requirements import InvalidRequirement, Requirement
-
     specifiers: list[str] = []
     for argument in arguments:
         is_file = argument.endswith(".txt") or Path(argument).is_file()
@@ -219,32 +218,35 @@ def resolve_wheels(
     wanted: Sequence[str],
     pins: Sequence[str],
     installed: Mapping[str, str],
-    index: Sequence[str],
     notify: Callable[[str], None],
 ) -> dict[str, Path]:
     """Return wheels, by file name, of the wanted packages and of their dependencies that are not installed on a host.
 
-    pip chooses the versions, with `pins` as constraints. `index` holds pip's flags for a further registry, used if it
-    can be reached.
+    pip chooses the versions, with `pins` as constraints.
     """
     notify(f"resolving {', '.join(wanted)} ({target.key})")
     with tempfile.TemporaryDirectory() as temporary:
         constraints, report = Path(temporary) / "constraints.txt", Path(temporary) / "report.json"
-        index_flags = index if index and _remote.can_open_url(f"{CPU_INDEX}/torch/") else []
+        index_flags = _cpu_index_flags() if installed.get("torch", "").endswith("+cpu") else []
         constraints.write_text("\n".join(pins if index_flags else map(_public_version, pins)))
         cached = cache_folder() / "wheels" / target.key
         _run_local_pip(["install", "--dry-run", "--ignore-installed", f"--target={temporary}", f"--report={report}",
                    f"--constraint={constraints}", f"--find-links={cached}", *index_flags, *wanted], target)  # fmt: skip
-        chosen = {_canonical_name(entry["metadata"]["name"]): entry["metadata"]["version"]
-                  for entry in json.loads(report.read_bytes())["install"]}  # fmt: skip
+        installs = [entry["metadata"] for entry in json.loads(report.read_bytes())["install"]]
+    chosen: dict[str, str] = {canonicalize_name(entry["name"]): entry["version"] for entry in installs}
     missing = missing_packages(chosen, installed)
     return fetch_wheels(target, missing, chosen, notify) if missing else {}
+
+
+def _cpu_index_flags() -> list[str]:
+    """Return pip's flags for PyTorch's CPU builds, if this machine reaches them."""
+    return ["--extra-index-url", CPU_INDEX] if _remote.can_open_url(f"{CPU_INDEX}/torch/") else []
 
 
 def _download_wheels(target: WheelTarget, specifiers: list[str], folder: Path) -> None:
     index = []
     if target.is_linux and not target.wants_cuda and any(specifier.startswith("torch") for specifier in specifiers):
-        index = ["--extra-index-url", CPU_INDEX] if _remote.can_open_url(f"{CPU_INDEX}/torch/") else []
+        index = _cpu_index_flags()
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
         _run_local_pip(["download", "--no-deps", *index, "--dest", temporary, *specifiers], target)
         for wheel in Path(temporary).glob("*.whl"):
@@ -302,31 +304,21 @@ def _repack_wheel(folder: Path) -> Path:
         )
     info = f"evener-{dist.version}.dist-info"
     added = {f"{info}/{name}" for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")}
+    names = [name for name in sorted(files)
+             if name.startswith(("evener/", info)) and name not in added and "__pycache__" not in name]  # fmt: skip
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
     wheel = folder / f"evener-{dist.version}-py3-none-any.whl"
     date = (2020, 2, 2, 0, 0, 0)
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        rows = []
-        for name in sorted(files):
-            if name in added or "__pycache__" in name or not name.startswith(("evener/", info)):
-                continue
+        for name in names:
             content = files[name].read_bytes()
             archive.writestr(zipfile.ZipInfo(name, date), content)
-            rows.append(f"{_csv_field(name)},sha256={_sha256(content)},{len(content)}")
-        archive.writestr(
-            zipfile.ZipInfo(f"{info}/RECORD", (2020, 2, 2, 0, 0, 0)), "\n".join([*rows, f"{info}/RECORD,,", ""])
-        )
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            rows.writerow([name, f"sha256={digest}", len(content)])
+        rows.writerow([f"{info}/RECORD", "", ""])
+        archive.writestr(zipfile.ZipInfo(f"{info}/RECORD", date), record.getvalue())
     return wheel
-
-
-def _csv_field(name: str) -> str:
-    return f'"{name}"' if "," in name else name
-
-
-def _sha256(content: bytes) -> str:
-    import base64
-    import hashlib
-
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
 def _requires_dist(wheel: Path) -> list[str]:
@@ -341,8 +333,6 @@ def _applicable_requirements(
     texts: Iterable[str], target: WheelTarget, extras: Iterable[str] = ()
 ) -> list[Requirement]:
     """Return the requirements that apply to the target."""
-    from packaging.requirements import Requirement
-
     applicable = []
     for requirement in map(Requirement, texts):
         environments = [target.markers | {"extra": extra} for extra in ("", *extras)]
@@ -353,8 +343,6 @@ def _applicable_requirements(
 
 def _cached_wheel(folder: Path, name: str, version: str) -> Path | None:
     """Return the newest cached wheel of a package: any build of `version` or, if that is empty, any version."""
-    from packaging.utils import parse_wheel_filename
-
     matches = []
     for path in folder.glob("*.whl"):
         package, wheel_version, _, _ = parse_wheel_filename(path.name)
@@ -365,7 +353,3 @@ def _cached_wheel(folder: Path, name: str, version: str) -> Path | None:
 
 def _public_version(version: str) -> str:
     return version.partition("+")[0]
-
-
-def _canonical_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
