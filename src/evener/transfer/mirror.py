@@ -32,7 +32,7 @@ from evener.core.base.file_io import read_file, write_atomic
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import TOKENIZER_FILES
 from evener.core.run.hang_detector import ProcessSample
-from evener.core.run.run_plan import HostPlan, Plan, read_plan
+from evener.core.run.run_plan import Plan, read_plan
 from evener.core.run.rundir import RunDir, parse_event
 from evener.core.run.runwriter import RunWriter
 from evener.ssh.session import RemoteError, Session, open_session
@@ -253,7 +253,8 @@ class HostMirror:
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "mirror.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if (host_plan := _current_host_plan(self._rundir, self.name)) is None or host_plan.run != self.plan.run:
+            parts = [(host.name, host.run) for host in read_plan(self._rundir).hosts]
+            if (self.name, self.plan.run) not in parts:
                 raise RunError(
                     f"{self._rundir}: the run was restarted; its earlier part on {self.name} is no longer copied",
                     hint=f"evener logs -f {self._rundir}",
@@ -289,7 +290,7 @@ class RunMirror:
         self.hosts = {host.name: HostMirror(rundir, plan, host.name, self._is_run_alive) for host in plan.hosts}
         self._changed = threading.Event()
         self._threads = [
-            threading.Thread(target=host.follow, args=(self._on_change,), daemon=True) for host in self.hosts.values()
+            threading.Thread(target=host.follow, args=(self._changed.set,), daemon=True) for host in self.hosts.values()
         ]
 
     def __enter__(self) -> RunMirror:
@@ -325,14 +326,6 @@ class RunMirror:
         self._changed.wait(timeout_s)
         self._changed.clear()
         choose_manifest(self.rundir, self.plan)
-
-    def _on_change(self) -> None:
-        self._changed.set()
-
-
-def _current_host_plan(rundir: RunDir, host: str) -> HostPlan | None:
-    """Return the host's part in the current plan; None if it has none."""
-    return next((host_plan for host_plan in read_plan(rundir).hosts if host_plan.name == host), None)
 
 
 def to_host_error(error: RemoteError, fleet: Fleet) -> HostError:

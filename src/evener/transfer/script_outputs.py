@@ -67,11 +67,7 @@ def fetch_outputs(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
         try:
             with _host_session(plan, name) as session:
                 outputs = _find_host_outputs(session, plan.host(name), states[name])
-                return (
-                    _fetch_outputs(session, rundir.path / "files" / name, outputs, notify)
-                    if outputs.files
-                    else ([], [])
-                )
+                return _fetch_outputs(session, rundir.path / "files" / name, outputs, notify)
         except EvenerError as error:
             return [], [error]
 

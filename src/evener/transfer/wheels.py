@@ -222,7 +222,7 @@ def resolve_wheels(
 ) -> dict[str, Path]:
     """Return wheels, by file name, of the wanted packages and of their dependencies that are not installed on a host.
 
-    pip chooses the versions, with `pins` as constraints.
+    pip chooses the versions, with `pins` as constraints; from PyTorch's CPU builds, too, if the host has one of them.
     """
     notify(f"resolving {', '.join(wanted)} ({target.key})")
     with tempfile.TemporaryDirectory() as temporary:
