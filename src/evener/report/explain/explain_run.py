@@ -10,8 +10,9 @@ from evener.core.base.units import format_bytes, format_count, format_seconds, p
 from evener.core.run.step_cost import token_multiplier
 from evener.core.run.step_statistics import RankSummary
 from evener.plan.cost.penalty import max_compression_error
+from evener.report.explain.causes import MIN_NAMED_SHARE, Cause, largest_causes, unexplained_s
 from evener.report.explain.prediction_error import explain_prediction
-from evener.report.explain.scaling_breakdown import CAUSES, ScalingCause, ScalingComparison
+from evener.report.explain.scaling_breakdown import ScalingComparison, scaling_causes
 from evener.report.explain.speedup_verdict import MIN_SPEEDUP, speedup_verdict
 from evener.report.explain.what_if import predict_alternatives
 from evener.report.read import membership_changes
@@ -28,8 +29,6 @@ from evener.report.read.stragglers import (
     usable_contention,
 )
 
-MIN_NAMED_SHARE = 0.05  # of a step: smaller costs get no sentence
-MAX_NAMED_CAUSES = 4  # causes in a paragraph
 BOTTLENECK_SHARE = 0.15  # of a step: a phase other than compute is the bottleneck from here on
 EARLY_STEPS = 50  # rounding differences have not grown yet in these
 # relative difference of losses: more than this is not explained by summing in another order
@@ -298,15 +297,13 @@ def scaling_explanation(summaries: Sequence[RunSummary]) -> ScalingExplanation:
     if len(runs) < 2:
         return ScalingExplanation([*result, "Nothing to compare: that takes two runs with recorded steps."], [], [], [])
     c = ScalingComparison(runs[0], runs[-1])
-    costs = {cause: cause.cost_s(c) for cause in CAUSES}
-    named = [(cause, cost) for cause, cost in costs.items() if cost and abs(cost) >= MIN_NAMED_SHARE * c.scaled_step_s]
-    named = sorted(named, key=lambda pair: -abs(pair[1]))[:MAX_NAMED_CAUSES]
-    helpful = [cause for cause, cost in named if cost > 0]
+    causes, unmeasured = scaling_causes(c)
+    named = largest_causes(causes, c.scaled_step_s)
     return ScalingExplanation(
         result=[*result, _throughputs_text(runs), _overhead_text(c), *_cpu_contention_warnings(c)],
-        causes=[*_cause_sentences(c, named), *_unexplained(c, costs)],
-        conclusion=[*_unmeasured(c, costs), _same_model(runs)],
-        advice=_advice(runs, c, helpful),
+        causes=[*_cause_sentences(c, named), *_unexplained(unexplained_s(c.overhead_s, causes, c.scaled_step_s))],
+        conclusion=[*([f"Not measured: {'; '.join(unmeasured)}."] if unmeasured else []), _same_model(runs)],
+        advice=_advice(runs, c, named),
     )
 
 
@@ -393,10 +390,10 @@ def _were(num: int) -> str:
     return "was 1" if num == 1 else f"were {num}"
 
 
-def _cause_sentences(c: ScalingComparison, named: list[tuple[ScalingCause, float]]) -> list[str]:
+def _cause_sentences(c: ScalingComparison, named: list[Cause]) -> list[str]:
     """Return one sentence per cause, the largest first; if the scaled run is faster, gains come before losses."""
-    gains = [f"{format_seconds(-cost)} are gained {cause.explain(c, cost)}." for cause, cost in named if cost < 0]
-    losses = [f"{format_seconds(cost)} are lost {cause.explain(c, cost)}." for cause, cost in named if cost > 0]
+    gains = [f"{format_seconds(-cause.cost_s)} are gained {cause.reason}." for cause in named if cause.cost_s < 0]
+    losses = [f"{format_seconds(cause.cost_s)} are lost {cause.reason}." for cause in named if cause.cost_s > 0]
     if speedup(c.scaled, c.base) < MIN_SPEEDUP:
         return losses + gains
     contention = usable_contention(c.scaled)
@@ -407,21 +404,12 @@ def _cause_sentences(c: ScalingComparison, named: list[tuple[ScalingCause, float
     return gains + losses
 
 
-def _unexplained(c: ScalingComparison, costs: dict[ScalingCause, float | None]) -> list[str]:
-    rest_s = c.overhead_s - sum(cost for cost in costs.values() if cost)
-    if abs(rest_s) < MIN_NAMED_SHARE * c.scaled_step_s:
-        return []
+def _unexplained(rest_s: float) -> list[str]:
     if rest_s > 0:
         return [f"{format_seconds(rest_s)} remain unexplained."]
-    return [f"The step is {format_seconds(-rest_s)} shorter than all this makes it, which remains unexplained."]
-
-
-def _unmeasured(c: ScalingComparison, costs: dict[ScalingCause, float | None]) -> list[str]:
-    missing = [cause for cause, cost in costs.items() if cost is None]
-    names = [cause.unmeasured for cause in missing]
-    if c.growth_s("compute_s") is None:
-        names = ["forward and backward"] + [cause.unmeasured for cause in missing if cause.phase != "compute_s"]
-    return [f"Not measured: {'; '.join(dict.fromkeys(names))}."] if names else []
+    if rest_s < 0:
+        return [f"The step is {format_seconds(-rest_s)} shorter than all this makes it, which remains unexplained."]
+    return []
 
 
 def _same_model(runs: list[RunSummary]) -> str:
@@ -449,10 +437,10 @@ def _agreement_text(gap: float) -> str:
     return f"agree to {math.floor(-math.log10(gap))} digits" if gap else "are equal to the last digit"
 
 
-def _advice(runs: list[RunSummary], c: ScalingComparison, losses: list[ScalingCause]) -> list[str]:
+def _advice(runs: list[RunSummary], c: ScalingComparison, named: list[Cause]) -> list[str]:
     if _cpu_contention_warnings(c):
         return ["Measure again when nothing else runs on the machine, and decide then."]
-    helps = [text for cause in losses if (text := cause.advice(c))][:1]
+    helps = [cause.advice for cause in named if cause.cost_s > 0 and cause.advice][:1]
     best = recommended_run(runs)
     if best is runs[0]:
         return [f"Use {_processes(best)} here.", *helps]

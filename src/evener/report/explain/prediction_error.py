@@ -7,20 +7,20 @@ phases sum to the difference of the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
-from evener.core.run.prediction import HostRates, PlanOption, Prediction
+from evener.core.run.prediction import HostRates, PlanOption, Prediction, RankCost
 from evener.core.run.roster import Member
 from evener.core.run.step_cost import PHASES
+from evener.core.run.step_statistics import RankSummary
 from evener.report.draw.run_charts import PHASE_NAMES
+from evener.report.explain.causes import MAX_NAMED_CAUSES, MIN_NAMED_SHARE, Cause, largest_causes, unexplained_s
 from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import NOISE_RATIO, WORK_PHASES, has_straggler, slowest_rank, usable_contention
 
 ERROR_TOLERANCE = 0.10  # of the step: a prediction within this counts as right
-MIN_NAMED_SHARE = 0.05  # of the step: smaller differences get no sentence
-MAX_NAMED_CAUSES = 4
 BYTES_TOLERANCE = 0.03  # relative: predicted and sent bytes may differ by this
 MEMORY_FULL_SHARE = 0.9  # of a host's memory
 NO_PREDICTION = (
@@ -39,41 +39,35 @@ def explain_prediction(summary: RunSummary, prediction: Prediction | None) -> li
         return [
             f"The prediction is of {pluralize(len(option.ranks), 'rank')} and the run had {run_ranks}: not compared."
         ]
+    result = f"A step was predicted to take {format_seconds(option.step_s)}"
     if not summary.step_p50_s:
-        return [
-            f"A step was predicted to take {format_seconds(option.step_s)}; none was "
-            f"recorded{summary.manifest.window_text}."
+        return [f"{result}; none was recorded{summary.manifest.window_text}."]
+    run = _PredictedRun(summary, prediction, option, summary.step_p50_s)
+    explained, tolerance_s = run.explained_rank, ERROR_TOLERANCE * run.scale_s
+    result += f" and took {format_seconds(run.step_s)}"
+    is_near = abs(run.error_s) <= ERROR_TOLERANCE * option.step_s
+    if is_near and all(abs(error_s) <= tolerance_s for error_s in explained.phase_errors_s.values()):
+        masked = [
+            f"The step does not show it: {cause.reason}."
+            for rank in run.ranks
+            if rank is not explained  # the others would have waited anyway
+            for cause in _compute_causes(rank)
+            if abs(cause.cost_s) > tolerance_s
         ]
-    c = _PredictedRun(summary, prediction, option)
-    result = f"A step was predicted to take {format_seconds(option.step_s)} and took {format_seconds(c.step_s)}"
-    near = abs(c.error_s) <= ERROR_TOLERANCE * option.step_s
-    if near and all(
-        abs(diff_s) <= ERROR_TOLERANCE * c.scale_s for diff_s in c.phase_errors_s(c.explained_rank).values()
-    ):
-        return [f"{result}: as predicted within {ERROR_TOLERANCE:.0%}.", *_masked_errors(c)]
-    result += "." if near else f", {abs(c.error_s) / option.step_s:.0%} {'longer' if c.error_s > 0 else 'less'}."
-    causes = [cause for cause in _error_causes(c, c.explained_rank) if abs(cause.cost_s) >= MIN_NAMED_SHARE * c.scale_s]
-    causes.sort(key=lambda cause: -abs(cause.cost_s))
-    named = causes[:MAX_NAMED_CAUSES]
-    return [
-        result,
-        *_accurate_phases(c),
-        *(cause.sentence for cause in named),
-        *_unexplained_error(c, named),
-        *_missing_phases(c),
-    ]
+        return [f"{result}: as predicted within {ERROR_TOLERANCE:.0%}.", *masked[:MAX_NAMED_CAUSES]]
+    if not is_near:
+        result += f", {abs(run.error_s) / option.step_s:.0%} {'longer' if run.error_s > 0 else 'less'}"
+    named, missing = largest_causes(_error_causes(explained), run.scale_s), _missing_phases(explained)
+    sentences = [f"{result}.", *_accurate_phases(explained)]
+    sentences += [f"{_signed_text(cause.cost_s)}: {cause.reason}." for cause in named]
+    if rest_s := unexplained_s(run.error_s, named, run.scale_s):
+        why = "are not explained" if missing else "in all come from smaller differences"
+        sentences.append(f"{_signed_text(rest_s)} {why}.")
+    return sentences + missing
 
 
-@dataclass(frozen=True)
-class _ErrorCause:
-    """One cause of the prediction error, and its share of it."""
-
-    cost_s: float  # > 0: it makes the step longer
-    reason: str
-
-    @property
-    def sentence(self) -> str:
-        return f"{format_seconds(abs(self.cost_s))} {'more' if self.cost_s > 0 else 'less'}: {self.reason}."
+def _signed_text(difference_s: float) -> str:
+    return f"{format_seconds(abs(difference_s))} {'more' if difference_s > 0 else 'less'}"
 
 
 @dataclass(frozen=True)
@@ -83,11 +77,7 @@ class _PredictedRun:
     summary: RunSummary
     prediction: Prediction
     option: PlanOption
-
-    @property
-    def step_s(self) -> float:
-        assert self.summary.step_p50_s
-        return self.summary.step_p50_s
+    step_s: float  # measured
 
     @property
     def error_s(self) -> float:
@@ -98,71 +88,119 @@ class _PredictedRun:
         """The step time that differences are compared with."""
         return max(self.step_s, self.option.step_s)
 
-    @property
-    def is_multi_host(self) -> bool:
-        return len(self.option.roster.hosts) > 1
+    @cached_property
+    def ranks(self) -> list[_PredictedRank]:
+        return [_PredictedRank(self, rank) for rank in range(len(self.option.ranks))]
 
     @property
-    def predicted_straggler(self) -> int:
-        """The rank that was predicted to wait least."""
-        waits = [rank.cost.wait_s or 0.0 for rank in self.option.ranks]
-        return waits.index(min(waits))
+    def predicted_straggler(self) -> _PredictedRank:
+        return self.ranks[self.option.straggler.rank]
 
     @property
-    def explained_rank(self) -> int:
+    def straggler(self) -> _PredictedRank:
+        return self.ranks[slowest_rank(self.summary).rank]
+
+    @property
+    def explained_rank(self) -> _PredictedRank:
         """The rank on which the step is explained; see the module's docstring."""
-        return slowest_rank(self.summary).rank if self.error_s >= 0 else self.predicted_straggler
+        return self.straggler if self.error_s >= 0 else self.predicted_straggler
 
-    def member(self, rank: int) -> Member:
-        """Return the rank as it was predicted."""
-        return self.option.roster.members[rank]
 
-    def host(self, rank: int) -> HostRates:
-        return self.prediction.cluster.hosts[self.member(rank).host]
+@dataclass(frozen=True)
+class _PredictedRank:
+    """A rank as it was predicted, and as it was measured."""
 
-    def name(self, rank: int) -> str:
-        return self.option.roster.rank_label(rank)
+    run: _PredictedRun
+    rank: int
 
-    def phase_errors_s(self, rank: int) -> dict[str, float]:
-        """Return measured minus predicted seconds of every phase that is known on both sides."""
-        planned, took = self.option.ranks[rank].cost, self.summary.ranks[rank].typical
-        pairs = {part: (getattr(planned, part), getattr(took, part)) for part in PHASES}
-        return {part: b - a for part, (a, b) in pairs.items() if a is not None and b is not None}
+    @property
+    def predicted_member(self) -> Member:
+        return self.run.option.roster.members[self.rank]
 
-    def finding(self, rank: int, check: str) -> str | None:
+    @property
+    def planned(self) -> RankCost:
+        return self.run.option.ranks[self.rank]
+
+    @property
+    def took(self) -> RankSummary:
+        return self.run.summary.ranks[self.rank]
+
+    @property
+    def host(self) -> HostRates:
+        return self.run.prediction.cluster.hosts[self.predicted_member.host]
+
+    @property
+    def name(self) -> str:
+        return self.run.option.roster.rank_label(self.rank)
+
+    @property
+    def threads(self) -> int:
+        return self.run.summary.manifest.ranks[self.rank].threads
+
+    @cached_property
+    def phase_errors_s(self) -> dict[str, float]:
+        """Measured minus predicted seconds of every phase that is known on both sides."""
+        pairs = {phase: (getattr(self.planned.cost, phase), getattr(self.took.typical, phase)) for phase in PHASES}
+        return {phase: b - a for phase, (a, b) in pairs.items() if a is not None and b is not None}
+
+    @cached_property
+    def compute_cpus(self) -> float | None:
+        """The processors busy while the rank computes, at most its threads; None on a GPU.
+
+        CPU time spent on communication is subtracted if the probe measured its rate.
+        """
+        work_s = sum(getattr(self.took.typical, phase) or 0.0 for phase in WORK_PHASES)
+        if self.took.cpu_s is None or self.predicted_member.is_gpu or not work_s:
+            return None
+        carrying_s = (self.took.bytes or 0) / self.host.sync_Bps if self.host.sync_Bps else 0.0
+        return min(max(0.0, self.took.cpu_s - carrying_s) / work_s, float(self.threads)) or None
+
+    @property
+    def assumed_rate(self) -> str | None:
+        """The assumption that replaces an unmeasured rate of this rank's host, if there is one."""
+        marks = ("its rate of", "was measured in", "of the matrix products")
+        for line in self.run.prediction.cluster.assumed:
+            subject, _, assumption = line.partition(": ")
+            names = subject.replace(" and ", ", ").split(", ")
+            is_match = self.predicted_member.host in names or subject == "all hosts" or subject.endswith(" more")
+            if is_match and any(mark in assumption for mark in marks):
+                return line
+        return None
+
+    def finding(self, check: str) -> str | None:
         """Return the evidence of this check's finding about the rank's host, if there is one."""
-        host = self.member(rank).host
-        return next((each.evidence for each in self.summary.findings if (each.check, each.host) == (check, host)), None)
+        key = check, self.predicted_member.host
+        return next((each.evidence for each in self.run.summary.findings if (each.check, each.host) == key), None)
+
+    def pace_text(self, ratio: float) -> str:
+        """Compare its pace with the predicted one, of which it takes `ratio` times as long."""
+        factor = max(ratio, 1 / ratio)
+        figure = f"{factor:.0f}" if factor >= 99.5 else f"{factor:.2g}"
+        source = "predicted" if self.assumed_rate else "probed"
+        return f"{figure} times {'slower' if ratio >= 1 else 'faster'} than {source}"
+
+    def computes_text(self, ratio: float) -> str:
+        return f"{self.name} computes {self.pace_text(ratio)}, {format_seconds(self.took.typical.compute_s)} a step"
 
 
-def _error_causes(c: _PredictedRun, rank: int) -> list[_ErrorCause]:
+def _error_causes(rank: _PredictedRank) -> list[Cause]:
     """Return the causes of one rank's differences; their costs sum to the differences of the known phases."""
-    diffs_s = c.phase_errors_s(rank)
-    planned, took = c.option.ranks[rank], c.summary.ranks[rank]
-    causes = _compute_causes(c, rank) if "compute_s" in diffs_s else []
-    if "exposed_sync_s" in diffs_s:
-        causes += _communication_causes(c, rank, diffs_s["exposed_sync_s"])
-    if "wait_s" in diffs_s:
-        causes.append(_ErrorCause(diffs_s["wait_s"], _wait_reason(c, rank, diffs_s["wait_s"])))
-    if "optimizer_s" in diffs_s:
-        update = (
-            f"the update takes {c.name(rank)} {format_seconds(took.typical.optimizer_s)}, predicted were "
-            f"{format_seconds(planned.cost.optimizer_s)}"
-        )
-        causes.append(_ErrorCause(diffs_s["optimizer_s"], update))
-    if "data_s" in diffs_s:
-        data = (
-            f"{c.name(rank)} waits {format_seconds(took.typical.data_s)} for input, predicted were "
-            f"{format_seconds(planned.cost.data_s)}"
-        )
-        causes.append(_ErrorCause(diffs_s["data_s"], data))
-    return causes
+    planned, took, errors_s = rank.planned.cost, rank.took.typical, rank.phase_errors_s
+    causes = [*_compute_causes(rank), *_communication_causes(rank)]
+    reasons = {
+        "wait_s": _wait_reason(rank),
+        "optimizer_s": f"the update takes {rank.name} {format_seconds(took.optimizer_s)}, predicted were "
+        f"{format_seconds(planned.optimizer_s)}",
+        "data_s": f"{rank.name} waits {format_seconds(took.data_s)} for input, predicted were "
+        f"{format_seconds(planned.data_s)}",
+    }
+    return causes + [Cause(errors_s[phase], reason) for phase, reason in reasons.items() if phase in errors_s]
 
 
 # --- forward and backward ---------------------------------------------------------------------------------------------
 
 
-def _compute_causes(c: _PredictedRun, rank: int) -> list[_ErrorCause]:
+def _compute_causes(rank: _PredictedRank) -> list[Cause]:
     """Attribute the difference in compute to the share, the speed of a processor, and the number of processors.
 
     planned · share      predicted time of the work that the rank really had   s₁
@@ -171,114 +209,58 @@ def _compute_causes(c: _PredictedRun, rank: int) -> list[_ErrorCause]:
 
     s₁ - planned is due to the share, s₂ - s₁ to the processors' own speed, s₃ - s₂ to processors that were taken.
     """
-    planned, took, host = c.option.ranks[rank], c.summary.ranks[rank], c.host(rank)
-    planned_s, took_s = planned.cost.compute_s, took.typical.compute_s
-    assert planned_s is not None
-    assert took_s is not None
-    planned_tokens = c.option.roster.mean_shares[rank] * c.prediction.job.shape.block_size
+    planned_s, took_s, took = rank.planned.cost.compute_s, rank.took.typical.compute_s, rank.took
+    if planned_s is None or took_s is None:
+        return []
+    planned_tokens = rank.run.option.roster.mean_shares[rank.rank] * rank.run.prediction.job.shape.block_size
     share = took.tokens / planned_tokens if took.tokens and planned_tokens else 1.0
-    if abs(share - 1) < MIN_NAMED_SHARE:
-        share = 1.0
-    shared_s = planned_s * share
-    causes = []
-    if share != 1.0:
-        work = (
-            f"{c.name(rank)} computes {format_count(took.tokens)} tokens a step, predicted were "
-            f"{format_count(planned_tokens)}"
-        )
-        causes.append(_ErrorCause(shared_s - planned_s, work))
+    causes, shared_s = [], planned_s
+    if abs(share - 1) >= MIN_NAMED_SHARE:
+        shared_s = planned_s * share
+        work = f"{format_count(took.tokens)} tokens a step, predicted were {format_count(planned_tokens)}"
+        causes.append(Cause(shared_s - planned_s, f"{rank.name} computes {work}"))
     if not shared_s:
-        return [*causes, _ErrorCause(took_s, f"{c.name(rank)} computes, which was not predicted")] if took_s else causes
-    swapping = c.finding(rank, "mem.swap")
-    if swapping is not None and took_s > shared_s:
-        return [
-            *causes,
-            _ErrorCause(
-                took_s - shared_s,
-                f"{_compute_ratio_text(c, rank, took_s / shared_s)}: it was swapping when the run began ({swapping})",
-            ),
-        ]
-    had, whole = _compute_cpus(c, rank), took_s / shared_s
-    if had is None or host.cpus is None or 1 / NOISE_RATIO < host.cpus / had < NOISE_RATIO:
-        return [
-            *causes,
-            _ErrorCause(
-                took_s - shared_s, f"{_compute_ratio_text(c, rank, whole)}{_slowdown_reason(c, rank, had, whole)}"
-            ),
-        ]
-    all_there_s, taken = took_s * had / host.cpus, _cpu_share_text(c, rank, had, host.cpus)
-    ratio = all_there_s / shared_s
-    if abs(all_there_s - shared_s) < MIN_NAMED_SHARE * c.scale_s:  # too small for a sentence
-        return [*causes, _ErrorCause(took_s - shared_s, f"{_compute_ratio_text(c, rank, whole)}: {taken}")]
-    pace = f"{_ratio_text(ratio)} than {_rate_source(c, rank)}{_slowdown_reason(c, rank, None, ratio)}"
-    each = f"each processor that {c.name(rank)} had works {pace}"
+        return [*causes, Cause(took_s, f"{rank.name} computes, which was not predicted")] if took_s else causes
+    slower_s, ratio = took_s - shared_s, took_s / shared_s
+    swapping = rank.finding("mem.swap")
+    if swapping is not None and slower_s > 0:
+        reason = f"{rank.computes_text(ratio)}: it was swapping when the run began ({swapping})"
+        return [*causes, Cause(slower_s, reason)]
+    had, probed = rank.compute_cpus, rank.host.cpus
+    if had is None or probed is None or 1 / NOISE_RATIO < probed / had < NOISE_RATIO:
+        counts = None if had is None or probed is None else (had, probed)
+        return [*causes, Cause(slower_s, f"{rank.computes_text(ratio)}{_slowdown_reason(rank, ratio, counts)}")]
+    all_there_s, taken = took_s * had / probed, _cpu_share_text(rank, had, probed)
+    if abs(all_there_s - shared_s) < MIN_NAMED_SHARE * rank.run.scale_s:  # too small for a sentence
+        return [*causes, Cause(slower_s, f"{rank.computes_text(ratio)}: {taken}")]
+    own_ratio = all_there_s / shared_s
+    pace = f"{rank.pace_text(own_ratio)}{_slowdown_reason(rank, own_ratio, None)}"
     return [
         *causes,
-        _ErrorCause(took_s - all_there_s, f"{_compute_ratio_text(c, rank, host.cpus / had)}: {taken}"),
-        _ErrorCause(all_there_s - shared_s, each),
+        Cause(took_s - all_there_s, f"{rank.computes_text(probed / had)}: {taken}"),
+        Cause(all_there_s - shared_s, f"each processor that {rank.name} had works {pace}"),
     ]
 
 
-def _compute_cpus(c: _PredictedRun, rank: int) -> float | None:
-    """Return the processors busy while a rank computes, at most its threads; None on a GPU.
-
-    CPU time spent on communication is subtracted if the probe measured its rate.
-    """
-    took, sync_Bps = c.summary.ranks[rank], c.host(rank).sync_Bps
-    work_s = sum(getattr(took.typical, part) or 0.0 for part in WORK_PHASES)
-    if took.cpu_s is None or c.member(rank).is_gpu or not work_s:
-        return None
-    carrying_s = (took.bytes or 0) / sync_Bps if sync_Bps else 0.0
-    computing_s = max(0.0, took.cpu_s - carrying_s)
-    return min(computing_s / work_s, float(c.summary.manifest.ranks[rank].threads)) or None
-
-
-def _compute_ratio_text(c: _PredictedRun, rank: int, ratio: float) -> str:
-    took_s = c.summary.ranks[rank].typical.compute_s
-    return f"{c.name(rank)} computes {_ratio_text(ratio)} than {_rate_source(c, rank)}, {format_seconds(took_s)} a step"
-
-
-def _assumption_for(c: _PredictedRun, rank: int) -> str | None:
-    """Return the assumption that replaces an unmeasured rate of this rank's host, if there is one."""
-    marks = ("its rate of", "was measured in", "of the matrix products")
-    for line in c.prediction.cluster.assumed:
-        subject, _, assumption = line.partition(": ")
-        names = subject.replace(" and ", ", ").split(", ")
-        is_match = c.member(rank).host in names or subject == "all hosts" or subject.endswith(" more")
-        if is_match and any(mark in assumption for mark in marks):
-            return line
-    return None
-
-
-def _rate_source(c: _PredictedRun, rank: int) -> str:
-    return "predicted" if _assumption_for(c, rank) else "probed"
-
-
-def _ratio_text(ratio: float) -> str:
-    factor = max(ratio, 1 / ratio)
-    figure = f"{factor:.0f}" if factor >= 99.5 else f"{factor:.2g}"
-    return f"{figure} times {'slower' if ratio >= 1 else 'faster'}"
-
-
-def _cpu_share_text(c: _PredictedRun, rank: int, had: float, probed: float) -> str:
+def _cpu_share_text(rank: _PredictedRank, had: float, probed: float) -> str:
     """Say how many processors a rank had, and what may have taken the others."""
     if had > probed:
         return f"while it had work it ran on {had:.1f} processors, and on {probed:.1f} when it was probed"
-    threads = c.summary.manifest.ranks[rank].threads
-    if threads < 0.95 * probed:
-        return f"it was given {pluralize(threads, 'thread')}, and ran on {probed:.1f} processors when it was probed"
+    if rank.threads < 0.95 * probed:
+        threads = pluralize(rank.threads, "thread")
+        return f"it was given {threads}, and ran on {probed:.1f} processors when it was probed"
     text = f"while it had work it ran on {had:.1f} of {probed:.1f} processors, the rest taken by others or by a limit"
-    thirds = c.summary.ranks[rank].thirds
+    thirds = rank.took.thirds
     if thirds and thirds[0].compute_s and (thirds[1].compute_s or 0.0) > NOISE_RATIO * thirds[0].compute_s:
+        first, last = (format_seconds(third.compute_s) for third in thirds)
         text += (
-            f", more of them as time went on (its forward and backward took "
-            f"{format_seconds(thirds[0].compute_s)} in the "
-            f"first third of the run, {format_seconds(thirds[1].compute_s)} in the last)"
+            f", more of them as time went on (its forward and backward took {first} in the first third of the run, "
+            f"{last} in the last)"
         )
-    result, memory = c.summary.manifest.result, c.host(rank).memory_bytes
+    result, memory = rank.run.summary.manifest.result, rank.host.memory_bytes
     if result and memory:
-        ours = [peak for peak, member in zip(result.peak_memory_bytes, c.option.roster.members, strict=False)
-                if member.host == c.member(rank).host]  # fmt: skip
+        ours = [peak for peak, member in zip(result.peak_memory_bytes, rank.run.option.roster.members, strict=False)
+                if member.host == rank.predicted_member.host]  # fmt: skip
         if sum(ours) > MEMORY_FULL_SHARE * memory:
             text += (
                 f"; its ranks filled {format_bytes(sum(ours))} of its {format_bytes(memory)} of memory, so "
@@ -287,60 +269,56 @@ def _cpu_share_text(c: _PredictedRun, rank: int, had: float, probed: float) -> s
     return text
 
 
-def _slowdown_reason(c: _PredictedRun, rank: int, had: float | None, ratio: float) -> str:
-    """Say why the same work takes a processor or GPU `ratio` times as long as probed."""
-    host, manifest, planned = c.host(rank), c.summary.manifest, c.member(rank)
-    member = manifest.roster.members[rank]
+def _slowdown_reason(rank: _PredictedRank, ratio: float, cpus: tuple[float, float] | None) -> str:
+    """Say why the same work takes a processor or GPU `ratio` times as long as probed.
+
+    `cpus`: on how many processors the rank ran, and on how many when probed, if that is evidence too.
+    """
+    manifest, planned = rank.run.summary.manifest, rank.predicted_member
+    member = manifest.roster.members[rank.rank]
     if member.dtype != planned.dtype:
         return f", in {member.dtype}; predicted was {planned.dtype}"
-    if (derived := _assumption_for(c, rank)) is not None:
+    if (derived := rank.assumed_rate) is not None:
         return f"; that rate was not measured: {derived}"
     if ratio < 1 and manifest.compiled:
         return ": torch.compile, which the probe did not use"
     if ratio < 1:
         return ": something slowed the host down when it was probed; evener probe host measures again"
-    working = ""
-    if had is not None and host.cpus is not None:
-        working = f", although it ran on {had:.1f} processors ({host.cpus:.1f} when probed)"
-    slowed = _throttled_compute_s(c, rank)
-    if slowed is not None:
-        first_s, last_s = slowed
-        why = c.finding(rank, "cpu.throttled") or "heat or its power supply: evener probe host --seconds 60 tells"
+    working = "" if cpus is None else f", although it ran on {cpus[0]:.1f} processors ({cpus[1]:.1f} when probed)"
+    throttled = rank.finding("cpu.throttled")
+    if (slowed := _throttled_compute_s(rank)) is not None:
+        first, last = map(format_seconds, slowed)
+        why = throttled or "heat or its power supply: evener probe host --seconds 60 tells"
         return (
-            f"{working}. It slowed down during the run, from {format_seconds(first_s)} in its first third to "
-            f"{format_seconds(last_s)} in its last: throttled ({why})"
+            f"{working}. It slowed down during the run, from {first} in its first third to {last} in its last: "
+            f"throttled ({why})"
         )
-    if (throttled := c.finding(rank, "cpu.throttled")) is not None:
+    if throttled is not None:
         return f"{working}: throttled ({throttled})"
-    contention = usable_contention(c.summary)
-    if contention is not None and contention.together_s[rank] > NOISE_RATIO * contention.alone_s[rank]:
-        slowdown = contention.together_s[rank] / contention.alone_s[rank]
-        return (
-            f"{working}: while the other ranks of its host compute, the same work takes it {slowdown:.2g} times as "
-            "long as alone"
-        )
-    if (cut := member.micro_batch) != planned.micro_batch:
-        return f"{working}: in micro-batches of {pluralize(cut, 'sequence')}, predicted were {planned.micro_batch}"
+    contention = usable_contention(rank.run.summary)
+    if contention is not None:
+        slowdown = contention.together_s[rank.rank] / contention.alone_s[rank.rank]
+        if slowdown > NOISE_RATIO:
+            same_work = f"the same work takes it {slowdown:.2g} times as long as alone"
+            return f"{working}: while the other ranks of its host compute, {same_work}"
+    if member.micro_batch != planned.micro_batch:
+        sequences = pluralize(member.micro_batch, "sequence")
+        return f"{working}: in micro-batches of {sequences}, predicted were {planned.micro_batch}"
     if planned.is_gpu:
         return ": a lower clock (heat, power limit), or other programs on it"
-    if not _has_cpu_counts(c, rank):
+    if rank.host.cpus is None or rank.compute_cpus is None:
         return "; whether its processors were taken or slow is not known: on how many it ran was not measured"
     return f"{working}: a lower clock (heat, battery), or memory and caches that other programs use too"
 
 
-def _has_cpu_counts(c: _PredictedRun, rank: int) -> bool:
-    return c.host(rank).cpus is not None and _compute_cpus(c, rank) is not None
-
-
-def _throttled_compute_s(c: _PredictedRun, rank: int) -> tuple[float, float] | None:
+def _throttled_compute_s(rank: _PredictedRank) -> tuple[float, float] | None:
     """Return compute seconds in the run's first and last third if the processor itself slowed down, else None."""
-    thirds = c.summary.ranks[rank].thirds
-    if thirds is None:
+    if rank.took.thirds is None:
         return None
-    first, last = thirds
+    first, last = rank.took.thirds
     if first.compute_s is None or last.compute_s is None or last.compute_s < NOISE_RATIO * first.compute_s:
         return None
-    if not c.member(rank).is_gpu and first.cpu_s and last.cpu_s and last.cpu_s < NOISE_RATIO * first.cpu_s:
+    if not rank.predicted_member.is_gpu and first.cpu_s and last.cpu_s and last.cpu_s < NOISE_RATIO * first.cpu_s:
         return None  # the same CPU time in more wall time: the processors were taken, not slow
     return first.compute_s, last.compute_s
 
@@ -348,111 +326,90 @@ def _throttled_compute_s(c: _PredictedRun, rank: int) -> tuple[float, float] | N
 # --- communication and waiting ----------------------------------------------------------------------------------------
 
 
-def _communication_causes(c: _PredictedRun, rank: int, diff_s: float) -> list[_ErrorCause]:
+def _communication_causes(rank: _PredictedRank) -> list[Cause]:
     """Attribute the difference in exposed time (bytes / rate - hidden) to bytes, rate and overlap."""
-    planned, took = c.option.ranks[rank], c.summary.ranks[rank]
+    planned, took = rank.planned, rank.took
     planned_s, took_s = planned.cost.exposed_sync_s, took.typical.exposed_sync_s
-    assert planned_s is not None
-    assert took_s is not None
+    if planned_s is None or took_s is None:
+        return []
+    error_s = took_s - planned_s
     if not took.sync_s or not planned.sync_s or not took.bytes or not planned.bytes:
         reason = (
             f"communication that backward did not hide takes {format_seconds(took_s)}, predicted were "
             f"{format_seconds(planned_s)}"
         )
-        return [_ErrorCause(diff_s, reason)]
-    more_bytes_s = planned.sync_s * (took.bytes / planned.bytes - 1)
-    if abs(took.bytes / planned.bytes - 1) < BYTES_TOLERANCE:
-        more_bytes_s = 0.0
+        return [Cause(error_s, reason)]
+    more_bytes = took.bytes / planned.bytes - 1
+    more_bytes_s = planned.sync_s * more_bytes if abs(more_bytes) >= BYTES_TOLERANCE else 0.0
     rate_s = took.sync_s - planned.sync_s - more_bytes_s
-    hidden_less_s = diff_s - more_bytes_s - rate_s
-    if diff_s * rate_s > 0 and diff_s * hidden_less_s < 0:  # more time in flight leaves more that backward can hide
+    hidden_less_s = error_s - more_bytes_s - rate_s
+    if error_s * rate_s > 0 and error_s * hidden_less_s < 0:  # more time in flight leaves more that backward can hide
         rate_s, hidden_less_s = rate_s + hidden_less_s, 0.0
-    elif diff_s * hidden_less_s > 0 and diff_s * rate_s < 0:
+    elif error_s * hidden_less_s > 0 and error_s * rate_s < 0:
         rate_s, hidden_less_s = 0.0, rate_s + hidden_less_s
-    slower = "slower" if rate_s > 0 else "faster"
     medium, before = "communication between the ranks of this machine", "predicted"
-    if c.is_multi_host:
+    if len(rank.run.option.roster.hosts) > 1:
         medium, before = "the network", "measured"
     rate = (
-        f"{medium} is {slower} than {before}: {format_bytes(took.bytes)} were {format_seconds(took.sync_s)} in flight, "
-        f"{format_bytes(took.bytes / took.sync_s)}/s; predicted were {format_seconds(planned.sync_s)}, "
-        f"{format_bytes(planned.bytes / planned.sync_s)}/s{_comm_cpu_text(c) if rate_s > 0 else ''}"
+        f"{medium} is {'slower' if rate_s > 0 else 'faster'} than {before}: {format_bytes(took.bytes)} were "
+        f"{format_seconds(took.sync_s)} in flight, {format_bytes(took.bytes / took.sync_s)}/s; predicted were "
+        f"{format_seconds(planned.sync_s)}, {format_bytes(planned.bytes / planned.sync_s)}/s"
+        f"{_comm_cpu_text(rank.run) if rate_s > 0 else ''}"
     )
-    hidden = (
+    hidden, expected = (
+        f"{max(0.0, (sync_s - exposed_s) / sync_s):.0%}"
+        for exposed_s, sync_s in ((took_s, took.sync_s), (planned_s, planned.sync_s))
+    )
+    overlap = (
         f"backward hid {'less' if hidden_less_s > 0 else 'more'} of the communication than predicted, "
-        f"{_percent_text(took.sync_s - took_s, took.sync_s)} of {format_seconds(took.sync_s)} in flight instead of "
-        f"{_percent_text(planned.sync_s - planned_s, planned.sync_s)}"
+        f"{hidden} of {format_seconds(took.sync_s)} in flight instead of {expected}"
     )
     sent = f"a rank sends {format_bytes(took.bytes)} a step, predicted were {format_bytes(planned.bytes)}"
-    return [_ErrorCause(more_bytes_s, sent), _ErrorCause(rate_s, rate), _ErrorCause(hidden_less_s, hidden)]
+    return [Cause(more_bytes_s, sent), Cause(rate_s, rate), Cause(hidden_less_s, overlap)]
 
 
-def _comm_cpu_text(c: _PredictedRun) -> str:
+def _comm_cpu_text(run: _PredictedRun) -> str:
     """On CPUs, where the processors that compute also send, receive and reduce, name a rank that lacked some."""
-    for rank in range(len(c.summary.ranks)):
-        host, had = c.host(rank), _compute_cpus(c, rank)
-        if had is not None and host.cpus is not None and host.cpus > NOISE_RATIO * had:
-            return f"; or it lacks the processors that were taken from {c.name(rank)}, which also send and add"
+    for rank in run.ranks:
+        if rank.compute_cpus and rank.host.cpus and rank.host.cpus > NOISE_RATIO * rank.compute_cpus:
+            return f"; or it lacks the processors that were taken from {rank.name}, which also send and add"
     return ""
 
 
-def _percent_text(part_s: float, whole_s: float) -> str:
-    return f"{max(0.0, part_s / whole_s):.0%}"
-
-
-def _wait_reason(c: _PredictedRun, rank: int, diff_s: float) -> str:
-    last = slowest_rank(c.summary).rank
-    if diff_s < 0:
-        if rank == c.predicted_straggler:
-            return f"{c.name(rank)} waits less for the others than predicted"
-        then = "it is the one that the others wait for" if has_straggler(c.summary) else "all are done at the same time"
-        return f"{c.name(rank)} was predicted to wait that long for {c.name(c.predicted_straggler)}; now {then}"
-    if rank != last and has_straggler(c.summary):
-        return f"{c.name(rank)} was predicted to be done last; now it waits for {c.name(last)}"
-    waits = [took.typical.wait_s or 0.0 for took in c.summary.ranks]
-    return f"now one rank is late, now another, and each of them waits {format_seconds(min(waits))} or more"
+def _wait_reason(rank: _PredictedRank) -> str:
+    run = rank.run
+    if rank.phase_errors_s.get("wait_s", 0.0) < 0:
+        if rank is run.predicted_straggler:
+            return f"{rank.name} waits less for the others than predicted"
+        now = (
+            "it is the one that the others wait for" if has_straggler(run.summary) else "all are done at the same time"
+        )
+        return f"{rank.name} was predicted to wait that long for {run.predicted_straggler.name}; now {now}"
+    if rank is not run.straggler and has_straggler(run.summary):
+        return f"{rank.name} was predicted to be done last; now it waits for {run.straggler.name}"
+    least_s = run.straggler.took.typical.wait_s or 0.0
+    return f"now one rank is late, now another, and each of them waits {format_seconds(least_s)} or more"
 
 
 # --- around the causes ------------------------------------------------------------------------------------------------
 
 
-def _accurate_phases(c: _PredictedRun) -> list[str]:
+def _accurate_phases(rank: _PredictedRank) -> list[str]:
     """List the large phases that were predicted right and so need no cause."""
-    planned, took = c.option.ranks[c.explained_rank].cost, c.summary.ranks[c.explained_rank].typical
+    planned, took = rank.planned.cost, rank.took.typical
     right = [
-        f"{PHASE_NAMES[part]} {format_seconds(getattr(took, part))}"
-        for part, diff_s in c.phase_errors_s(c.explained_rank).items()
-        if getattr(took, part) >= MIN_NAMED_SHARE * c.scale_s
-        and abs(diff_s) <= ERROR_TOLERANCE * getattr(planned, part)
+        f"{PHASE_NAMES[phase]} {format_seconds(getattr(took, phase))}"
+        for phase, error_s in rank.phase_errors_s.items()
+        if getattr(took, phase) >= MIN_NAMED_SHARE * rank.run.scale_s
+        and abs(error_s) <= ERROR_TOLERANCE * getattr(planned, phase)
     ]
     return [f"As predicted: {', '.join(right)}."] if right else []
 
 
-def _masked_errors(c: _PredictedRun) -> list[str]:
-    """Return compute errors of other ranks that the step does not show because they would have waited anyway."""
-    causes = [
-        cause
-        for rank in range(len(c.summary.ranks))
-        if rank != c.explained_rank
-        for cause in (_compute_causes(c, rank) if "compute_s" in c.phase_errors_s(rank) else [])
-        if abs(cause.cost_s) > ERROR_TOLERANCE * c.scale_s
-    ]
-    return [f"The step does not show it: {cause.reason}." for cause in causes[:MAX_NAMED_CAUSES]]
-
-
-def _unexplained_error(c: _PredictedRun, named: Sequence[_ErrorCause]) -> list[str]:
-    rest_s = c.error_s - sum(cause.cost_s for cause in named)
-    if abs(rest_s) < MIN_NAMED_SHARE * c.scale_s:
-        return []
-    why = "are not explained" if _missing_phases(c) else "in all come from smaller differences"
-    return [f"{format_seconds(abs(rest_s))} {'more' if rest_s > 0 else 'less'} {why}."]
-
-
-def _missing_phases(c: _PredictedRun) -> list[str]:
-    planned, took = c.option.ranks[c.explained_rank].cost, c.summary.ranks[c.explained_rank].typical
+def _missing_phases(rank: _PredictedRank) -> list[str]:
     sentences = []
-    for verb, cost in (("predicted", planned), ("measured", took)):
-        names = [PHASE_NAMES[part] for part in PHASES if getattr(cost, part) is None]
+    for verb, cost in (("predicted", rank.planned.cost), ("measured", rank.took.typical)):
+        names = [PHASE_NAMES[phase] for phase in PHASES if getattr(cost, phase) is None]
         if names:
             sentences.append(f"Not {verb}, so not compared: {', '.join(names)}.")
     return sentences

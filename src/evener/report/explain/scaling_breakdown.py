@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.report.explain.causes import Cause
 from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import (
     NOISE_RATIO,
@@ -159,187 +159,172 @@ def clip_to_total(predicted: dict[str, float], total: float) -> tuple[dict[str, 
     return settled, rest
 
 
-@dataclass(frozen=True)
-class ScalingCause:
-    """A row of the table: one possible cause, its cost in seconds, and the texts about it."""
+def scaling_causes(c: ScalingComparison) -> tuple[list[Cause], list[str]]:
+    """Return the causes of the overhead, and what was not measured and may be a cause too."""
+    compute_s, wait_s = c.compute_causes_s, c.growth_s("wait_s")
+    straggler_s, jitter_s = (wait_s, 0.0) if has_straggler(c.scaled) else (0.0, wait_s)
+    sharing_s, jitter_s = (jitter_s, 0.0) if c.is_time_sharing else (0.0, jitter_s)
+    turns_s = None if wait_s is None or "turns" not in compute_s else compute_s["turns"] + (sharing_s or 0.0)
+    on_wait = "how long the ranks wait for each other"
+    on_contention = "the time of a rank's work alone and next to the others (--contention measures it)"
+    rows: list[tuple[float | None, Callable[[ScalingComparison, float], Cause], str]] = [
+        (compute_s.get("cores"), _cores_cause, "on how many cores the processes ran"),
+        (turns_s, _time_sharing_cause, on_wait),
+        (compute_s.get("efficiency"), _efficiency_cause, on_contention),
+        (0.0 if is_oversubscribed(c.scaled) else compute_s.get("neighbours"), _contention_cause, on_contention),
+    ]
+    if c.growth_s("compute_s") is None:
+        rows = [(None, _cores_cause, "forward and backward")]
+    rows += [
+        (c.growth_s("exposed_sync_s"), _communication_cause, "communication that backward did not hide"),
+        (straggler_s, _straggler_cause, on_wait),
+        (jitter_s, _jitter_cause, on_wait),
+        (c.growth_s("data_s"), _input_cause, "waiting for input"),
+        (c.growth_s("optimizer_s"), _optimizer_cause, "the update"),
+    ]
+    causes = [make_cause(c, cost_s) for cost_s, make_cause, _ in rows if cost_s]
+    return causes, list(dict.fromkeys(what for cost_s, _, what in rows if cost_s is None))
 
-    name: str
-    phase: str  # the phase of the step that it affects
-    cost_s: Callable[[ScalingComparison], float | None]  # negative: time gained; None: not measured
-    explain: Callable[[ScalingComparison, float], str]  # continues "3.2 ms are lost" or "are gained"
-    unmeasured: str  # continues "Not measured: "
-    advice: Callable[[ScalingComparison], str]  # a sentence on what helps; "" if nothing does
 
-
-def _explain_shorter_phase(c: ScalingComparison, part: str, name: str) -> str:
-    """Explain a phase that shrank by more than the work did."""
-    before, now = (getattr(rank.typical, part) for rank in (c.base_rank, c.scaled_rank))
-    return (
-        f"in {name}: {format_seconds(now)} a step, and {format_seconds(before)} with "
-        f"{pluralize(c.num_base_ranks, 'process')}"
-    )
+# --- cores, efficiency, contention ------------------------------------------------------------------------------------
 
 
 def _base_processes(c: ScalingComparison) -> str:
     return "the one process" if c.num_base_ranks == 1 else f"each of the {c.num_base_ranks} processes"
 
 
-# --- cores: no idle ones to add ---------------------------------------------------------------------------------------
-
-
-def _explain_cores(c: ScalingComparison, cost_s: float) -> str:
+def _cores_cause(c: ScalingComparison, cost_s: float) -> Cause:
+    """Explain cores: the added processes found none that were idle."""
     before, now = f"{c.base_cpus:.2f}", f"{c.scaled_cpus:.2f}"
+    advice = "The cores have work already: only another machine or a GPU would add to them."
     if cost_s < 0:
-        return (
-            f"because each of the {c.num_ranks} processes runs on {now} cores, where {_base_processes(c)} "
-            f"ran on {before}"
-        )
+        each = f"each of the {c.num_ranks} processes runs on {now} cores"
+        return Cause(cost_s, f"because {each}, where {_base_processes(c)} ran on {before}", advice)
     more = c.num_ranks * c.scaled_cpus / (c.num_base_ranks * (c.base_cpus or 1.0))
     ran = (
         f"{_base_processes(c)} ran on {before} of {pluralize(c.scaled.cores, 'core')} with "
-        f"{pluralize(c.base.threads_per_rank, 'thread')}"
+        f"{pluralize(c.base.threads_per_rank, 'thread')}, and each of the {c.num_ranks}"
     )
     if more < NOISE_RATIO:
-        return (
-            f"because the cores were taken already: {ran}, and each of the {c.num_ranks} has {now}: no core was added"
-        )
-    return (
-        f"because the cores did not grow with the processes: {ran}, and each of the {c.num_ranks} on {now}, in all "
-        f"{more:.2g} times as many"
+        return Cause(cost_s, f"because the cores were taken already: {ran} has {now}: no core was added", advice)
+    return Cause(
+        cost_s,
+        f"because the cores did not grow with the processes: {ran} on {now}, in all {more:.2g} times as many",
+        advice,
     )
 
 
-# --- time sharing: more threads than cores, or other programs ---------------------------------------------------------
-
-
-def _time_sharing_s(c: ScalingComparison) -> float | None:
-    compute_s, wait_s = c.compute_causes_s.get("turns"), c.growth_s("wait_s")
-    if compute_s is None or wait_s is None:
-        return None
-    return compute_s + (wait_s if c.is_time_sharing and not has_straggler(c.scaled) else 0.0)
-
-
-def _explain_time_sharing(c: ScalingComparison, cost_s: float) -> str:
+def _time_sharing_cause(c: ScalingComparison, cost_s: float) -> Cause:
+    """Explain time sharing: more threads than cores, or other programs."""
+    num, cores = c.num_ranks, pluralize(c.scaled.cores, "core")
     if is_oversubscribed(c.scaled):
         used = f", of which {_base_processes(c)} used {c.base_cpus:.2f}" if c.base_cpus else ""
-        return (
-            f"because {c.num_ranks * c.scaled.threads_per_rank} threads share "
-            f"{pluralize(c.scaled.cores, 'core')}{used}: the ranks take "
-            "turns, and one waits while another computes"
+        threads = pluralize(c.scaled.cores // num, "thread")
+        advice = f"If {pluralize(num, 'process')}, then with {threads} each: --threads {c.scaled.cores // num}."
+        if num > c.scaled.cores:
+            advice = f"No more processes can compute at the same time than there are cores, {c.scaled.cores}."
+        return Cause(
+            cost_s,
+            f"because {num * c.scaled.threads_per_rank} threads share {cores}{used}: the ranks take turns, and one "
+            "waits while another computes",
+            advice,
         )
     contention = usable_contention(c.scaled)
     running = mean(contention.together_cpus) if contention else busy_cpus(c.scaled, c.scaled_rank) or 0.0
     alone = f" and {c.scaled_cpus:.2f} when it computed alone" if contention else ""
-    return (
+    return Cause(
+        cost_s,
         f"because other programs took the cores: a rank had {running:.2f} for its "
-        f"{pluralize(c.scaled.threads_per_rank, 'thread')} while all computed{alone}"
+        f"{pluralize(c.scaled.threads_per_rank, 'thread')} while all computed{alone}",
+        "Measure again when nothing else runs on the machine.",
     )
 
 
-def _time_sharing_advice(c: ScalingComparison) -> str:
-    if not is_oversubscribed(c.scaled):
-        return "Measure again when nothing else runs on the machine."
-    if c.num_ranks > c.scaled.cores:
-        return f"No more processes can compute at the same time than there are cores, {c.scaled.cores}."
-    threads = c.scaled.cores // c.num_ranks
-    return (
-        f"If {pluralize(c.num_ranks, 'process')}, then with {pluralize(threads, 'thread')} each: --threads {threads}."
-    )
-
-
-# --- efficiency: the CPU time per token without contention ------------------------------------------------------------
-
-
-def _explain_efficiency(c: ScalingComparison, cost_s: float) -> str:
+def _efficiency_cause(c: ScalingComparison, cost_s: float) -> Cause:
+    """Explain efficiency: the CPU time per token without contention."""
     assert c.cpu_s_per_token is not None
     before, now = (format_seconds(1000 * token_s) for token_s in c.cpu_s_per_token)
     time = "CPU time" if is_on_cpus(c.scaled) else "time"
-    figures = f"1,000 tokens take {now} of {time}, and took {before} with {pluralize(c.num_base_ranks, 'process')}"
-    if cost_s < 0 and c.scaled.threads_per_rank < c.base.threads_per_rank:
-        return (
-            f"because a process with {pluralize(c.scaled.threads_per_rank, 'thread')} uses its cores better "
-            f"than one that divides "
-            f"every operation among {c.base.threads_per_rank} threads, which wait for each other: {figures}"
+    sequences, threads = first_micro_batch_sizes(c.scaled)[0], c.scaled.threads_per_rank
+    why = f"because the same work takes {'less' if cost_s < 0 else 'more'} time"
+    if cost_s < 0 and threads < c.base.threads_per_rank:
+        why = (
+            f"because a process with {pluralize(threads, 'thread')} uses its cores better than one that divides "
+            f"every operation among {c.base.threads_per_rank} threads, which wait for each other"
         )
-    if cost_s > 0 and first_micro_batch_sizes(c.scaled)[0] < first_micro_batch_sizes(c.base)[0]:
-        return (
-            f"because micro-batches of {first_micro_batch_sizes(c.scaled)[0]} sequences are computed less "
-            f"efficiently: {figures}"
-        )
-    return f"because the same work takes {'less' if cost_s < 0 else 'more'} time: {figures}"
+    elif cost_s > 0 and sequences < first_micro_batch_sizes(c.base)[0]:
+        why = f"because micro-batches of {sequences} sequences are computed less efficiently"
+    return Cause(
+        cost_s,
+        f"{why}: 1,000 tokens take {now} of {time}, and took {before} with {pluralize(c.num_base_ranks, 'process')}",
+        "A larger --batch gives every rank larger micro-batches.",
+    )
 
 
-# --- contention: memory bandwidth, caches, clock ----------------------------------------------------------------------
-
-
-def _memory_Bps(c: ScalingComparison) -> tuple[float, float]:
-    """Return the memory copy bandwidth of one rank alone, and of all ranks in total."""
-    contention = usable_contention(c.scaled)
-    assert contention is not None
-    return mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
-
-
-def _is_memory_bus_full(c: ScalingComparison) -> bool:
-    alone, together = _memory_Bps(c)
-    return together < MEMORY_BUS_FULL_SHARE * c.num_ranks * alone
-
-
-def _explain_contention(c: ScalingComparison, cost_s: float) -> str:
+def _contention_cause(c: ScalingComparison, cost_s: float) -> Cause:
+    """Explain contention: memory bandwidth, caches, clock."""
     contention = usable_contention(c.scaled)
     assert contention is not None
     ratio = mean(contention.together_s) / mean(contention.alone_s)
-    alone, together = _memory_Bps(c)
+    alone_Bps, together_Bps = mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
     with_cores = f" although it keeps its {mean(contention.together_cpus):.2f} cores" if is_on_cpus(c.scaled) else ""
     slower = f"the same work takes a rank {ratio:.2f} times as long next to the others as alone{with_cores}"
     copies = (
-        f"a copy runs at {format_bytes(alone)}/s alone, and {c.num_ranks} at once at {format_bytes(together)}/s in all"
+        f"a copy runs at {format_bytes(alone_Bps)}/s alone, and {c.num_ranks} at once at "
+        f"{format_bytes(together_Bps)}/s in all"
     )
-    if _is_memory_bus_full(c):
-        return f"because the ranks share one memory, and its bandwidth is used up: {slower}, and {copies}"
-    return (
+    if together_Bps < MEMORY_BUS_FULL_SHARE * c.num_ranks * alone_Bps:
+        halve = "; --dtype bf16 halves the bytes" if c.scaled.manifest.roster.dtypes_text == "fp32" else ""
+        return Cause(
+            cost_s,
+            f"because the ranks share one memory, and its bandwidth is used up: {slower}, and {copies}",
+            f"More processes here wait for the same memory; another machine brings a memory of its own{halve}.",
+        )
+    return Cause(
+        cost_s,
         f"because the ranks slow each other down: {slower}; memory is not the reason ({copies}), which leaves shared "
-        f"caches, two hardware threads of one core, or a lower clock"
+        f"caches, two hardware threads of one core, or a lower clock",
     )
-
-
-def _contention_advice(c: ScalingComparison) -> str:
-    if not _is_memory_bus_full(c):
-        return ""
-    halve = "; --dtype bf16 halves the bytes" if c.scaled.manifest.roster.dtypes_text == "fp32" else ""
-    return f"More processes here wait for the same memory; another machine brings a memory of its own{halve}."
 
 
 # --- communication, update, input -------------------------------------------------------------------------------------
 
 
-def _explain_communication(c: ScalingComparison, cost_s: float) -> str:
+def _shorter_phase_cause(c: ScalingComparison, cost_s: float, phase: str, name: str) -> Cause:
+    """Explain a phase that shrank by more than the work did."""
+    return Cause(cost_s, f"in {name}: {_phase_times_text(c, phase, ' a step')}")
+
+
+def _phase_times_text(c: ScalingComparison, phase: str, per: str = "") -> str:
+    before, now = (format_seconds(getattr(rank.typical, phase)) for rank in (c.base_rank, c.scaled_rank))
+    return f"{now}{per}, and {before} with {pluralize(c.num_base_ranks, 'process')}"
+
+
+def _communication_cause(c: ScalingComparison, cost_s: float) -> Cause:
     if cost_s < 0:
-        return _explain_shorter_phase(c, "exposed_sync_s", "communication that backward did not hide")
+        return _shorter_phase_cause(c, cost_s, "exposed_sync_s", "communication that backward did not hide")
     rank, in_flight_s = slowest_rank(c.scaled), c.scaled.sync_p50_s
     text = f"to communication that backward did not hide, {cost_s / c.scaled_step_s:.0%} of the step"
     if rank.bytes and in_flight_s:
         text += (
             f": each rank sends {format_bytes(rank.bytes)} of gradients at {format_bytes(rank.bytes / in_flight_s)}/s"
         )
-    return text
+    return Cause(cost_s, text, _larger_batch_advice(c))
 
 
-def _explain_optimizer(c: ScalingComparison, cost_s: float) -> str:
+def _optimizer_cause(c: ScalingComparison, cost_s: float) -> Cause:
     if cost_s < 0:
-        return _explain_shorter_phase(c, "optimizer_s", "the update")
-    before, now = format_seconds(c.base_rank.typical.optimizer_s), format_seconds(c.scaled_rank.typical.optimizer_s)
-    return (
-        f"because every process repeats the whole update of {format_count(c.scaled.manifest.num_params)} "
-        f"parameters: {now}, and "
-        f"{before} with {pluralize(c.num_base_ranks, 'process')}"
-    )
+        return _shorter_phase_cause(c, cost_s, "optimizer_s", "the update")
+    update = f"the whole update of {format_count(c.scaled.manifest.num_params)} parameters"
+    text = f"because every process repeats {update}: {_phase_times_text(c, 'optimizer_s')}"
+    return Cause(cost_s, text, _larger_batch_advice(c))
 
 
-def _explain_input(c: ScalingComparison, cost_s: float) -> str:
+def _input_cause(c: ScalingComparison, cost_s: float) -> Cause:
     if cost_s < 0:
-        return _explain_shorter_phase(c, "data_s", "waiting for input")
-    before, now = format_seconds(c.base_rank.typical.data_s), format_seconds(c.scaled_rank.typical.data_s)
-    return f"waiting for input: {now} a step, and {before} with {pluralize(c.num_base_ranks, 'process')}"
+        return _shorter_phase_cause(c, cost_s, "data_s", "waiting for input")
+    advice = "Make the input faster first: a local disk, or a corpus that fits in memory."
+    return Cause(cost_s, f"waiting for input: {_phase_times_text(c, 'data_s', ' a step')}", advice)
 
 
 def _larger_batch_advice(c: ScalingComparison) -> str:
@@ -363,93 +348,16 @@ def _larger_batch_advice(c: ScalingComparison) -> str:
 # --- waiting for each other -------------------------------------------------------------------------------------------
 
 
-def _explain_straggler(c: ScalingComparison, cost_s: float) -> str:
+def _straggler_cause(c: ScalingComparison, cost_s: float) -> Cause:
     slow = slowest_rank(c.scaled)
-    return f"waiting for {c.scaled.rank_label(slow)}, the slowest: {straggler_reason(c.scaled, slow, c.scaled_rank)}"
+    name, why = c.scaled.rank_label(slow), straggler_reason(c.scaled, slow, c.scaled_rank)
+    advice = f"What slows {name} slows all: look there first."
+    return Cause(cost_s, f"waiting for {name}, the slowest: {why}", advice)
 
 
-def _explain_jitter(c: ScalingComparison, cost_s: float) -> str:
+def _jitter_cause(c: ScalingComparison, cost_s: float) -> Cause:
     if cost_s < 0:
-        return _explain_shorter_phase(c, "wait_s", "waiting for other ranks")
-    waits = sorted(rank.typical.wait_s or 0.0 for rank in c.scaled.ranks)
-    least, most = format_seconds(waits[0]), format_seconds(waits[-1])
-    return f"because now one rank is late, now another, and the rest wait, {least} to {most} a step"
-
-
-_UNMEASURED_CONTENTION = "the time of a rank's work alone and next to the others (--contention measures it)"
-_UNMEASURED_WAIT = "how long the ranks wait for each other"
-
-CAUSES: tuple[ScalingCause, ...] = (
-    ScalingCause(
-        name="cores",
-        phase="compute_s",
-        cost_s=lambda c: c.compute_causes_s.get("cores"),
-        explain=_explain_cores,
-        unmeasured="on how many cores the processes ran",
-        advice=lambda c: "The cores have work already: only another machine or a GPU would add to them.",
-    ),
-    ScalingCause(
-        name="turns",
-        phase="compute_s",
-        cost_s=_time_sharing_s,
-        explain=_explain_time_sharing,
-        unmeasured=_UNMEASURED_WAIT,
-        advice=_time_sharing_advice,
-    ),
-    ScalingCause(
-        name="efficiency",
-        phase="compute_s",
-        cost_s=lambda c: c.compute_causes_s.get("efficiency"),
-        explain=_explain_efficiency,
-        unmeasured=_UNMEASURED_CONTENTION,
-        advice=lambda c: "A larger --batch gives every rank larger micro-batches.",
-    ),
-    ScalingCause(
-        name="neighbours",
-        phase="compute_s",
-        cost_s=lambda c: 0.0 if is_oversubscribed(c.scaled) else c.compute_causes_s.get("neighbours"),
-        explain=_explain_contention,
-        unmeasured=_UNMEASURED_CONTENTION,
-        advice=_contention_advice,
-    ),
-    ScalingCause(
-        name="communication",
-        phase="exposed_sync_s",
-        cost_s=lambda c: c.growth_s("exposed_sync_s"),
-        explain=_explain_communication,
-        unmeasured="communication that backward did not hide",
-        advice=_larger_batch_advice,
-    ),
-    ScalingCause(
-        name="straggler",
-        phase="wait_s",
-        cost_s=lambda c: c.growth_s("wait_s") if has_straggler(c.scaled) else 0.0,
-        explain=_explain_straggler,
-        unmeasured=_UNMEASURED_WAIT,
-        advice=lambda c: f"What slows {c.scaled.rank_label(slowest_rank(c.scaled))} slows all: look there first.",
-    ),
-    ScalingCause(
-        name="late",
-        phase="wait_s",
-        cost_s=lambda c: 0.0 if has_straggler(c.scaled) or c.is_time_sharing else c.growth_s("wait_s"),
-        explain=_explain_jitter,
-        unmeasured=_UNMEASURED_WAIT,
-        advice=lambda c: "",
-    ),
-    ScalingCause(
-        name="input",
-        phase="data_s",
-        cost_s=lambda c: c.growth_s("data_s"),
-        explain=_explain_input,
-        unmeasured="waiting for input",
-        advice=lambda c: "Make the input faster first: a local disk, or a corpus that fits in memory.",
-    ),
-    ScalingCause(
-        name="optimizer",
-        phase="optimizer_s",
-        cost_s=lambda c: c.growth_s("optimizer_s"),
-        explain=_explain_optimizer,
-        unmeasured="the update",
-        advice=_larger_batch_advice,
-    ),
-)
+        return _shorter_phase_cause(c, cost_s, "wait_s", "waiting for other ranks")
+    waits = [rank.typical.wait_s or 0.0 for rank in c.scaled.ranks]
+    least, most = format_seconds(min(waits)), format_seconds(max(waits))
+    return Cause(cost_s, f"because now one rank is late, now another, and the rest wait, {least} to {most} a step")
