@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from evener.core.run.roster import parse_sync
+from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import explain_bottleneck, explain_run, explain_scaling
 from evener.report.read.run_summary import summarize_run
 
@@ -281,6 +282,17 @@ def test_different_machines_get_different_explanations(one, two, contention):
     full_bus = explain_scaling([one(), two(slow, contention=without_bandwidth)])
     assert named(crowded) == ["other programs"]
     assert named(full_bus) == ["memory"]
+
+
+def test_uneven_threads_count_for_each_rank(tmp_path, write_run, one):
+    rundir = write_run(tmp_path / "uneven", [{"compute_s": 0.05, "wait_s": 0.03}] * 2, cpus=[0.6, 1.2])
+    manifest = rundir.manifest()
+    ranks = [msgspec.structs.replace(rank, threads=num) for rank, num in zip(manifest.ranks, (1, 3), strict=True)]
+    rundir.write_manifest(msgspec.structs.replace(manifest, ranks=ranks))
+    run = summarize_run(rundir)
+    assert (run.threads, run.threads_text) == ([1, 3], "1 to 3 threads")
+    assert ("threads of each", "1", "1 to 3") in bench_rows([one(), run])
+    assert "because 4 threads share 2 cores" in explain_scaling([one(), run])
 
 
 def test_single_rank_run_is_explained(one):

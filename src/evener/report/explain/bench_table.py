@@ -33,7 +33,7 @@ def bench_rows(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
 
     figures: list[tuple[str, Callable[[RunSummary], str]]] = [
         ("processes", lambda summary: str(summary.manifest.world_size)),
-        ("threads of each", lambda summary: str(summary.threads_per_rank)),
+        ("threads of each", lambda summary: summary.thread_range),
         ("tokens/s", lambda summary: format_count(summary.tokens_per_s)),
         ("speed-up", lambda summary: "not measured" if (ratio := speedup(summary)) is None else f"{ratio:.2f}"),
         ("efficiency", efficiency),

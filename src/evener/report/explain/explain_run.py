@@ -183,7 +183,7 @@ def _explain_waiting(summary: RunSummary) -> str:
     )
     if not is_oversubscribed(summary):
         return text + "."
-    return f"{text}, because {_total_threads(summary)} threads share {pluralize(summary.cores, 'core')}."
+    return f"{text}, because {sum(summary.threads)} threads share {pluralize(summary.cores, 'core')}."
 
 
 def _explain_all_reduce(summary: RunSummary) -> str:
@@ -216,18 +216,18 @@ def _explain_uneven_cores(summary: RunSummary) -> str:
     """Explain the cores of each rank when ranks have different numbers of threads."""
     texts = []
     for rank in summary.ranks:
-        cpus, setup = busy_cpus(summary, rank), summary.manifest.ranks[rank.rank]
+        cpus, threads = busy_cpus(summary, rank), summary.threads[rank.rank]
         had = "was not measured" if cpus is None else f"ran on {cpus:.2f}"
-        disturbed = cpus is not None and cpus < MIN_CPU_SHARE * setup.threads
+        disturbed = cpus is not None and cpus < MIN_CPU_SHARE * threads
         because = ", so other programs or a limit took the rest" if disturbed else ""
-        texts.append(f"{summary.rank_label(rank)} with {pluralize(setup.threads, 'thread')} {had}{because}")
+        texts.append(f"{summary.rank_label(rank)} with {pluralize(threads, 'thread')} {had}{because}")
     return f"Cores at work, while a rank had work: {'; '.join(texts)}."
 
 
 def _explain_cores(summary: RunSummary) -> str:
-    if len({rank.threads for rank in summary.manifest.ranks}) > 1:
+    if len(set(summary.threads)) > 1:
         return _explain_uneven_cores(summary)
-    threads, num = pluralize(summary.threads_per_rank, "thread"), len(summary.ranks)
+    threads, num = summary.threads_text, len(summary.ranks)
     each = (
         f"{pluralize(num, 'process')} with {threads}{' each' if num > 1 else ''} on {pluralize(summary.cores, 'core')}"
     )
@@ -235,12 +235,12 @@ def _explain_cores(summary: RunSummary) -> str:
     if not running:
         return f"{each}: on how many cores they really ran was not measured."
     text = f"{each}: while it had work, a rank ran on {mean(running):.2f} cores"
-    if min(running) >= MIN_CPU_SHARE * summary.threads_per_rank:
+    if min(running) >= MIN_CPU_SHARE * summary.threads[0]:
         text += f", so it was really running on its {threads}."
     elif is_oversubscribed(summary):
-        text += f"; {_total_threads(summary)} threads do not fit on {pluralize(summary.cores, 'core')}."
+        text += f"; {sum(summary.threads)} threads do not fit on {pluralize(summary.cores, 'core')}."
     else:
-        text += f". It was not really running on its {threads}: {_explain_cpu_contention(summary.threads_per_rank)}."
+        text += f". It was not really running on its {threads}: {_explain_cpu_contention(summary.threads[0])}."
     contention = usable_contention(summary)
     if contention is None or num == 1:
         return text
@@ -250,10 +250,6 @@ def _explain_cores(summary: RunSummary) -> str:
         f"{format_seconds(mean(contention.together_s))} while all computed"
     )
     return text + (f": {ratio:.2f} times as long." if ratio >= MIN_SPEEDUP else ": sharing the machine costs nothing.")
-
-
-def _total_threads(summary: RunSummary) -> int:
-    return sum(rank.threads for rank in summary.manifest.ranks)
 
 
 def _explain_cpu_contention(threads: int) -> str:
@@ -372,12 +368,12 @@ def _cpu_contention_warnings(c: ScalingComparison) -> list[str]:
         contention, num = usable_contention(run), run.manifest.world_size
         if not is_on_cpus(run) or (num > 1 and is_oversubscribed(run)):
             continue
-        had = mean(contention.alone_cpus) if contention and num > 1 else busy_cpus(run, rank)
-        if had is not None and had < MIN_CPU_SHARE * min(run.threads_per_rank, run.cores):
-            shortfalls.append(
-                f"{had:.2f} cores for {pluralize(run.threads_per_rank, 'thread')} of a process when there {_were(num)}"
-            )
-            threads = max(threads, run.threads_per_rank)
+        had, wanted = busy_cpus(run, rank), float(run.threads[rank.rank])
+        if contention and num > 1:
+            had, wanted = mean(contention.alone_cpus), mean(run.threads)
+        if had is not None and had < MIN_CPU_SHARE * min(wanted, run.cores):
+            shortfalls.append(f"{had:.2f} cores for {run.threads_text} of a process when there {_were(num)}")
+            threads = max(threads, *run.threads)
     if not shortfalls:
         return []
     return [

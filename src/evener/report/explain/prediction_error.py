@@ -135,7 +135,7 @@ class _PredictedRank:
 
     @property
     def threads(self) -> int:
-        return self.run.summary.manifest.ranks[self.rank].threads
+        return self.run.summary.threads[self.rank]
 
     @cached_property
     def phase_errors_s(self) -> dict[str, float]:

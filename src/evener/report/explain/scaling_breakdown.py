@@ -70,7 +70,7 @@ class ScalingComparison:
     def scaled_cpus(self) -> float:
         """The cores on which a rank of the scaled run computes alone; its threads if that was not measured."""
         contention = usable_contention(self.scaled)
-        return mean(contention.alone_cpus) if contention else float(self.scaled.threads_per_rank)
+        return mean(contention.alone_cpus) if contention else mean(self.scaled.threads)
 
     @functools.cached_property
     def cpu_s_per_token(self) -> tuple[float, float] | None:
@@ -104,9 +104,8 @@ class ScalingComparison:
         if contention:
             lost = mean(contention.alone_cpus) / mean(contention.together_cpus)
         else:
-            lost = self.scaled.threads_per_rank / (
-                busy_cpus(self.scaled, self.scaled_rank) or self.scaled.threads_per_rank
-            )
+            threads = self.scaled.threads[self.scaled_rank.rank]
+            lost = threads / (busy_cpus(self.scaled, self.scaled_rank) or threads)
         return is_oversubscribed(self.scaled) or lost > NOISE_RATIO
 
     @functools.cached_property
@@ -203,7 +202,7 @@ def _cores_cause(c: ScalingComparison, cost_s: float) -> Cause:
     more = c.num_ranks * c.scaled_cpus / (c.num_base_ranks * (c.base_cpus or 1.0))
     ran = (
         f"{_base_processes(c)} ran on {before} of {pluralize(c.scaled.cores, 'core')} with "
-        f"{pluralize(c.base.threads_per_rank, 'thread')}, and each of the {c.num_ranks}"
+        f"{c.base.threads_text}, and each of the {c.num_ranks}"
     )
     if more < NOISE_RATIO:
         return Cause(cost_s, f"because the cores were taken already: {ran} has {now}: no core was added", advice)
@@ -225,7 +224,7 @@ def _time_sharing_cause(c: ScalingComparison, cost_s: float) -> Cause:
             advice = f"No more processes can compute at the same time than there are cores, {c.scaled.cores}."
         return Cause(
             cost_s,
-            f"because {num * c.scaled.threads_per_rank} threads share {cores}{used}: the ranks take turns, and one "
+            f"because {sum(c.scaled.threads)} threads share {cores}{used}: the ranks take turns, and one "
             "waits while another computes",
             advice,
         )
@@ -235,7 +234,7 @@ def _time_sharing_cause(c: ScalingComparison, cost_s: float) -> Cause:
     return Cause(
         cost_s,
         f"because other programs took the cores: a rank had {running:.2f} for its "
-        f"{pluralize(c.scaled.threads_per_rank, 'thread')} while all computed{alone}",
+        f"{c.scaled.threads_text} while all computed{alone}",
         "Measure again when nothing else runs on the machine.",
     )
 
@@ -245,12 +244,12 @@ def _efficiency_cause(c: ScalingComparison, cost_s: float) -> Cause:
     assert c.cpu_s_per_token is not None
     before, now = (format_seconds(1000 * token_s) for token_s in c.cpu_s_per_token)
     time = "CPU time" if is_on_cpus(c.scaled) else "time"
-    sequences, threads = first_micro_batch_sizes(c.scaled)[0], c.scaled.threads_per_rank
+    sequences = first_micro_batch_sizes(c.scaled)[0]
     why = f"because the same work takes {'less' if cost_s < 0 else 'more'} time"
-    if cost_s < 0 and threads < c.base.threads_per_rank:
+    if cost_s < 0 and mean(c.scaled.threads) < mean(c.base.threads):
         why = (
-            f"because a process with {pluralize(threads, 'thread')} uses its cores better than one that divides "
-            f"every operation among {c.base.threads_per_rank} threads, which wait for each other"
+            f"because a process with {c.scaled.threads_text} uses its cores better than one that divides every "
+            f"operation among {c.base.threads_text}, which wait for each other"
         )
     elif cost_s > 0 and sequences < first_micro_batch_sizes(c.base)[0]:
         why = f"because micro-batches of {sequences} sequences are computed less efficiently"

@@ -57,9 +57,19 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         return sum(host.cores for host in self.manifest.hosts)
 
     @property
-    def threads_per_rank(self) -> int:
-        """Threads of the first rank."""
-        return self.manifest.ranks[0].threads
+    def threads(self) -> list[int]:
+        """Threads of each rank."""
+        return [rank.threads for rank in self.manifest.ranks]
+
+    @property
+    def thread_range(self) -> str:
+        """The fewest and the most threads of a rank as text: "2", or "1 to 3"."""
+        return " to ".join(map(str, sorted({min(self.threads), max(self.threads)})))
+
+    @property
+    def threads_text(self) -> str:
+        """The threads of a rank as text: "1 thread", "2 threads", or "1 to 3 threads"."""
+        return f"{self.thread_range} {'thread' if max(self.threads) == 1 else 'threads'}"
 
     def rank_label(self, rank: RankSummary) -> str:
         """Return the rank's label for display."""

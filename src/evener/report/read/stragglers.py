@@ -47,7 +47,7 @@ def is_on_cpus(summary: RunSummary) -> bool:
 
 def is_oversubscribed(summary: RunSummary) -> bool:
     """Return whether CPU ranks have more threads than there are cores."""
-    return is_on_cpus(summary) and sum(rank.threads for rank in summary.manifest.ranks) > summary.cores
+    return is_on_cpus(summary) and sum(summary.threads) > summary.cores
 
 
 def busy_cpus(summary: RunSummary, rank: RankSummary) -> float | None:
@@ -55,7 +55,7 @@ def busy_cpus(summary: RunSummary, rank: RankSummary) -> float | None:
     work_s = sum(getattr(rank.typical, part) or 0.0 for part in WORK_PHASES)
     if rank.cpus is None or not work_s or not summary.step_p50_s:
         return None
-    return min(rank.cpus * summary.step_p50_s / work_s, float(summary.manifest.ranks[rank.rank].threads))
+    return min(rank.cpus * summary.step_p50_s / work_s, float(summary.threads[rank.rank]))
 
 
 def usable_contention(summary: RunSummary) -> Contention | None:
@@ -116,7 +116,7 @@ def straggler_reason(summary: RunSummary, slow: RankSummary, fast: RankSummary) 
         return compute
     if running is None or theirs is None:
         return f"{compute}; whether it was really running was not measured"
-    slow_threads, fast_threads = (summary.manifest.ranks[rank.rank].threads for rank in (slow, fast))
+    slow_threads, fast_threads = summary.threads[slow.rank], summary.threads[fast.rank]
     if theirs / fast_threads > NOISE_RATIO * running / slow_threads:
         had = f"{theirs:.2f}" if slow_threads == fast_threads else f"{theirs:.2f} for {fast_threads}"
         return (
