@@ -48,6 +48,13 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
     bits: int = 32  # per value that DiLoCo sends
     streamed: bool = False  # DiLoCo's exchange overlaps the following steps
 
+    @property
+    def drifts(self) -> bool:
+        """Return whether replicas drift: each steps with its own gradients, and weights are synchronized every `every`
+        steps. Otherwise all ranks step with the same gradients, and replicas stay equal.
+        """
+        return self.kind == "diloco"
+
     def __str__(self) -> str:
         words: list[str] = [self.kind]
         if self.kind == "powersgd":

@@ -84,7 +84,7 @@ def _explain_gradients(summary: RunSummary) -> str:
     if fidelity := summary.fidelity:
         roster = summary.manifest.roster
         sync, max_error = roster.sync, max_compression_error(roster.sync, roster.world_size)
-        of_what = "changes" if sync.kind == "diloco" else "gradients"
+        of_what = "changes" if sync.drifts else "gradients"
         measured = f"; the measured loss penalty holds up to {max_error:.1%}" if math.isfinite(max_error) else ""
         sentences.append(
             f"The sums of the {of_what} after {sync} differ from the exact ones by {fidelity.error:.1%} of their "
@@ -124,7 +124,7 @@ def _explain_throughput(summary: RunSummary) -> str:
     if num == 1:
         return text
     sync = summary.manifest.roster.sync
-    if sync.kind == "diloco":
+    if sync.drifts:
         return (
             f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and trains it "
             f"by itself for {pluralize(sync.every, 'step')} on its own part of each batch. Then the ranks average what "
@@ -196,7 +196,7 @@ def _explain_all_reduce(summary: RunSummary) -> str:
         text += f"; each rank sends {format_bytes(rank.bytes)} in them, {format_bytes(rank.bytes / in_flight_s)}/s"
     if exposed_s is None:
         return text + ". How much of that backward hid was not measured."
-    if (sync := summary.manifest.roster.sync).kind == "diloco":
+    if (sync := summary.manifest.roster.sync).drifts:
         of = f"the mean over {pluralize(sync.every, 'step')}, of which one exchanges"
         return (
             f"{text}: {of}. Of it the rank was blocked for {format_seconds(exposed_s)}, "

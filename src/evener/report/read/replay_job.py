@@ -50,7 +50,7 @@ def find_replay_job(rundir: RunDir, num_steps: int, from_step: int | None = None
                if all(step in of_rank for step in steps)}  # fmt: skip
     syncs, resumed = _sync_history(rundir, manifest.roster, first, num_steps)
     member = max(manifest.roster.members, key=lambda each: each.share)
-    if any(parse_sync(sync).kind == "diloco" for sync in syncs):
+    if any(parse_sync(sync).drifts for sync in syncs):
         _refuse(
             rundir, "between exchanges its replicas drift apart (--sync diloco), so one process cannot take their steps"
         )
