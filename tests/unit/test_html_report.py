@@ -218,6 +218,16 @@ def test_recovered_divergence_is_not_a_failure(run):
     assert page_of(rundir).text.count("differ") == before + 1  # the event, and no verdict
 
 
+def test_recovered_out_of_memory_is_not_a_failure(run):
+    rundir = run()
+    rundir.add_event("start", step=10, ranks=2)
+    rundir.add_event("run.oom", rank=1, error="it ran out of memory: from here on it takes half as many")
+    assert first_failure(rundir.events()) is None
+    assert not describe_event(rundir.events()[-1], rundir.manifest()).is_bad
+    rundir.add_event("failure", rank=0, error="killed by SIGKILL", kind="exit", hint="")
+    assert first_failure(rundir.events()) == rundir.events()[-1]
+
+
 def test_unmeasured_values_are_reported(run):
     unknown = dict.fromkeys(("data_s", "exposed_sync_s", "wait_s", "optimizer_s"))
     page = page_of(run([unknown] * 2, cpus=None, sync_s=None, losses=lambda step: None, evaluations={}))

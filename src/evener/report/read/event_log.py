@@ -11,6 +11,7 @@ from evener.core.base.units import format_seconds, pluralize
 from evener.core.run.roster import Roster, format_shares
 from evener.core.run.rundir import Manifest
 
+# not run.oom: a rank whose process was killed for lack of memory reports it when it has restarted with a lower limit
 FAILURE_EVENTS = ("failure", "run.nonfinite", "run.diverged")
 # secondary: a rank that lost its peer reports loudly, but is not the one that failed
 SECONDARY_FAILURE_EVENTS = ("run.peer-exit",)
