@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from evener.core.run.roster import parse_sync
-from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import explain_bottleneck, explain_run, explain_scaling
 from evener.report.read.run_summary import summarize_run
 
@@ -290,8 +289,7 @@ def test_uneven_threads_count_for_each_rank(tmp_path, write_run, one):
     ranks = [msgspec.structs.replace(rank, threads=num) for rank, num in zip(manifest.ranks, (1, 3), strict=True)]
     rundir.write_manifest(msgspec.structs.replace(manifest, ranks=ranks))
     run = summarize_run(rundir)
-    assert (run.threads, run.threads_text) == ([1, 3], "1 to 3 threads")
-    assert ("threads of each", "1", "1 to 3") in bench_rows([one(), run])
+    assert (run.threads, run.thread_range, run.threads_text) == ([1, 3], "1 to 3", "1 to 3 threads")
     assert "because 4 threads share 2 cores" in explain_scaling([one(), run])
 
 

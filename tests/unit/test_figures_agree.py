@@ -20,8 +20,7 @@ from evener.cli.report import report
 from evener.core.base.file_io import write_atomic
 from evener.core.base.units import format_bytes, format_count, format_seconds
 from evener.core.run.rundir import RunDir
-from evener.core.run.step_cost import PHASES
-from evener.report.draw import run_charts
+from evener.core.run.step_cost import PHASE_NAMES, PHASES
 from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import PHASE_DESCRIPTIONS as IN_WORDS
 from evener.report.pages import bench_report, compare_setups
@@ -109,7 +108,7 @@ def test_step_parts_are_equal_in_page_terminal_and_json(told):
         cost = found["ranks"][rank]["cost"]
         assert cost == options["ddp, shares 12 : 4"]["ranks"][rank]["cost"]
         assert sum(cost.values()) == pytest.approx(found["step_p50_s"])
-        cells = [format_seconds(cost[part]) for part in run_charts.PHASE_NAMES]
+        cells = [format_seconds(cost[part]) for part in PHASE_NAMES]
         assert page.row(name, cells[0])[1:] == [*cells, format_seconds(found["step_p50_s"])]
         of_rank = rf"[Oo]n {name}, the (?:slowest|fastest): ([^:]*?)\."
         for said in only(of_rank + r" ", page.said + " ", terminal + " "):

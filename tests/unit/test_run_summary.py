@@ -10,7 +10,7 @@ import pytest
 from evener.core.base.file_io import write_atomic
 from evener.core.base.units import median
 from evener.core.run.roster import parse_sync
-from evener.core.run.step_cost import Fidelity, GradientNoise, StepCost, align_steps
+from evener.core.run.step_cost import PHASE_NAMES, Fidelity, GradientNoise, StepCost, align_steps
 from evener.plan.choice.plan_request import change_request, request_from_run
 from evener.report.draw import run_charts
 from evener.report.explain.explain_run import explain_bottleneck, explain_run, max_loss_difference, scaling_explanation
@@ -91,7 +91,7 @@ def test_charts_place_steps_correctly(run, kept):
     for layer, chart in run_charts.breakdown_areas(steps, {0: "a", 1: "b"}).charts.items():
         assert (chart.y_title, len(chart.lines)) == ("ms", 5)
         for line in chart.lines:
-            part = next(part for part, name in run_charts.PHASE_NAMES.items() if name == line.name)
+            part = next(part for part, name in PHASE_NAMES.items() if name == line.name)
             ranks = {run_charts.ALL_RANKS: [0, 1], "a": [0], "b": [1]}[layer]
             expected_ms = [1e3 * sum(step_of(step)[rank][part] for rank in ranks) / len(ranks) for step in common]
             assert line.x == taken

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evener.core.base.units import format_count, format_seconds
-from evener.report.draw.run_charts import PHASE_NAMES, SERIES_COLOURS
+from evener.core.run.step_cost import PHASE_NAMES
+from evener.report.draw.run_charts import SERIES_COLOURS
 from evener.report.draw.smoothing import kernel_average, local_linear_fit
 from evener.report.draw.svg_charts import ChartLine, LineChart
 from evener.report.pages.compare_runs import energy_and_price, setting_differences

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from evener.core.base.units import format_seconds, percentile
-from evener.report.draw.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
+from evener.core.run.step_cost import PHASE_NAMES
+from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
 from evener.report.draw.svg_charts import PATH_UNITS, render_svg
 from evener.report.pages.html_report import read_step_gantt
 from evener.report.pages.html_template import template_environment

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from evener.core.base.units import format_seconds, median, pluralize
 from evener.core.run.prediction import PlanOption
 from evener.core.run.rundir import Manifest
-from evener.core.run.step_cost import StepCost, StepRecord
-from evener.report.draw.run_charts import PHASE_NAMES
+from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
 from evener.report.pages.html_report import STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS
 from evener.report.read.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
 from evener.watch.run_reader import RunReader

@@ -12,8 +12,8 @@ from evener.core.base.units import format_bytes, format_count, format_seconds, m
 from evener.core.cluster.host_info import HostInfo
 from evener.core.run.progress import seconds_left
 from evener.core.run.rundir import Manifest
-from evener.core.run.step_cost import StepCost
-from evener.report.draw.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
+from evener.core.run.step_cost import PHASE_NAMES, StepCost
+from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
 from evener.report.draw.smoothing import kernel_average, local_linear_fit
 from evener.report.draw.svg_charts import ChartBand, ChartLine, LineChart, spread_indices
 from evener.report.explain.predicted_vs_measured import format_relative_difference

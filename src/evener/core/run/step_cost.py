@@ -9,7 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-PHASES = ("data_s", "compute_s", "exposed_sync_s", "wait_s", "optimizer_s")
+PHASES = ("data_s", "compute_s", "exposed_sync_s", "wait_s", "optimizer_s")  # in the order of a step
+# how texts, tables and charts call them, in the order in which they list them
+PHASE_NAMES = {
+    "compute_s": "forward, backward",
+    "exposed_sync_s": "exposed communication",
+    "wait_s": "waiting for others",
+    "optimizer_s": "update",
+    "data_s": "input",
+}
+assert PHASE_NAMES.keys() == set(PHASES)
 BLOCKED = "blocked"  # between the last gradient and the end of backward: exposed_sync_s and wait_s together
 
 

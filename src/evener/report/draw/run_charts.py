@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from evener.core.base.units import format_count, format_seconds, percentile
-from evener.core.run.step_cost import PHASES, StepCost, StepRecord
+from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
 from evener.core.run.step_statistics import min_sync_s
 from evener.report.draw.svg_charts import BarChart, ChartLine, ChartSelector, LineChart, ScatterPlot
 from evener.report.read.run_summary import RunSummary
@@ -13,13 +13,6 @@ from evener.report.read.run_summary import RunSummary
 ALL_RANKS = "mean of all ranks"
 MAX_POINTS = 500  # of one line; more cannot be distinguished
 MAX_LAYERS = 8  # ranks with a chart each; of more, show the first and the last
-PHASE_NAMES = {
-    "compute_s": "forward, backward",
-    "exposed_sync_s": "exposed communication",
-    "wait_s": "waiting for others",
-    "optimizer_s": "update",
-    "data_s": "input",
-}
 # Okabe and Ito's colours, which all kinds of colour vision tell apart, some a little lighter for dark pages
 PHASE_COLOURS = {
     "compute_s": "#2a7fc1",
@@ -30,7 +23,7 @@ PHASE_COLOURS = {
 }
 SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7ea")
 WAIT_OR_SYNC_NAME = "waiting or exposed communication"  # if how much of it is which was not measured
-assert set(PHASE_NAMES) == set(PHASE_COLOURS) == set(PHASES)
+assert PHASE_NAMES.keys() == PHASE_COLOURS.keys()
 
 
 def loss_chart(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> LineChart:

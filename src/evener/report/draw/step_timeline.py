@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evener.core.base.units import format_bytes, format_seconds, pluralize
-from evener.core.run.step_cost import BLOCKED
+from evener.core.run.step_cost import BLOCKED, PHASE_NAMES
 from evener.core.run.step_spans import RECORD_LAST_STEPS
-from evener.report.draw.run_charts import MAX_LAYERS, PHASE_COLOURS, PHASE_NAMES, WAIT_OR_SYNC_NAME
+from evener.report.draw.run_charts import MAX_LAYERS, PHASE_COLOURS, WAIT_OR_SYNC_NAME
 from evener.report.draw.svg_charts import GanttBar, GanttChart
 from evener.report.read.timeline import RankStep, Timeline, TimelineCollective, TimelineSegment
 

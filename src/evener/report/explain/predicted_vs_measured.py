@@ -6,7 +6,7 @@ import msgspec
 
 from evener.core.base.units import format_bytes, format_count, format_seconds
 from evener.core.run.prediction import PlanOption
-from evener.report.draw.run_charts import PHASE_NAMES
+from evener.core.run.step_cost import PHASE_NAMES
 from evener.report.read.run_summary import RunSummary
 
 

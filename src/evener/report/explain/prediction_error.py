@@ -13,9 +13,8 @@ from functools import cached_property
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.run.prediction import HostRates, PlanOption, Prediction, RankCost
 from evener.core.run.roster import Member
-from evener.core.run.step_cost import PHASES
+from evener.core.run.step_cost import PHASE_NAMES, PHASES
 from evener.core.run.step_statistics import RankSummary
-from evener.report.draw.run_charts import PHASE_NAMES
 from evener.report.explain.causes import MAX_NAMED_CAUSES, MIN_NAMED_SHARE, Cause, largest_causes, unexplained_s
 from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import NOISE_RATIO, WORK_PHASES, has_straggler, slowest_rank, usable_contention

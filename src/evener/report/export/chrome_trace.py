@@ -26,8 +26,8 @@ from evener.core.base.version import __version__
 from evener.core.run.prediction import PlanOption
 from evener.core.run.run_plan import read_prediction
 from evener.core.run.rundir import RunDir
-from evener.core.run.step_cost import BLOCKED, StepCost
-from evener.report.draw.run_charts import PHASE_NAMES, WAIT_OR_SYNC_NAME
+from evener.core.run.step_cost import BLOCKED, PHASE_NAMES, StepCost
+from evener.report.draw.run_charts import WAIT_OR_SYNC_NAME
 from evener.report.read.timeline import (
     RankStep,
     Timeline,

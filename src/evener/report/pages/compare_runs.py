@@ -17,9 +17,9 @@ from evener.core.base.units import format_bytes, format_count, format_seconds
 from evener.core.run.prediction import Prediction
 from evener.core.run.run_spec import FLAGS
 from evener.core.run.rundir import Manifest, RunDir
-from evener.core.run.step_cost import StepRecord, align_steps, first_rank_record
+from evener.core.run.step_cost import PHASE_NAMES, StepRecord, align_steps, first_rank_record
 from evener.report.draw import run_charts
-from evener.report.draw.run_charts import PHASE_NAMES, SERIES_COLOURS
+from evener.report.draw.run_charts import SERIES_COLOURS
 from evener.report.draw.smoothing import local_linear_fit
 from evener.report.draw.svg_charts import ChartLine, ChartSelector, Figure, LineChart
 from evener.report.explain.explain_run import explain_measurements

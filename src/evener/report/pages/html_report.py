@@ -19,7 +19,7 @@ from evener.core.base.units import format_bytes, format_count, format_seconds, p
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.rundir import Manifest, RunDir
-from evener.core.run.step_cost import StepRecord, align_steps
+from evener.core.run.step_cost import PHASE_NAMES, StepRecord, align_steps
 from evener.core.run.step_spans import RECORD_LAST_STEPS
 from evener.report.draw import run_charts
 from evener.report.draw.step_timeline import StepGantt, typical_step_gantt
@@ -93,10 +93,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         shown=_key_figures(summary, events),
         summary=summary,
         steps_per_point=-(-len(summary.losses) // run_charts.MAX_POINTS),
-        unmeasured=[
-            run_charts.PHASE_NAMES[part]
-            for part in run_charts.unmeasured_phases(rank.typical for rank in summary.ranks)
-        ],
+        unmeasured=[PHASE_NAMES[part] for part in run_charts.unmeasured_phases(rank.typical for rank in summary.ranks)],
         parts=_breakdown_table(summary),
         moment=shown_step,
         story=explain_measurements(summary),
@@ -307,11 +304,11 @@ def _charts(summary: RunSummary, steps: Sequence[dict[int, StepRecord]], evaluat
 def _breakdown_table(summary: RunSummary) -> FigureTable:
     """Return the phases of each rank's median step."""
     rows = [
-        [summary.rank_label(rank), *(format_seconds(getattr(rank.typical, part)) for part in run_charts.PHASE_NAMES),
+        [summary.rank_label(rank), *(format_seconds(getattr(rank.typical, part)) for part in PHASE_NAMES),
          format_seconds(rank.typical.total_s)]
         for rank in summary.ranks
     ]  # fmt: skip
-    return FigureTable(["", *run_charts.PHASE_NAMES.values(), "sum"], rows)
+    return FigureTable(["", *PHASE_NAMES.values(), "sum"], rows)
 
 
 # --- predicted vs. measured -------------------------------------------------------------------------------------------

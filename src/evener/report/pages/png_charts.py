@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evener.core.base.units import format_count, format_seconds, pluralize
-from evener.core.run.step_cost import StepCost
+from evener.core.run.step_cost import PHASE_NAMES, StepCost
 from evener.report.draw.run_charts import (
     PHASE_COLOURS,
-    PHASE_NAMES,
     SERIES_COLOURS,
     downsample,
     ideal_points,

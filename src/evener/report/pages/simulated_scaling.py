@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evener.core.base.units import format_count, format_seconds
+from evener.core.run.step_cost import PHASE_NAMES
 from evener.plan.scaling.rule_of_thumb import RULE_OF_THUMB
 from evener.plan.scaling.scaling_model import ScalingPoint
-from evener.report.draw.run_charts import PHASE_COLOURS, PHASE_NAMES, SERIES_COLOURS
+from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
 from evener.report.pages.png_charts import INK, LINE, SOFT
 
 if TYPE_CHECKING:
