@@ -7,6 +7,7 @@ import pytest
 from evener.report.explain.replay_check import (
     BF16_TOLERANCE,
     FP32_TOLERANCE,
+    ReplayEvidence,
     ReplayPoint,
     compare_replay,
     compare_replay_by_rank,
@@ -59,7 +60,7 @@ AT_ONCE = [0.0, 0.0, 0.0, 1e-2, 2e-2, 2e-2]
     ],
 )
 def test_first_difference_determines_replay_verdict(losses, norms, more, kind, step):
-    found = compare_replay(points(losses, norms), REPLAYED, FP32_TOLERANCE, **more)
+    found = compare_replay(points(losses, norms), REPLAYED, FP32_TOLERANCE, ReplayEvidence(**more))
     assert (found.kind, found.step) == (kind, step), found.sentence
     assert found.is_match == (kind == "agree")
     assert step is None or found.sentence.startswith(f"step {step + 1}: ")

@@ -73,7 +73,7 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
     from evener.core.model.corpus import hash_content
     from evener.core.run.rundir import RunDir
     from evener.launch.torch_subprocess import program_lines
-    from evener.report.explain.replay_check import ReplayPoint, compare_replay_by_rank, replay_tolerance
+    from evener.report.explain.replay_check import ReplayEvidence, ReplayPoint, compare_replay_by_rank, replay_tolerance
     from evener.report.read.replay_job import find_replay_job
 
     from pathlib import Path  # isort: skip
@@ -103,8 +103,9 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
     recorded = {rank: [ReplayPoint(step=one.step, loss=one.loss, grad_norm=one.grad_norm) for one in records]
                 for rank, records in job.records.items()}  # fmt: skip
     tolerance = replay_tolerance(job.dtypes, job.syncs)
-    verdict = compare_replay_by_rank(recorded, replayed, tolerance, has_grad_norms=job.spec.train.clip > 0,
-                          corpus_changed=corpus_changed, mismatched_tensor=header["unlike"])  # fmt: skip
+    evidence = ReplayEvidence(has_grad_norms=job.spec.train.clip > 0, corpus_changed=corpus_changed,
+                              mismatched_tensor=header["unlike"])  # fmt: skip
+    verdict = compare_replay_by_rank(recorded, replayed, tolerance, evidence)
     if as_json:
         steps = [{"step": ours.step, "loss": ours.loss, "grad_norm": ours.grad_norm, "recorded_loss": theirs.loss,
                   "recorded_grad_norm": theirs.grad_norm}

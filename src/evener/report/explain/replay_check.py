@@ -41,6 +41,17 @@ class ReplayTolerance(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class ReplayEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What else is known of the run and of its replay."""
+
+    has_grad_norms: bool = True  # norms were measured
+    corpus_changed: bool = False  # its files differ from those the run recorded
+    mismatched_tensor: str | None = None  # a tensor of the checkpoint that differs from what the ranks hashed
+
+
+NO_EVIDENCE = ReplayEvidence()
+
+
 class ReplayVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of comparing a replay."""
 
@@ -96,53 +107,30 @@ def compare_replay(
     recorded: Sequence[ReplayPoint],
     replayed: Sequence[ReplayPoint],
     tolerance: ReplayTolerance,
-    *,
-    has_grad_norms: bool = True,
-    corpus_changed: bool = False,
-    mismatched_tensor: str | None = None,
+    evidence: ReplayEvidence = NO_EVIDENCE,
 ) -> ReplayVerdict:
     """Compare the same steps, recorded and replayed.
-
-    `has_grad_norms`: norms were measured; `corpus_changed`: its files differ from those the run recorded;
-    `mismatched_tensor`: a tensor of the checkpoint that differs from what the ranks hashed.
 
     >>> points = [ReplayPoint(step=step, loss=2.0, grad_norm=1.0) for step in range(3)]
     >>> compare_replay(points, points, FP32_TOLERANCE).kind
     'agree'
     """
     for i, (fleet, ours) in enumerate(zip(recorded, replayed, strict=False)):
-        if sentence := _nonfinite_sentence(fleet, ours, has_grad_norms):
-            recorded, replayed = recorded[:i], replayed[:i]
-            before = _compare_points(recorded, replayed, tolerance, corpus_changed, mismatched_tensor)
-            return (
-                before
-                if i and not before.is_match
-                else ReplayVerdict(kind="nonfinite", step=fleet.step, sentence=sentence)
-            )
-    return _compare_points(recorded, replayed, tolerance, corpus_changed, mismatched_tensor)
+        if sentence := _nonfinite_sentence(fleet, ours, evidence.has_grad_norms):
+            before = _compare_points(recorded[:i], replayed[:i], tolerance, evidence)
+            is_first = before.is_match
+            return ReplayVerdict(kind="nonfinite", step=fleet.step, sentence=sentence) if is_first else before
+    return _compare_points(recorded, replayed, tolerance, evidence)
 
 
 def compare_replay_by_rank(
     recorded: Mapping[int, Sequence[ReplayPoint]],
     replayed: Sequence[ReplayPoint],
     tolerance: ReplayTolerance,
-    *,
-    has_grad_norms: bool = True,
-    corpus_changed: bool = False,
-    mismatched_tensor: str | None = None,
+    evidence: ReplayEvidence = NO_EVIDENCE,
 ) -> ReplayVerdict:
     """Compare the records of several ranks, which should be equal; return the first mismatch, else the worst match."""
-    verdicts = {
-        rank: compare_replay(
-            points,
-            replayed,
-            tolerance,
-            has_grad_norms=has_grad_norms,
-            corpus_changed=corpus_changed,
-            mismatched_tensor=mismatched_tensor,
-        )
-        for rank, points in recorded.items()
-    }
+    verdicts = {rank: compare_replay(points, replayed, tolerance, evidence) for rank, points in recorded.items()}
     bad = [rank for rank, verdict in verdicts.items() if not verdict.is_match]
     if not bad:
         return max(verdicts.values(), key=lambda verdict: verdict.largest_loss or 0.0)
@@ -157,8 +145,7 @@ def _compare_points(
     recorded: Sequence[ReplayPoint],
     replayed: Sequence[ReplayPoint],
     tolerance: ReplayTolerance,
-    corpus_changed: bool,
-    mismatched_tensor: str | None,
+    evidence: ReplayEvidence,
 ) -> ReplayVerdict:
     gaps = [
         (_relative_difference(a.loss, b.loss), _relative_difference(a.grad_norm, b.grad_norm))
@@ -174,12 +161,12 @@ def _compare_points(
         sentence = f"losses and gradient norms of {len(gaps)} steps agree: the run can be trusted"
         if tolerance.later[1] is None:
             sentence = f"losses of {len(gaps)} steps agree as far as this arithmetic can show"
-        if corpus_changed:
+        if evidence.corpus_changed:
             sentence += "; files of the corpus have changed since, but no token that these steps read"
-        if mismatched_tensor:
-            sentence += f"; but {mismatched_tensor} of the checkpoint is not what the ranks hashed"
+        if evidence.mismatched_tensor:
+            sentence += f"; but {evidence.mismatched_tensor} of the checkpoint is not what the ranks hashed"
     else:
-        kind, why = _diagnose(at, gaps, over, corpus_changed, mismatched_tensor)
+        kind, why = _diagnose(at, gaps, over, evidence)
         sentence = f"step {recorded[at].step + 1}: {why}"
         steep = (replayed[at].grad_norm or 0.0) / (
             median([point.grad_norm for point in replayed if point.grad_norm]) or 1.0
@@ -199,21 +186,17 @@ def _diagnose(
     i: int,
     gaps: Sequence[tuple[float, float]],
     over: Sequence[tuple[float, float]],
-    corpus_changed: bool,
-    mismatched_tensor: str | None,
+    evidence: ReplayEvidence,
 ) -> tuple[ReplayOutcome, str]:
     """Diagnose the first step that differs."""
     loss_differs, norm_differs = (ratio > 1 for ratio in over[i])
     names = ("loss", "gradient norm")
     pairs = zip(names, gaps[i], over[i], strict=True)
     mismatch = "its " + " and ".join(f"{name} differs by {gap:.1e}" for name, gap, ratio in pairs if ratio > 1)
-    if loss_differs and corpus_changed:
+    if loss_differs and evidence.corpus_changed:
         return "data", f"{mismatch}, and the corpus does not have the bytes that the run recorded: wrong data"
-    if mismatched_tensor:
-        return (
-            "weights",
-            f"{mismatch}, and {mismatched_tensor} of the checkpoint is not what the ranks hashed: wrong weights",
-        )
+    if tensor := evidence.mismatched_tensor:
+        return "weights", f"{mismatch}, and {tensor} of the checkpoint is not what the ranks hashed: wrong weights"
     later = [max(pair) for pair in over[i + 1 :]]
     if later and max(later) <= 1:
         return "record", f"{mismatch}, and no later step differs: the record is wrong, not the training"
@@ -242,17 +225,12 @@ def _relative_difference(recorded: float | None, replayed: float | None) -> floa
 def _nonfinite_sentence(fleet: ReplayPoint, ours: ReplayPoint, has_grad_norms: bool) -> str:
     """Return a sentence on what is not finite in a step; "" if everything is."""
     recorded_bad, replayed_bad = (_nonfinite_quantity(point, has_grad_norms) for point in (fleet, ours))
+    step = f"step {fleet.step + 1}"
     if recorded_bad and replayed_bad:
-        return (
-            f"step {fleet.step + 1}: {recorded_bad} is not finite here either: not the machines, but the run's settings"
-        )
+        return f"{step}: {recorded_bad} is not finite here either: not the machines, but the run's settings"
     if recorded_bad:
-        return f"step {fleet.step + 1}: the recorded {recorded_bad} is not finite, and the replayed one is"
-    return (
-        f"step {fleet.step + 1}: the replayed {replayed_bad} is not finite, and the recorded one is"
-        if replayed_bad
-        else ""
-    )
+        return f"{step}: the recorded {recorded_bad} is not finite, and the replayed one is"
+    return f"{step}: the replayed {replayed_bad} is not finite, and the recorded one is" if replayed_bad else ""
 
 
 def _nonfinite_quantity(point: ReplayPoint, has_grad_norms: bool) -> str:
