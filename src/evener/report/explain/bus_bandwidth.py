@@ -129,9 +129,8 @@ def bandwidth_findings(efficiencies: list[CollectiveEfficiency], world: Collecti
             Finding(
                 check="net.stack-loss",
                 severity="warning",
-                evidence=f"all-reduce of {format_buffer_size(best.row.size_bytes)} reaches "
-                f"{best.share_of_wire:.2f} of the "
-                f"wire, p95 {format_seconds(best.row.time_p95_s)} against p50 {format_seconds(best.row.time_s)}",
+                evidence=f"all-reduce of {format_buffer_size(best.row.size_bytes)} reaches {best.share_of_wire:.2f} of "
+                f"the wire, p95 {format_seconds(best.row.time_p95_s)} against p50 {format_seconds(best.row.time_s)}",
                 fix="look at congestion control on every host: sysctl net.ipv4.tcp_congestion_control; "
                 "sudo sysctl -w net.ipv4.tcp_congestion_control=cubic",
             )

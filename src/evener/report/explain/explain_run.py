@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.run.step_cost import token_multiplier
@@ -23,7 +24,6 @@ from evener.report.read.stragglers import (
     has_straggler,
     is_on_cpus,
     is_oversubscribed,
-    mean,
     slowest_rank,
     straggler_reason,
     usable_contention,
@@ -75,11 +75,9 @@ def _explain_gradients(summary: RunSummary) -> str:
         tokens = summary.tokens_per_step
         more = token_multiplier(scale, tokens, 2)
         sentences.append(
-            f"The gradients' noise scale is about {format_count(scale)} tokens, in the second half of the run: "
-            f"at this point "
-            f"a batch of {format_count(2 * tokens)} tokens instead of {format_count(tokens)} would need "
-            f"{more / 2:.2f} times as many "
-            f"steps for the same loss, and {more:.2f} times as many tokens"
+            f"The gradients' noise scale is about {format_count(scale)} tokens, in the second half of the run: at "
+            f"this point a batch of {format_count(2 * tokens)} tokens instead of {format_count(tokens)} would need "
+            f"{more / 2:.2f} times as many steps for the same loss, and {more:.2f} times as many tokens"
         )
     if fidelity := summary.fidelity:
         roster = summary.manifest.roster
@@ -178,8 +176,7 @@ def _explain_waiting(summary: RunSummary) -> str:
         return f"No rank holds the others up: none waits longer than {format_seconds(most_s)} a step."
     text = (
         f"No single rank is slow, yet all of them wait, {format_seconds(least_s)} to {format_seconds(most_s)} a "
-        f"step: now one is "
-        "late, now another"
+        "step: now one is late, now another"
     )
     if not is_oversubscribed(summary):
         return text + "."
@@ -234,7 +231,7 @@ def _explain_cores(summary: RunSummary) -> str:
     running = [cpus for rank in summary.ranks if (cpus := busy_cpus(summary, rank)) is not None]
     if not running:
         return f"{each}: on how many cores they really ran was not measured."
-    text = f"{each}: while it had work, a rank ran on {mean(running):.2f} cores"
+    text = f"{each}: while it had work, a rank ran on {fmean(running):.2f} cores"
     if min(running) >= MIN_CPU_SHARE * summary.threads[0]:
         text += f", so it was really running on its {threads}."
     elif is_oversubscribed(summary):
@@ -244,10 +241,10 @@ def _explain_cores(summary: RunSummary) -> str:
     contention = usable_contention(summary)
     if contention is None or num == 1:
         return text
-    ratio = mean(contention.together_s) / mean(contention.alone_s)
+    ratio = fmean(contention.together_s) / fmean(contention.alone_s)
     text += (
-        f" Forward and backward of one micro-batch took a rank {format_seconds(mean(contention.alone_s))} alone and "
-        f"{format_seconds(mean(contention.together_s))} while all computed"
+        f" Forward and backward of one micro-batch took a rank {format_seconds(fmean(contention.alone_s))} alone and "
+        f"{format_seconds(fmean(contention.together_s))} while all computed"
     )
     return text + (f": {ratio:.2f} times as long." if ratio >= MIN_SPEEDUP else ": sharing the machine costs nothing.")
 
@@ -370,15 +367,15 @@ def _cpu_contention_warnings(c: ScalingComparison) -> list[str]:
             continue
         had, wanted = busy_cpus(run, rank), float(run.threads[rank.rank])
         if contention and num > 1:
-            had, wanted = mean(contention.alone_cpus), mean(run.threads)
+            had, wanted = fmean(contention.alone_cpus), fmean(run.threads)
         if had is not None and had < MIN_CPU_SHARE * min(wanted, run.cores):
             shortfalls.append(f"{had:.2f} cores for {run.threads_text} of a process when there {_were(num)}")
             threads = max(threads, *run.threads)
     if not shortfalls:
         return []
     return [
-        f"The threads were not always running ({', '.join(shortfalls)}): {_explain_cpu_contention(threads)}. "
-        f"Take causes as hints."
+        f"The threads were not always running ({', '.join(shortfalls)}): {_explain_cpu_contention(threads)}. Take "
+        "causes as hints."
     ]
 
 
@@ -393,7 +390,7 @@ def _cause_sentences(c: ScalingComparison, named: list[Cause]) -> list[str]:
     if speedup(c.scaled, c.base) < MIN_SPEEDUP:
         return losses + gains
     contention = usable_contention(c.scaled)
-    now = c.num_ranks * mean(contention.together_cpus) if contention else None
+    now = c.num_ranks * fmean(contention.together_cpus) if contention else None
     before = c.num_base_ranks * c.base_cpus if c.base_cpus else None
     if is_on_cpus(c.scaled) and now and before and now > MIN_SPEEDUP * before:
         gains.insert(0, f"There was room for more: {before:.2f} cores were at work before, and now {now:.2f} are.")
@@ -419,9 +416,8 @@ def _same_model(runs: list[RunSummary]) -> str:
         return f"The losses of all {steps} common steps {_agreement_text(gap)}, so the same model was learned."
     if early <= SAME_MODEL_TOLERANCE:
         return (
-            f"The losses of the first {EARLY_STEPS} steps {_agreement_text(early)}, so it is the same training; "
-            f"later they "
-            f"differ by up to {gap:.2g} times their size, since every step builds on the rounding of the last."
+            f"The losses of the first {EARLY_STEPS} steps {_agreement_text(early)}, so it is the same training; later "
+            f"they differ by up to {gap:.2g} times their size, since every step builds on the rounding of the last."
         )
     text = f"The losses differ by up to {gap:.2g} times their size over {steps} common steps"
     if base.manifest.shape and base.manifest.shape.dropout > 0:

@@ -17,7 +17,14 @@ from evener.core.run.step_cost import PHASE_NAMES, PHASES
 from evener.core.run.step_statistics import RankSummary
 from evener.report.explain.causes import MAX_NAMED_CAUSES, MIN_NAMED_SHARE, Cause, largest_causes, unexplained_s
 from evener.report.read.run_summary import RunSummary
-from evener.report.read.stragglers import NOISE_RATIO, WORK_PHASES, has_straggler, slowest_rank, usable_contention
+from evener.report.read.stragglers import (
+    NOISE_RATIO,
+    WORK_PHASES,
+    has_straggler,
+    is_noise,
+    slowest_rank,
+    usable_contention,
+)
 
 ERROR_TOLERANCE = 0.10  # of the step: a prediction within this counts as right
 BYTES_TOLERANCE = 0.03  # relative: predicted and sent bytes may differ by this
@@ -226,7 +233,7 @@ def _compute_causes(rank: _PredictedRank) -> list[Cause]:
         reason = f"{rank.computes_text(ratio)}: it was swapping when the run began ({swapping})"
         return [*causes, Cause(slower_s, reason)]
     had, probed = rank.compute_cpus, rank.host.cpus
-    if had is None or probed is None or 1 / NOISE_RATIO < probed / had < NOISE_RATIO:
+    if had is None or probed is None or is_noise(probed / had):
         counts = None if had is None or probed is None else (had, probed)
         return [*causes, Cause(slower_s, f"{rank.computes_text(ratio)}{_slowdown_reason(rank, ratio, counts)}")]
     all_there_s, taken = took_s * had / probed, _cpu_share_text(rank, had, probed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from statistics import fmean
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.report.explain.causes import Cause
@@ -24,9 +25,9 @@ from evener.report.read.stragglers import (
     fastest_rank,
     first_micro_batch_sizes,
     has_straggler,
+    is_noise,
     is_on_cpus,
     is_oversubscribed,
-    mean,
     slowest_rank,
     solo_cpu_s_per_token,
     straggler_reason,
@@ -64,13 +65,13 @@ class ScalingComparison:
         if self.num_base_ranks == 1 and self.base_rank.cpus is not None:
             return self.base_rank.cpus
         contention = usable_contention(self.base)
-        return mean(contention.together_cpus) if contention else None
+        return fmean(contention.together_cpus) if contention else None
 
     @functools.cached_property
     def scaled_cpus(self) -> float:
         """The cores on which a rank of the scaled run computes alone; its threads if that was not measured."""
         contention = usable_contention(self.scaled)
-        return mean(contention.alone_cpus) if contention else mean(self.scaled.threads)
+        return fmean(contention.alone_cpus) if contention else fmean(self.scaled.threads)
 
     @functools.cached_property
     def cpu_s_per_token(self) -> tuple[float, float] | None:
@@ -91,8 +92,8 @@ class ScalingComparison:
         contention = usable_contention(self.scaled)
         if contention is None or is_oversubscribed(self.scaled):  # threads without a core make the others spin
             return None
-        ratio = mean(contention.together_s) / mean(contention.alone_s)
-        running = mean(contention.together_cpus) / mean(contention.alone_cpus) if is_on_cpus(self.scaled) else 1.0
+        ratio = fmean(contention.together_s) / fmean(contention.alone_s)
+        running = fmean(contention.together_cpus) / fmean(contention.alone_cpus) if is_on_cpus(self.scaled) else 1.0
         return max(1.0, ratio * min(1.0, running))
 
     @functools.cached_property
@@ -102,7 +103,7 @@ class ScalingComparison:
             return False
         contention = usable_contention(self.scaled)
         if contention:
-            lost = mean(contention.alone_cpus) / mean(contention.together_cpus)
+            lost = fmean(contention.alone_cpus) / fmean(contention.together_cpus)
         else:
             threads = self.scaled.threads[self.scaled_rank.rank]
             lost = threads / (busy_cpus(self.scaled, self.scaled_rank) or threads)
@@ -126,7 +127,7 @@ class ScalingComparison:
             cores["cores"] = math.log(self.base_cpus / self.scaled_cpus)
         efficiency = self.cpu_s_per_token[1] / self.cpu_s_per_token[0] if self.cpu_s_per_token else None
         measured = {
-            name: 0.0 if 1 / NOISE_RATIO < ratio < NOISE_RATIO else math.log(ratio)
+            name: 0.0 if is_noise(ratio) else math.log(ratio)
             for name, ratio in (("efficiency", efficiency), ("neighbours", self.contention_ratio))
             if ratio is not None
         }
@@ -229,7 +230,7 @@ def _time_sharing_cause(c: ScalingComparison, cost_s: float) -> Cause:
             advice,
         )
     contention = usable_contention(c.scaled)
-    running = mean(contention.together_cpus) if contention else busy_cpus(c.scaled, c.scaled_rank) or 0.0
+    running = fmean(contention.together_cpus) if contention else busy_cpus(c.scaled, c.scaled_rank) or 0.0
     alone = f" and {c.scaled_cpus:.2f} when it computed alone" if contention else ""
     return Cause(
         cost_s,
@@ -246,7 +247,7 @@ def _efficiency_cause(c: ScalingComparison, cost_s: float) -> Cause:
     time = "CPU time" if is_on_cpus(c.scaled) else "time"
     sequences = first_micro_batch_sizes(c.scaled)[0]
     why = f"because the same work takes {'less' if cost_s < 0 else 'more'} time"
-    if cost_s < 0 and mean(c.scaled.threads) < mean(c.base.threads):
+    if cost_s < 0 and fmean(c.scaled.threads) < fmean(c.base.threads):
         why = (
             f"because a process with {c.scaled.threads_text} uses its cores better than one that divides every "
             f"operation among {c.base.threads_text}, which wait for each other"
@@ -264,9 +265,9 @@ def _contention_cause(c: ScalingComparison, cost_s: float) -> Cause:
     """Explain contention: memory bandwidth, caches, clock."""
     contention = usable_contention(c.scaled)
     assert contention is not None
-    ratio = mean(contention.together_s) / mean(contention.alone_s)
-    alone_Bps, together_Bps = mean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
-    with_cores = f" although it keeps its {mean(contention.together_cpus):.2f} cores" if is_on_cpus(c.scaled) else ""
+    ratio = fmean(contention.together_s) / fmean(contention.alone_s)
+    alone_Bps, together_Bps = fmean(contention.copy_alone_Bps), sum(contention.copy_together_Bps)
+    with_cores = f" although it keeps its {fmean(contention.together_cpus):.2f} cores" if is_on_cpus(c.scaled) else ""
     slower = f"the same work takes a rank {ratio:.2f} times as long next to the others as alone{with_cores}"
     copies = (
         f"a copy runs at {format_bytes(alone_Bps)}/s alone, and {c.num_ranks} at once at "

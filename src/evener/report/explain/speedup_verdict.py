@@ -53,11 +53,8 @@ def _multi_host_verdict(
         return SpeedupVerdict(f"{trained} together; what one of them alone would have trained is not known.")
     alone = alternatives.best_single_host
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
-    rates = (
-        f"{trained} over {format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)}; {name} alone "
-        f"would have trained "
-    )
-    rates += format_throughput(alone.tokens_per_s)
+    link = format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)
+    rates = f"{trained} over {link}; {name} alone would have trained {format_throughput(alone.tokens_per_s)}"
     if ratio >= MIN_SPEEDUP:
         verdict = f"It was worth it: {rates}: together they are {ratio:.2f} times as fast."
     elif ratio > 1 / MIN_SPEEDUP:

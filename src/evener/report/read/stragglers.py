@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from statistics import fmean
 
 import msgspec
 
@@ -16,8 +16,9 @@ STRAGGLER_WAIT_SHARE = 0.05  # of the step: the waits of two ranks must differ b
 WORK_PHASES = ("data_s", "compute_s", "optimizer_s")
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def is_noise(ratio: float) -> bool:
+    """Return whether a ratio of two timings is so close to 1 that it may be noise."""
+    return 1 / NOISE_RATIO < ratio < NOISE_RATIO
 
 
 def slowest_rank(summary: RunSummary) -> RankSummary:
@@ -82,7 +83,7 @@ def solo_cpu_s_per_token(summary: RunSummary) -> float | None:
     of_sequence = [
         t * p / n for t, p, n in zip(contention.alone_s, cpus, first_micro_batch_sizes(summary), strict=True) if n
     ]
-    return mean(of_sequence) / shape.block_size
+    return fmean(of_sequence) / shape.block_size
 
 
 def cpu_s_per_token(summary: RunSummary) -> float | None:
