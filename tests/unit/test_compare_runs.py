@@ -20,7 +20,9 @@ from evener.core.run.roster import RankSlot
 from evener.core.run.run_plan import Plan, write_plan
 from evener.core.run.run_spec import RunSpec, TrainSpec
 from evener.core.run.rundir import RunDir
+from evener.report.draw.run_charts import comparison_charts
 from evener.report.pages import compare_runs
+from evener.report.read.recorded_run import read_recorded_run
 
 from ..sample_runs import BATCH, BLOCK_SIZE, write_run
 
@@ -49,41 +51,41 @@ def report(*args):
 
 
 def test_comparison_lists_only_differing_settings(place):
-    assert dict(both().differences) == {
+    assert dict(compare_runs.differences(both())) == {
         "--lr": ["0.0003", "0.01"], "sync strategy": ["none", "ddp"], "processes": ["1", "2"],
     }  # fmt: skip
 
 
 def test_run_compared_with_itself_has_no_differences(place):
     same = compare_runs.compare_runs(["runs/one", "runs/one"])
-    assert list(same.runs) == ["one", "one (2)"]
-    assert same.differences == []
+    assert list(same) == ["one", "one (2)"]
+    assert compare_runs.differences(same) == []
     assert "Nothing: all have the same settings" in compare_runs.comparison_page(same, "twice")
 
 
 def test_curves_count_tokens_and_step_time(place):
     """20 steps of 16 × 64 tokens; 105 ms a step on one rank, 54 on two."""
-    one, two = both().curves.values()
-    assert (one.tokens[-1], two.tokens[-1]) == (20 * BATCH * BLOCK_SIZE,) * 2
-    assert one.train_time_s[-1] == pytest.approx(20 * 0.105)
-    assert two.train_time_s[-1] == pytest.approx(20 * 0.054)
-    assert two.evaluations == [(10, 1.5), (20, 1.25)]
-    layers = compare_runs.loss_chart(both())
-    assert list(layers.charts) == ["by tokens", "by step", "by training time"]
-    by_tokens = layers.charts["by tokens"].lines[1]
-    assert by_tokens.x[0] == BATCH * BLOCK_SIZE
+    one, two = both().values()
+    assert (one.summary.tokens_read, two.summary.tokens_read) == (20 * BATCH * BLOCK_SIZE,) * 2
+    assert one.curves.train_time_s == pytest.approx(20 * 0.105)
+    assert two.curves.train_time_s == pytest.approx(20 * 0.054)
+    assert two.val_losses == [(10, 1.5), (20, 1.25)]
+    ends = {"tokens": 20 * BATCH * BLOCK_SIZE, "step": 20, "time": pytest.approx(20 * 0.054)}
+    for axis, end in ends.items():
+        charts = comparison_charts(both(), axis)
+        assert [charts[name].lines[-1].x[-1] for name in ("loss", "validation", "speed")] == [end] * 3
+    assert comparison_charts(both(), "tokens")["loss"].lines[1].x[0] == BATCH * BLOCK_SIZE
 
 
-def test_smoothed_loss_curve_starts_at_first_losses():
+def test_smoothed_loss_curve_starts_at_first_losses(tmp_path):
     """However long it is: runs that began alike are drawn so."""
     for num in (200, 2000):
-        losses = [(i, 1.5 + 2.7 * 0.97**i) for i in range(num)]
-        curve = compare_runs.LearningCurve(steps=[], tokens=[], train_time_s=[], losses=losses, evaluations=[])
-        assert curve.smoothed_losses()[0][1] == pytest.approx(4.2, rel=0.05)
-    constant = compare_runs.LearningCurve(
-        steps=[], tokens=[], train_time_s=[], losses=[(i, 2.5) for i in range(9)], evaluations=[]
-    )
-    assert [loss for _, loss in constant.smoothed_losses()] == pytest.approx([2.5] * 9)
+        run = write_run(tmp_path / str(num), [{}], steps=num, losses=lambda step: 1.5 + 2.7 * 0.97**step)
+        chart = comparison_charts({"run": read_recorded_run(run)}, "step")["loss"]
+        assert chart.lines[0].y[0] == pytest.approx(4.2, rel=0.05)
+    run = write_run(tmp_path / "constant", [{}], steps=9, losses=lambda step: 2.5)
+    chart = comparison_charts({"run": read_recorded_run(run)}, "step")["loss"]
+    assert chart.lines[0].y == pytest.approx([2.5] * 9)
 
 
 def test_comparison_table_figures_match_runs(place):
@@ -166,7 +168,7 @@ def test_comparison_as_json_has_typed_settings(place):
 
 def test_run_without_steps_can_be_compared(place):
     write_run(place / "runs/none", [{}], steps=0, verdict="failed")
-    assert "| ended | finished | failed |" in report("runs/one", "runs/none", "--format", "md")
+    assert "| state | finished | failed |" in report("runs/one", "runs/none", "--format", "md")
     for kind in ("html", "png"):
         report("runs/one", "runs/none", "--format", kind)
         report("runs/none", "--format", kind)

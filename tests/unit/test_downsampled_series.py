@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from evener.core.run.rundir import RunDir
 from evener.core.run.step_cost import GradientNoise, StepCost, StepRecord
-from evener.watch import run_view
-from evener.watch.downsampled_series import MAX_BUCKETS, DownsampledSeries
-from evener.watch.run_curves import RunCurves
+from evener.report.draw.run_charts import noise_scale_chart
+from evener.report.read.downsampled_series import MAX_BUCKETS, DownsampledSeries
+from evener.report.read.recorded_run import RecordedRun, val_losses
+from evener.report.read.run_curves import RunCurves
+from evener.report.read.run_summary import summarize_run
 from evener.watch.run_reader import CACHE_FILE, RunReader
 
 from ..tiers import num_examples
@@ -99,13 +101,14 @@ def test_rollback_to_checkpoint_replaces_later_steps():
     assert [one.step for one in curves.newest[0]] == list(range(8))
 
 
-def test_noise_scale_is_recovered_from_samples():
+def test_noise_scale_is_recovered_from_samples(tmp_path, write_run):
     """Of |G|² = 0.5 and trΣ = 500 the scale is 1000 tokens, whatever the noise of each."""
     rng, curves = random.Random(5), RunCurves()
     curves.add(0, [record(step, noise=GradientNoise(norm_sq=rng.gauss(0.5, 0.2), trace=rng.gauss(500.0, 200.0)))
                    for step in range(400)])  # fmt: skip
-    points = curves.noise_scale()
-    assert points.means[-1] == pytest.approx(1000.0, rel=0.15)
+    summary = summarize_run(write_run(tmp_path / "run", [{}]))
+    chart = noise_scale_chart(RecordedRun(summary, curves, [], "finished"))
+    assert chart.lines[0].y[-1] == pytest.approx(1000.0, rel=0.15)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ def test_growing_run_is_read_incrementally(tmp_path, write_run):
     run.add_event("evaluation", step=20, val_loss=1.5)
     read_all(reader)
     assert reader.curves.steps_done == 22
-    assert run_view.validation_points(reader).means == [2.0, 1.5]
+    assert val_losses(reader.manifest, reader.events) == [(10, 2.0), (20, 1.5)]
     assert reader.version > version
 
 

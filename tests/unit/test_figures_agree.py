@@ -21,8 +21,8 @@ from evener.core.base.file_io import write_atomic
 from evener.core.base.units import format_bytes, format_count, format_seconds
 from evener.core.run.rundir import RunDir
 from evener.core.run.step_cost import PHASE_NAMES, PHASES
-from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import PHASE_DESCRIPTIONS as IN_WORDS
+from evener.report.explain.run_tables import bench_rows
 from evener.report.pages import bench_report, compare_setups
 from evener.report.pages.compare_setups import SetupComparison
 from evener.report.pages.html_report import write_report

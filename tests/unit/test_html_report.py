@@ -17,15 +17,16 @@ from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import write_atomic
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.run.rundir import RunDir
-from evener.core.run.step_cost import PHASES, StepCost, align_steps
+from evener.core.run.step_cost import PHASES, StepCost
 from evener.report.draw import run_charts
-from evener.report.draw.svg_charts import render_svg
+from evener.report.draw.svg_charts import ChartLine, LineChart, render_svg
 from evener.report.pages import bench_report
 from evener.report.pages.html_report import run_page, write_report
 from evener.report.pages.html_template import render_document
 from evener.report.pages.png_charts import scaling_png
 from evener.report.read.event_log import describe_event, first_failure
-from evener.report.read.run_summary import read_records, summarize_run
+from evener.report.read.recorded_run import read_recorded_run
+from evener.report.read.run_summary import summarize_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -91,13 +92,19 @@ def test_page_is_self_contained(run):
 def test_every_chart_is_drawn(run):
     lines = page_of(run()).lines
     of_step = ["input", "update", "waiting for others", "exposed communication", "forward, backward"]  # the top first
-    assert lines == ["training", "validation", "learning rate", "gradient norm", *3 * of_step, "in flight", "exposed"]
+    assert lines == ["each step", "training, smoothed", "validation", "each step", "smoothed",
+                     "gradient norm, before clipping", "learning rate", *3 * of_step,
+                     "in flight", "exposed"]  # fmt: skip
+
+
+def loss_chart(x, y):
+    """A line and a dot at step 6."""
+    return LineChart([ChartLine("training", "blue", x, y), ChartLine("validation", "red", [6], [3.0])], "step", "loss")
 
 
 def test_chart_points_match_axis_coordinates():
     """Losses 4 and 2 after steps 1 and 11, and a validation loss of 3 in the middle of both."""
-    chart = run_charts.loss_chart({0: 4.0, 10: 2.0}, [(6, 3.0)])
-    text = str(render_svg(chart))
+    text = str(render_svg(loss_chart([1, 11], [4.0, 2.0])))
     low, high = (float(bound) for bound in re.search(r'data-range="1 11 ([\d.]+) ([\d.]+)"', text).groups())
     assert low < 2.0 < 4.0 < high
     paths = re.findall(r'class="line" stroke="[^"]+" d="M([\d L]+)"', text)
@@ -109,13 +116,13 @@ def test_chart_points_match_axis_coordinates():
 
 def test_huge_values_are_clamped_to_chart_edge():
     """Twice the largest of float64 is none any more, and a difference of two of them is needed for each place."""
-    text = str(render_svg(run_charts.loss_chart({0: 4.0, 5: 1.7e308, 10: -1.7e308}, [(6, 3.0)])))
+    text = str(render_svg(loss_chart([1, 6, 11], [4.0, 1.7e308, -1.7e308])))
     assert 'd="M0 5000L5000 0L10000 10000"' in text
 
 
 def test_stacked_parts_sum_to_step_time(run):
     rundir = run()
-    chart = run_charts.breakdown_areas(align_steps(read_records(rundir)), {0: "a", 1: "b"}).charts["a"]
+    chart = run_charts.breakdown_areas(read_recorded_run(rundir)).charts["rank 0"]
     assert sum(line.y[0] for line in chart.lines) == pytest.approx(1e3 * summarize_run(rundir).step_p50_s)
 
 
@@ -186,7 +193,7 @@ def test_silent_run_is_not_shown_as_running(run):
     last = rundir.records(0)[-1].ended
     speaking, silent = Page(run_page(rundir, now=last + 5)), Page(run_page(rundir, now=last + 3600))
     assert "running 20 steps of 20 done" in speaking.text
-    assert "no word for 1 h 00 min, 20 steps done. Its processes hang or are gone" in silent.text
+    assert "unresponsive for 1 h 00 min, 20 steps done. Its processes hang or are gone" in silent.text
 
 
 def test_stopped_run_shows_resume_command(run):
@@ -230,10 +237,12 @@ def test_recovered_out_of_memory_is_not_a_failure(run):
 
 def test_unmeasured_values_are_reported(run):
     unknown = dict.fromkeys(("data_s", "exposed_sync_s", "wait_s", "optimizer_s"))
-    page = page_of(run([unknown] * 2, cpus=None, sync_s=None, losses=lambda step: None, evaluations={}))
+    nothing = {"cpus": None, "sync_s": None, "losses": lambda step: None, "evaluations": {}}
+    page = page_of(run([unknown] * 2, verdict="failed", **nothing))
     assert "Not measured: exposed communication, waiting for others, update, input." in page.text
-    assert set(page.lines) == {"learning rate", "gradient norm", "forward, backward"}
-    assert "Loss It was not measured." in page.text
+    of_step = {"each step", "smoothed", "gradient norm, before clipping", "learning rate", "forward, backward"}
+    assert set(page.lines) == of_step
+    assert "Loss and speed It was not measured." in page.text
 
 
 def test_host_vitals_show_mean_and_maximum(run):
@@ -253,7 +262,7 @@ def test_host_vitals_show_mean_and_maximum(run):
 
 def test_long_run_is_downsampled(run):
     page = page_of(run(steps=3000))
-    assert "Each point of a line is the mean of 6 steps." in page.text
+    assert "Each point stands for 8 steps" in page.text
     assert all(
         len(run_charts.downsample([(step, 1.0) for step in range(num)])[0]) <= 500 for num in (499, 501, 3000, 99_999)
     )

@@ -267,8 +267,8 @@ def test_comparison_shows_only_differing_settings(serve, tmp_path, write_run):
     manifest["spec"]["train"]["lr"] = 0.007
     write_atomic(b.manifest_path, json.dumps(manifest).encode())
     text = let_in(client).get("/compare?run=a&run=b").text
-    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", text[text.index('data-piece="differences"') :])
-    assert cells == ["setting", "a", "b", "--lr", "0.0003", "0.007"]
+    cells = re.findall(r"<t[hd][^>]*>([^<]+)</t[hd]>", text[text.index('data-piece="differences"') :])
+    assert cells == ["a", "b", "--lr", "0.0003", "0.007"]
 
 
 def test_stop_request_is_forwarded_and_its_result_shown(serve):
@@ -280,7 +280,7 @@ def test_stop_request_is_forwarded_and_its_result_shown(serve):
 
     client, *_ = serve("a", "b", actions=RunActions(stop=stop, can_control=lambda reader: True))
     answer = let_in(client).post("/runs/b/stop", headers={"x-evener": "1", "origin": BASE})
-    assert (answer.status_code, answer.json()["told"], stopped) == (200, "it has ended", ["b"])
+    assert (answer.status_code, answer.json()["message"], stopped) == (200, "it has ended", ["b"])
     assert client.post("/runs/b/sample", headers={"x-evener": "1", "origin": BASE}).status_code == 404
     assert client.post("/runs/c/stop", headers={"x-evener": "1", "origin": BASE}).status_code == 404
 
@@ -298,7 +298,7 @@ def test_generated_samples_are_shown_escaped_newest_first(serve):
     assert "let it write" in let_in(client).get("/runs/one").text
     for step in (200, 100):
         answer = client.post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE})
-        assert answer.json()["told"] == f"written after step {step}"
+        assert answer.json()["message"] == f"written after step {step}"
         wait_until(lambda step=step: f"after step {step}" in hub.render_fragments(PageView("run", ("one",)))["samples"])
     page = Page(client.get("/runs/one").text)
     assert page.scripts == []
@@ -313,7 +313,7 @@ def test_failed_stop_shows_reason(serve):
 
     client, *_ = serve(actions=RunActions(stop=stop, can_control=lambda reader: True))
     answer = let_in(client).post("/runs/one/stop", headers={"x-evener": "1", "origin": BASE})
-    assert (answer.status_code, answer.json()["told"]) == (409, "attic cannot be reached; is it on?")
+    assert (answer.status_code, answer.json()["message"]) == (409, "attic cannot be reached; is it on?")
 
 
 def test_metrics_parse_with_prometheus_and_match_records(serve):
@@ -353,7 +353,7 @@ def test_sampling_continues_per_checkpoint_while_viewed_and_stops_on_failure(ser
 
     save(10)
     assert let_in(client).post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE}).json() == {
-        "told": "written"
+        "message": "written"
     }
     with hub.subscribe(PageView("run", ("one",))):
         save(20)

@@ -16,10 +16,10 @@ from evener.core.run.run_plan import Plan, write_plan
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import PHASES, StepCost, StepRecord
-from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import explain_run
 from evener.report.explain.predicted_vs_measured import prediction_cells, rank_rows, step_prediction_cells, step_rows
 from evener.report.explain.prediction_error import explain_prediction
+from evener.report.explain.run_tables import bench_rows
 from evener.report.pages.html_report import run_page
 from evener.report.read.run_summary import summarize_run, summary_json
 from tests.unit.planner import job_of

@@ -17,6 +17,7 @@ from evener.core.run.run_plan import HostPlan, Plan, write_plan
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepCost
+from evener.report.draw import run_charts
 from evener.watch import run_view
 from evener.watch.multi_run import comparison_fragments, overview_row
 from evener.watch.page_fragments import all_fragments, rank_fragments, state_fragments, tab_status
@@ -135,9 +136,9 @@ def test_hang_names_rank_until_it_recovers(run):
             "hint": "on laptop: kill -CONT 17"}  # fmt: skip
     run.add_event("run.hang", **hang)
     found = assess_health(read(run), SOON)
-    assert (found.state, found.message, found.hint) == ("stuck", hang["error"] + ".", hang["hint"])
+    assert (found.state, found.message, found.hint) == ("hung", hang["error"] + ".", hang["hint"])
     run.add_event("run.goes-on", after_s=12.0)
-    assert assess_health(read(run), SOON).state != "stuck"
+    assert assess_health(read(run), SOON).state != "hung"
 
 
 def test_step_after_hang_clears_it(tmp_path, write_run):
@@ -150,7 +151,7 @@ def test_step_after_hang_clears_it(tmp_path, write_run):
 
 def test_run_without_new_records_is_reported_silent(run):
     found = assess_health(read(run), SOON + 3600)
-    assert found.state == "no word"
+    assert found.state == "unresponsive"
     assert "for 1 h 00 min, after 60 steps" in found.message
     assert found.command == ""  # from what?
     run.add_event("checkpoint", step=50, val_loss=None)
@@ -163,7 +164,7 @@ def test_root_cause_is_shown_over_peer_loss(run):
     torchs = "[/src/pair.cc:553] Connection closed by peer [127.0.0.1]:19. This is typically caused by a crash. GLHF!"
     run.add_event("run.peer-exit", rank=0, error=torchs, kind="RuntimeError", hint="")
     found = assess_health(read(run), time.time())
-    assert found.state == "no word"
+    assert found.state == "unresponsive"
     assert found.message == ("rank 0 lost the connection to its peer: Connection closed by peer "
                           "[127.0.0.1]:19; waiting for its host to report why.")  # fmt: skip
     assert assess_health(read(run), time.time() + 60).state == "failed"
@@ -205,12 +206,12 @@ def test_remaining_time_is_estimated(run, tmp_path, write_run):
 
 def test_loss_curve_uses_tokens_or_time_axis(run):
     """Each of 60 steps takes 1024 tokens and 0.105 s."""
-    reader = read(run)
-    assert run_view.loss_plot(reader, "tokens").chart.lines[-1].x[-1] == 60 * 1024
-    by_time = run_view.loss_plot(reader, "time")
-    assert by_time.chart.x_title == "seconds spent in steps"
-    assert by_time.chart.lines[-1].x[-1] == pytest.approx(60 * 0.105)
-    assert run_view.throughput_plot(reader).chart.lines[-1].y[-1] == pytest.approx(1024 / 0.105)
+    shown = run_view.recorded_run(read(run), "healthy")
+    assert run_charts.loss_chart(shown, "tokens").lines[-1].x[-1] == 60 * 1024
+    by_time = run_charts.loss_chart(shown, "time")
+    assert by_time.x_title == "training time, s"
+    assert by_time.lines[-1].x[-1] == pytest.approx(60 * 0.105)
+    assert run_charts.throughput_chart(shown).lines[-1].y[-1] == pytest.approx(1024 / 0.105)
 
 
 def test_host_list_follows_membership(run):

@@ -29,8 +29,8 @@ from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.distributed_program import local_program_lines
 from evener.plan.choice.cluster import build_cluster
 from evener.plan.choice.search import predict
-from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import explain_scaling, max_loss_difference
+from evener.report.explain.run_tables import bench_rows
 from evener.report.pages.html_report import write_report
 from evener.report.pages.png_charts import scaling_png
 from evener.report.read.run_summary import summary_json

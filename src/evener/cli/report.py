@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from evener.report.pages.compare_runs import RunComparison
+    from evener.report.pages.compare_runs import Runs
 
 EXAMPLES = (
     "evener report runs/mine\n"
@@ -127,7 +127,7 @@ def _report_comparison(runs: list[str], out: str, kind: str) -> int:
         print(compare_runs.comparison_markdown(comparison), end="")
     else:
         if kind == "html":
-            write_atomic(Path(out), compare_runs.comparison_page(comparison, " · ".join(comparison.runs)).encode())
+            write_atomic(Path(out), compare_runs.comparison_page(comparison, " · ".join(comparison)).encode())
         else:
             _draw_comparison(comparison, Path(out))
         _print_explanation(compare_runs.explain_comparison(comparison))
@@ -135,7 +135,7 @@ def _report_comparison(runs: list[str], out: str, kind: str) -> int:
     return 0
 
 
-def _draw_comparison(both: RunComparison, path: Path) -> None:
+def _draw_comparison(both: Runs, path: Path) -> None:
     from evener.report.pages.png_charts import comparison_png
 
     path.parent.mkdir(parents=True, exist_ok=True)

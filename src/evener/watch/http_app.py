@@ -38,8 +38,9 @@ from starlette.routing import Route
 
 from evener.core.base.errors import EvenerError
 from evener.core.base.version import __version__
+from evener.report.draw.run_charts import CURVE_AXES
 from evener.report.pages.html_template import read_asset
-from evener.watch import page_fragments, run_view
+from evener.watch import page_fragments
 from evener.watch.dashboard import Dashboard, PageView
 from evener.watch.prometheus import CONTENT_TYPE, exposition_text
 from evener.watch.run_reader import RunReader
@@ -229,11 +230,11 @@ class DashboardApp:
             self._sampling_runs.add(key)
         try:
             message = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), ACTION_TIMEOUT_S)
-            return JSONResponse({"told": message})
+            return JSONResponse({"message": message})
         except TimeoutError:
-            return JSONResponse({"told": PENDING_MESSAGES[what]}, 202)
+            return JSONResponse({"message": PENDING_MESSAGES[what]}, 202)
         except EvenerError as error:
-            return JSONResponse({"told": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
+            return JSONResponse({"message": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
 
     def _start_action(self, key: str, what: str, action: Callable[[RunReader], str]) -> Future[str]:
         """Start an action, or return the future of the same one if it is still running."""
@@ -260,7 +261,7 @@ class DashboardApp:
     def _parse_view(self, request: Request, page: str) -> PageView | None:
         """Return the view of a page; None if there is no such page or run."""
         axis = request.query_params.get("axis", "step")
-        axis = axis if axis in run_view.CURVE_AXES else "step"
+        axis = axis if axis in CURVE_AXES else "step"
         kind, _, key = page.removeprefix("/").partition("/")
         if kind == "runs":
             key = unquote(key)

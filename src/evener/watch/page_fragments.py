@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from evener.core.base.units import format_seconds, percentile
 from evener.core.run.step_cost import PHASE_NAMES
-from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
-from evener.report.draw.svg_charts import PATH_UNITS, render_svg
+from evener.report.draw.run_charts import (
+    CURVE_AXES,
+    CURVE_CHARTS,
+    PHASE_COLOURS,
+    breakdown_chart,
+    curve_charts,
+)
+from evener.report.draw.svg_charts import PATH_UNITS, Figure, LineChart, render_svg
 from evener.report.pages.html_report import read_step_gantt
 from evener.report.pages.html_template import template_environment
+from evener.report.read.run_state import MARK_SYMBOLS, STATE_MARKS
 from evener.watch import run_view
 from evener.watch.run_health import assess_health
 from evener.watch.run_reader import RunReader
-from evener.watch.run_view import PlotWithTable, StepStrip
-
-STATES_WORST_FIRST = ("failed", "stuck", "no word", "slow", "healthy", "starting", "stopped", "finished")
-MARK_SYMBOLS = {"good": "▶", "warn": "⚠", "bad": "✗", "idle": "■", "done": "✓"}
+from evener.watch.run_view import StepStrip
 
 Fragments = dict[str, str]
 
@@ -50,20 +54,6 @@ def tab_status(reader: RunReader, name: str, now: float) -> TabStatus:
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
-
-PLOTS: dict[str, Callable[[RunReader, str], PlotWithTable | None]] = {
-    "loss": run_view.loss_plot,
-    "speed": run_view.throughput_plot,
-    "gradients": lambda reader, axis: run_view.metric_plot(
-        reader, "grad_norm", "gradient norm, before clipping", SERIES_COLOURS[3], axis
-    ),
-    "schedule": lambda reader, axis: run_view.metric_plot(reader, "lr", "learning rate", SERIES_COLOURS[2], axis),
-    "noise": run_view.noise_scale_plot,
-    "fidelity": lambda reader, axis: run_view.metric_plot(
-        reader, "error", "relative error of the lossy sums", SERIES_COLOURS[4], axis
-    ),
-    "parts": run_view.breakdown_plot,
-}
 
 
 def state_fragments(reader: RunReader, now: float) -> Fragments:
@@ -116,14 +106,16 @@ def all_fragments(reader: RunReader, axis: str, now: float) -> Fragments:
 
 def plot_fragments(reader: RunReader, axis: str) -> Fragments:
     """Render the curves, which is slow for a long run."""
-    return {name: plot_fragment(name, make(reader, axis)) for name, make in PLOTS.items()}
+    run = run_view.recorded_run(reader, "")
+    charts: dict[str, LineChart] = curve_charts(run, axis) if run is not None else {}
+    if run is not None and (areas := breakdown_chart(run, sorted(run.curves.phase_series), axis)) is not None:
+        charts["parts"] = areas
+    return chart_fragments((*CURVE_CHARTS, "parts"), charts)
 
 
-def plot_fragment(name: str, figure: PlotWithTable | None) -> str:
-    """Render a chart and the table of its figures; "" if nothing was measured."""
-    if figure is None:
-        return ""
-    return render_template("plot.html", name=name, figure=render_svg(figure.chart), plot=figure)
+def chart_fragments(names: Iterable[str], charts: Mapping[str, Figure]) -> Fragments:
+    """Render the charts of these names with their figures; one that is missing is empty."""
+    return {name: render_svg(charts[name], with_table=True) if name in charts else "" for name in names}
 
 
 def strips_fragment(strips: Sequence[StepStrip]) -> str:
@@ -191,7 +183,7 @@ def run_page(reader: RunReader, name: str, *, axis: str, links: Mapping[str, str
     now = time.time()
     return render_template("watch.html", status=tab_status(reader, name, now), name=name, run_dir=str(reader.rundir),
                   what=run_view.run_descriptions(reader), pieces=_as_markup(all_fragments(reader, axis, now)),
-                  axis=axis, axes=run_view.CURVE_AXES, links=links, can_ask=can_control, can_sample=can_sample,
+                  axis=axis, axes=CURVE_AXES, links=links, can_ask=can_control, can_sample=can_sample,
                   assets=assets)  # fmt: skip
 
 
@@ -208,7 +200,7 @@ def comparison_page(status: TabStatus, names: Sequence[str], pieces: Fragments, 
         names=names,
         pieces=_as_markup(pieces),
         axis=axis,
-        axes=run_view.CURVE_AXES,
+        axes=CURVE_AXES,
         assets=assets,
     )
 
@@ -216,8 +208,8 @@ def comparison_page(status: TabStatus, names: Sequence[str], pieces: Fragments, 
 def combined_status(statuses: Mapping[str, TabStatus]) -> TabStatus:
     """Return the tab status of several runs: the mark of the worst state, and the number of runs in each state."""
     counts = count_states([status.state for status in statuses.values()])
-    worst = min((status.state for status in statuses.values()), key=STATES_WORST_FIRST.index, default=None)
-    mark = next((status.mark for status in statuses.values() if status.state == worst), "idle")
+    states = {status.state for status in statuses.values()}
+    mark = next((mark for state, mark in STATE_MARKS.items() if state in states), "idle")
     return TabStatus(f"{MARK_SYMBOLS[mark]} {counts} · evener", mark, counts, counts)
 
 
@@ -228,7 +220,7 @@ def count_states(states: Iterable[str]) -> str:
     ('1 failed, 2 finished', 'no runs')
     """
     counts = Counter(states)
-    return ", ".join(f"{counts[word]} {word}" for word in STATES_WORST_FIRST if counts[word]) or "no runs"
+    return ", ".join(f"{counts[word]} {word}" for word in STATE_MARKS if counts[word]) or "no runs"
 
 
 def unauthorized_page(why: str) -> str:

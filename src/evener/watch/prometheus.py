@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from evener.core.run.step_cost import PHASES
+from evener.report.read.recorded_run import val_losses
+from evener.report.read.run_state import STATE_MARKS
 from evener.watch import run_view
 from evener.watch.run_health import assess_health, current_prediction
 from evener.watch.run_reader import RunReader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-HEALTH_STATES = ("starting", "healthy", "slow", "stuck", "no word", "failed", "stopped", "finished")
 
 Gauge = tuple[str, str, Callable[[RunReader], float | None]]
 GAUGES: tuple[Gauge, ...] = (
@@ -21,7 +22,7 @@ GAUGES: tuple[Gauge, ...] = (
     ("evener_loss", "Training loss of the newest step.",
      lambda reader: reader.curves.last_record.loss if reader.curves.last_record else None),
     ("evener_validation_loss", "Newest loss of the validation split.",
-     lambda reader: next(iter(reversed(run_view.validation_points(reader).means)), None)),
+     lambda reader: next((loss for _, loss in reversed(val_losses(reader.manifest, reader.events))), None)),
     ("evener_tokens_per_second", "Tokens per second of the newest steps, or of all once the run ended.",
      run_view.tokens_per_s),
     ("evener_predicted_tokens_per_second", "Tokens per second predicted by the planner.",
@@ -43,7 +44,7 @@ def exposition_text(readers: Mapping[str, RunReader]) -> str:
         samples = [(_labels(run=key), value) for key, reader in readers.items() if (value := read(reader)) is not None]
         lines += _metric_family(name, help_text, samples)
     states = [(_labels(run=key, state=state), float(assess_health(reader, now).state == state))
-              for key, reader in readers.items() for state in HEALTH_STATES]  # fmt: skip
+              for key, reader in readers.items() for state in STATE_MARKS]  # fmt: skip
     lines += _metric_family("evener_state", "1 for the state of the run, 0 for all other states.", states)
     phases = [
         (_labels(run=key, rank=str(rank), part=phase.removesuffix("_s")), value_s)

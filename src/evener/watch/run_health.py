@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from evener.core.base.units import format_seconds, median, pluralize
 from evener.core.run.prediction import PlanOption
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
-from evener.report.pages.html_report import STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS
 from evener.report.read.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
+from evener.report.read.run_state import STATE_MARKS, RunState, is_unresponsive
 from evener.watch.run_reader import RunReader
 
 SLOW_RATIO = 1.3  # assumption: step time over the expected one; less may be noise or prediction error
@@ -20,18 +20,12 @@ ROOT_CAUSE_GRACE_S = 8.0  # until a host reports why its rank ended; the rank's 
 MIN_BASELINE_STEPS = 50  # fewer steps do not give a reliable average
 HANG_EVENTS = ("run.hang", "run.cut-off")
 
-HealthState = Literal["starting", "healthy", "slow", "stuck", "no word", "failed", "stopped", "finished"]
-STATE_MARKS: dict[HealthState, str] = {
-    "starting": "idle", "healthy": "good", "slow": "warn", "stuck": "bad", "no word": "warn", "failed": "bad",
-    "stopped": "idle", "finished": "done",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class RunHealth:
     """The health of a run at one moment."""
 
-    state: HealthState
+    state: RunState
     message: str  # sentences
     hint: str = ""  # what to do about it
     command: str = ""  # that resumes the run
@@ -63,7 +57,7 @@ def assess_health(reader: RunReader, now: float) -> RunHealth:
     failure = first_failure(reader.events)
     if failure is not None and _is_awaiting_root_cause(failure, reader, now):
         return RunHealth(
-            "no word", f"{describe_event(failure, manifest).description}; waiting for its host to report why."
+            "unresponsive", f"{describe_event(failure, manifest).description}; waiting for its host to report why."
         )
     if manifest.verdict == "failed" or (failure is not None and _has_ended(reader)):
         event_text = describe_event(failure, manifest) if failure else None
@@ -77,14 +71,14 @@ def assess_health(reader: RunReader, now: float) -> RunHealth:
 def _assess_running(reader: RunReader, manifest: Manifest, now: float, resume: str) -> RunHealth:
     curves, last = reader.curves, reader.curves.last_record
     if (hang := _current_hang(reader.events, last)) is not None:
-        return RunHealth("stuck", f"{hang.get('error')}.", hint=str(hang.get("hint") or ""))
-    step_s = median([record.wall_s for record in curves.leader_records]) or 0.0
+        return RunHealth("hung", f"{hang.get('error')}.", hint=str(hang.get("hint") or ""))
+    step_s = median([record.wall_s for record in curves.leader_records])
     event_times = [event["time"] for event in reader.events if isinstance(event.get("time"), int | float)]
     silence_s = now - max([manifest.started, last.ended if last else 0.0, *event_times])
-    if not reader.unread_bytes and silence_s > max(STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS * step_s):
+    if not reader.unread_bytes and is_unresponsive(silence_s, step_s):
         message = f"for {format_seconds(silence_s)}, after {pluralize(curves.steps_done, 'step')}:"
         return RunHealth(
-            "no word",
+            "unresponsive",
             f"{message} its processes hang, have exited or cannot be reached.",
             hint=f"evener logs {reader.rundir}",
             command=resume,

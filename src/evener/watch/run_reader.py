@@ -22,14 +22,14 @@ import msgspec
 
 from evener.core.base.decoding import from_json, from_msgpack, json_decoder
 from evener.core.base.errors import EvenerError
-from evener.core.base.file_io import open_file, read_file, write_atomic
+from evener.core.base.file_io import LineReader, open_file, read_file, write_atomic
 from evener.core.base.json_files import read_json_lines
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.run.run_plan import Plan, read_plan_if_present
 from evener.core.run.rundir import Manifest, RunDir, parse_event
 from evener.core.run.step_cost import StepRecord
 from evener.core.run.step_statistics import StepWallTime, median_step_s
-from evener.watch.run_curves import MAX_RANKS, RunCurves, StoredCurves
+from evener.report.read.run_curves import MAX_RANKS, RunCurves, StoredCurves
 
 T = TypeVar("T")
 
@@ -73,8 +73,7 @@ class RunReader:
         self.curves = RunCurves()
         self.version = 0  # grows with every change
         self.unread_bytes = 0  # of step records
-        self._positions: dict[int, FilePosition] = {}
-        self._partial_sizes: dict[int, int] = {}  # by rank: the file size at which its last line was incomplete
+        self._step_readers: dict[int, LineReader] = {}  # by rank
         self._identities: dict[Path, FileIdentity | None] = {}
         self._decoder = json_decoder(StepRecord)
         self._cached_at, self._uncached_bytes = time.monotonic(), 0
@@ -85,11 +84,11 @@ class RunReader:
         """Read the small files that changed, then step records for `budget_s`. Return whether records remain unread."""
         until = time.monotonic() + budget_s
         self._read_small_files()
-        files = self._step_files()
-        for rank, path in files.items():  # rank 0 first: its records alone complete the shared curves
-            while time.monotonic() < until and self._read_chunk(rank, path):
+        for rank in self.rundir.recorded_ranks()[:MAX_RANKS]:  # rank 0 first: it alone completes the shared curves
+            self._step_readers.setdefault(rank, LineReader(self.rundir.steps_path(rank)))
+            while time.monotonic() < until and self._read_chunk(rank):
                 pass
-        self.unread_bytes = sum(self._remaining_bytes(rank, path) for rank, path in files.items())
+        self.unread_bytes = sum(reader.unread_bytes() for reader in self._step_readers.values())
         if not self.unread_bytes and time.monotonic() - self._cached_at > CACHE_INTERVAL_S:
             self.save_cache()
         return self.unread_bytes > 0
@@ -97,7 +96,12 @@ class RunReader:
     def save_cache(self) -> None:
         """Save the cache for the next reader if enough was read since the last time; ignore a full disk."""
         if self._uncached_bytes >= MIN_CACHED_BYTES:
-            cache = ReaderCache(places=self._positions, curves=self.curves.to_stored())
+            places = {
+                rank: FilePosition(inode=reader.inode, offset=reader.offset)
+                for rank, reader in self._step_readers.items()
+                if reader.inode is not None
+            }
+            cache = ReaderCache(places=places, curves=self.curves.to_stored())
             with contextlib.suppress(OSError):
                 write_atomic(self.rundir.path / CACHE_FILE, msgspec.msgpack.encode(cache), mode=0o600)
             self._uncached_bytes = 0
@@ -144,7 +148,11 @@ class RunReader:
                 self._is_unchanged(rank, place) for rank, place in cache.places.items()
             ):
                 return
-            self.curves, self._positions = RunCurves.from_stored(cache.curves), dict(cache.places)
+            self.curves = RunCurves.from_stored(cache.curves)
+            self._step_readers = {
+                rank: LineReader(self.rundir.steps_path(rank), place.inode, place.offset)
+                for rank, place in cache.places.items()
+            }
         except (OSError, msgspec.MsgspecError, ValueError):
             return
 
@@ -158,35 +166,20 @@ class RunReader:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
-    def _step_files(self) -> dict[int, Path]:
-        """Return the record files by rank, rank 0 first."""
-        return {rank: self.rundir.steps_path(rank) for rank in self.rundir.recorded_ranks()[:MAX_RANKS]}
-
-    def _read_chunk(self, rank: int, path: Path) -> int:
+    def _read_chunk(self, rank: int) -> int:
         """Read the next chunk of a rank's file and return the number of bytes consumed."""
-        try:
-            with open_file(path) as file:
-                stat, place = os.fstat(file.fileno()), self._positions.get(rank)
-                if place is not None and (place.inode != stat.st_ino or stat.st_size < place.offset):
-                    self._reset()  # a resumed run has removed the steps that it repeats
-                    place = None
-                offset = place.offset if place else 0
-                if stat.st_size == offset:
-                    return 0
-                file.seek(offset)
-                chunk = file.read(CHUNK_BYTES)
-        except OSError:
-            return 0
-        is_one_line = len(chunk) == CHUNK_BYTES and b"\n" not in chunk  # damaged: no record is this long
-        complete = chunk if is_one_line else chunk[: chunk.rfind(b"\n") + 1]
-        if not complete:
-            self._partial_sizes[rank] = stat.st_size
-            return 0
-        self._positions[rank] = FilePosition(inode=stat.st_ino, offset=offset + len(complete))
-        self.curves.add(rank, self._records(complete))
-        self._uncached_bytes += len(complete)
-        self.version += 1
-        return len(complete)
+        reader = self._step_readers[rank]
+        lines = reader.read(CHUNK_BYTES)
+        if reader.was_replaced:  # a resumed run has removed the steps that it repeats: read all ranks again
+            for other, other_reader in self._step_readers.items():
+                if other != rank:
+                    self._step_readers[other] = LineReader(other_reader.path)
+            self.curves, self._uncached_bytes = RunCurves(), 0
+        if lines:
+            self.curves.add(rank, self._records(lines))
+            self._uncached_bytes += len(lines)
+        self.version += bool(lines) or reader.was_replaced
+        return len(lines)
 
     def _records(self, lines: bytes) -> list[StepRecord]:
         """Decode complete lines, without damaged ones, as a full disk leaves them."""
@@ -198,20 +191,6 @@ class RunReader:
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     records.append(self._decoder.decode(line))
             return records
-
-    def _reset(self) -> None:
-        self.curves, self._positions = RunCurves(), {}
-        self._uncached_bytes = 0
-        self.version += 1
-
-    def _remaining_bytes(self, rank: int, path: Path) -> int:
-        """Return the unread bytes of a file, not counting an incomplete last line."""
-        try:
-            num_bytes = path.stat().st_size
-        except OSError:
-            return 0
-        offset = self._positions[rank].offset if rank in self._positions else 0
-        return 0 if num_bytes == self._partial_sizes.get(rank) else num_bytes - offset
 
     # --- other files --------------------------------------------------------------------------------------------------
 

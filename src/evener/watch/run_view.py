@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from evener.core.base.units import format_bytes, format_count, format_seconds, median, percentile, pluralize
+from evener.core.base.units import format_bytes, format_count, format_seconds, median, pluralize
 from evener.core.cluster.host_info import HostInfo
 from evener.core.run.progress import seconds_left
 from evener.core.run.rundir import Manifest
-from evener.core.run.step_cost import PHASE_NAMES, StepCost
-from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
-from evener.report.draw.smoothing import kernel_average, local_linear_fit
-from evener.report.draw.svg_charts import ChartBand, ChartLine, LineChart, spread_indices
+from evener.core.run.step_cost import StepCost, align_steps
+from evener.core.run.step_statistics import RankSummary, min_sync_s
 from evener.report.explain.predicted_vs_measured import format_relative_difference
 from evener.report.pages.host_vitals_table import host_table
 from evener.report.pages.html_template import KeyFigure
 from evener.report.read.event_log import EventText, describe_event
-from evener.watch.downsampled_series import CurvePoints
+from evener.report.read.recorded_run import RecordedRun, val_losses
+from evener.report.read.run_summary import RunSummary
 from evener.watch.run_health import RunHealth, current_prediction
 from evener.watch.run_reader import RunReader
 
 RECENT_STEPS = 20  # newest steps that rates are averaged over
 MAX_EVENTS = 100
 MAX_STRIPS = 16
-CURVE_AXES = {"step": "step", "tokens": "tokens", "time": "time spent in steps"}
 
 
 @dataclass(frozen=True)
@@ -37,16 +32,6 @@ class StepStrip:
     name: str
     mean_cost: StepCost  # their mean
     steps: list[tuple[int, StepCost]]
-
-
-@dataclass(frozen=True)
-class PlotWithTable:
-    """A chart and the table of its figures."""
-
-    chart: LineChart
-    head: list[str]
-    rows: list[list[str]]
-    note: str = ""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -84,6 +69,8 @@ def tokens_per_s(reader: RunReader) -> float | None:
 
 def rank_cost(reader: RunReader, rank: int) -> StepCost:
     """Return a rank's mean step cost over its newest steps, or over all steps of a run that is over."""
+    if rank not in reader.curves.newest:
+        return StepCost()
     return reader.curves.mean_cost(rank) if reader.is_over else reader.curves.recent_cost(rank, RECENT_STEPS)
 
 
@@ -107,32 +94,50 @@ def time_left_s(reader: RunReader) -> float | None:
     return seconds_left(each_s, max(0, train.steps - reader.curves.steps_done), train.max_s, spent_s)
 
 
-def newest_loss(reader: RunReader) -> tuple[int, str] | None:
-    """Return (steps taken, loss) of the last step whose loss was a number."""
-    last = reader.curves.last_record
-    if last is not None and last.loss is not None:
-        return last.step + 1, f"{last.loss:.4f}"
-    points = reader.curves.shared_series["loss"].points()
-    return (points.steps[-1] + 1, f"{points.means[-1]:.4f}") if len(points) else None
+def newest_loss(reader: RunReader) -> float | None:
+    """Return the loss of the last step whose loss was a number."""
+    last, means = reader.curves.last_record, reader.curves.shared_series["loss"].points().means
+    return last.loss if last is not None and last.loss is not None else means[-1] if means else None
 
 
-def validation_points(reader: RunReader) -> CurvePoints:
-    """Return the newest validation loss of each step, thinned to about 512 points.
-
-    Losses of steps that a restart rolled back are dropped.
+def recorded_run(reader: RunReader, state: str) -> RecordedRun | None:
+    """Return the figures and curves as a report shows them, except that rates are those of the newest steps while the
+    run trains; None without a manifest.
     """
-    losses_by_step: dict[int, float] = {}
-    for event in reader.events:
-        step, loss = event.get("step"), event.get("val_loss")
-        if event.get("event") == "start" and isinstance(step, int):
-            losses_by_step = {known: value for known, value in losses_by_step.items() if known <= step}
-        if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(loss, float):
-            losses_by_step[step] = loss
-    steps = sorted(losses_by_step)
-    every = -(-len(steps) // 512) or 1
-    steps = [step for i, step in enumerate(steps) if i % every == 0 or i == len(steps) - 1]
-    losses = [losses_by_step[step] for step in steps]
-    return CurvePoints([step - 1 for step in steps], losses, losses, losses)
+    manifest, curves, step_s = reader.manifest, reader.curves, typical_step_s(reader)
+    if manifest is None:
+        return None
+    losses = val_losses(manifest, reader.events)
+    tokens, syncs_s = tokens_per_step(reader) or 0.0, [min_sync_s(by_rank) for by_rank in align_steps(curves.newest)]
+    summary = RunSummary(
+        run_dir=str(reader.rundir),
+        manifest=manifest,
+        num_steps=curves.steps_done,
+        tokens_read=curves.steps_done * tokens,
+        tokens_per_step=round(tokens),
+        step_p50_s=step_s,
+        step_p95_s=None,
+        tokens_per_s=tokens / step_s if tokens and step_s else None,
+        sync_p50_s=median([sync_s for sync_s in syncs_s if sync_s is not None]),
+        sync_p95_s=None,
+        ranks=[_rank_summary(reader, index, member.rank) for index, member in enumerate(manifest.roster.members)],
+        losses={curves.steps_done - 1: newest_loss(reader)},
+        val_loss=losses[-1][1] if losses else None,
+        prediction=reader.plan.prediction if reader.plan else None,
+    )
+    return RecordedRun(summary, curves, losses, state)
+
+
+def _rank_summary(reader: RunReader, index: int, rank: int) -> RankSummary:
+    sent_bytes = [record.bytes for record in reader.curves.newest.get(rank, ())]
+    return RankSummary(
+        rank=index,
+        tokens=None,
+        typical=rank_cost(reader, rank),
+        bytes=round(sum(sent_bytes) / len(sent_bytes)) if sent_bytes else None,
+        sync_s=None,
+        cpus=None,
+    )
 
 
 def progress_share(reader: RunReader) -> float:
@@ -141,7 +146,7 @@ def progress_share(reader: RunReader) -> float:
     if manifest is None or last is None:
         return 0.0
     remaining_s = time_left_s(reader)
-    spent_s = sum(reader.curves.shared_series["wall_s"].bucket_sums)
+    spent_s = reader.curves.train_time_s
     by_steps = reader.curves.steps_done / manifest.spec.train.steps
     if manifest.spec.train.max_s is None or remaining_s is None:
         return min(1.0, by_steps)
@@ -150,19 +155,20 @@ def progress_share(reader: RunReader) -> float:
 
 def key_figures(reader: RunReader, health: RunHealth) -> list[KeyFigure]:
     """Return the key figures at the top of the page."""
-    manifest, option = reader.manifest, current_prediction(reader)
-    if manifest is None:
+    run = recorded_run(reader, health.state)
+    if run is None:
         return []
-    vals, newest = validation_points(reader), newest_loss(reader)
-    rate, each_s, share = tokens_per_s(reader), typical_step_s(reader), communication_share(reader)
-    at, no_plan = "", "not predicted: run evener probe first"
-    if len(vals):
-        is_best = vals.means[-1] <= min(vals.means)
-        at = f"after step {vals.steps[-1] + 1:,}" + (", the best" if is_best else f"; best {min(vals.means):.4f}")
+    manifest, option, share = run.summary.manifest, current_prediction(reader), communication_share(reader)
+    rate, each_s, loss = run.summary.tokens_per_s, run.summary.step_p50_s, run.summary.last_loss
+    val_loss, at, no_plan = None, "", "not predicted: run evener probe first"
+    if run.val_losses and run.best_val_loss is not None:
+        step, val_loss = run.val_losses[-1]
+        is_best = val_loss <= run.best_val_loss
+        at = f"after step {step:,}" + (", the best" if is_best else f"; best {run.best_val_loss:.4f}")
     of_what = "of all steps" if reader.is_over else "of the newest steps"
     shown = [
-        KeyFigure("loss", newest[1] if newest else None, f"after {pluralize(newest[0] if newest else 0, 'step')}"),
-        KeyFigure("validation loss", f"{vals.means[-1]:.4f}" if len(vals) else None, at),
+        KeyFigure("loss", None if loss is None else f"{loss:.4f}", f"after {pluralize(run.summary.num_steps, 'step')}"),
+        KeyFigure("validation loss", None if val_loss is None else f"{val_loss:.4f}", at),
         KeyFigure(
             "tokens/s",
             None if rate is None else format_count(rate),
@@ -197,176 +203,6 @@ def _predicted_note(measured: float | None, expected: float, format_value: Calla
 def _bytes_sent(reader: RunReader) -> str:
     last = reader.curves.last_record
     return f"; a rank sends {format_bytes(last.bytes)}" if last is not None and last.bytes else ""
-
-
-# --- curves -----------------------------------------------------------------------------------------------------------
-
-
-class CurveAxis:
-    """The x axis of a curve: steps, tokens, or time spent in steps."""
-
-    def __init__(self, reader: RunReader, kind: str) -> None:
-        tokens = tokens_per_step(reader)
-        self.title, self._factor, self._times = "step", 1.0, None
-        if kind == "tokens" and tokens:
-            self.title, self._factor = "tokens", tokens
-        if kind == "time":
-            series = reader.curves.shared_series["wall_s"]
-            steps, spent_s = series.points().steps, np.cumsum(series.bucket_sums)
-            if len(steps):
-                unit, factor = ("hours", 3600.0) if spent_s[-1] > 7200 else ("minutes", 60.0)
-                if spent_s[-1] < 120:
-                    unit, factor = "seconds", 1.0
-                self.title = f"{unit} spent in steps"
-                self._times = np.array([-1, *steps]), np.array([0.0, *(spent_s / factor)])
-
-    def positions(self, steps: Sequence[int]) -> list[float]:
-        """Return the positions at which these steps, counted from 0, end."""
-        if self._times is not None:
-            return [float(at) for at in np.interp(steps, *self._times)]
-        return [self._factor * (step + 1) for step in steps]
-
-
-def loss_plot(reader: RunReader, kind: str = "step") -> PlotWithTable | None:
-    """Plot the training loss of each step, smoothed, and the validation loss."""
-    points, vals, axis = (
-        reader.curves.shared_series["loss"].points(),
-        validation_points(reader),
-        CurveAxis(reader, kind),
-    )
-    if not len(points) and not len(vals):
-        return None
-    smooth, lines, bands = local_linear_fit(points.means), list[ChartLine](), list[ChartBand]()
-    if len(points):
-        bands, lines = _raw_layers(
-            points, axis, SERIES_COLOURS[0], "each step", reader.curves.shared_series["loss"].bucket_steps
-        )
-        lines.append(ChartLine("training, smoothed", SERIES_COLOURS[0], axis.positions(points.steps), smooth))
-    if len(vals):
-        lines.append(
-            ChartLine("validation", SERIES_COLOURS[1], axis.positions(vals.steps), vals.means, dots=len(vals) < 40)
-        )
-    rows = [[f"{step + 1:,}", f"{points.means[i]:.4f}", f"{points.lows[i]:.4f}", f"{points.highs[i]:.4f}"]
-            for i, step in _spread_steps(points.steps)]  # fmt: skip
-    rows_of_vals = [[f"{step + 1:,}", f"{vals.means[i]:.4f}", "", ""] for i, step in _spread_steps(vals.steps)]
-    remark = _bucket_note(reader.curves.shared_series["loss"].bucket_steps)
-    return PlotWithTable(LineChart(lines, axis.title, "loss", bands=bands), ["after step", "loss", "min", "max"],
-                rows + [[f"validation, {cells[0]}", *cells[1:]] for cells in rows_of_vals], remark)  # fmt: skip
-
-
-def throughput_plot(reader: RunReader, kind: str = "step") -> PlotWithTable | None:
-    """Plot the tokens/s of each step and the prediction."""
-    points, tokens, axis = (
-        reader.curves.shared_series["wall_s"].points(),
-        tokens_per_step(reader),
-        CurveAxis(reader, kind),
-    )
-    if not len(points) or not tokens:
-        return None
-    rates = [tokens / wall_s for wall_s in points.means]
-    lows, highs = ([tokens / wall_s for wall_s in walls_s] for walls_s in (points.highs, points.lows))
-    colour, width = SERIES_COLOURS[2], reader.curves.shared_series["wall_s"].bucket_steps
-    raw = CurvePoints(points.steps, rates, lows, highs)
-    bands, lines = _raw_layers(raw, axis, colour, "each step", width)
-    smooth = [tokens / wall_s for wall_s in kernel_average(points.means)]
-    lines.append(ChartLine("smoothed", colour, axis.positions(points.steps), smooth))
-    option = current_prediction(reader)
-    high = 1.25 * max(percentile(rates, 0.98), option.tokens_per_s if option else 0.0)
-    marks = {f"predicted {format_count(option.tokens_per_s)}": option.tokens_per_s} if option else {}
-    rows = [
-        [f"{step + 1:,}", format_count(rates[i]), format_count(lows[i]), format_count(highs[i])]
-        for i, step in _spread_steps(points.steps)
-    ]
-    chart = LineChart(lines, axis.title, "tokens/s", y_range=(0.0, high), marks=marks, bands=bands)
-    return PlotWithTable(chart, ["after step", "tokens/s", "min", "max"], rows)
-
-
-def metric_plot(
-    reader: RunReader, name: str, title: str, colour: str, kind: str, value_format: str = "{:.4g}"
-) -> PlotWithTable | None:
-    """Plot a metric that is the same on all ranks."""
-    series, axis = reader.curves.shared_series[name], CurveAxis(reader, kind)
-    points = series.points()
-    if not len(points):
-        return None
-    bands = _raw_layers(points, axis, colour, title, series.bucket_steps)[0]
-    lines = [ChartLine(title, colour, axis.positions(points.steps), points.means)]
-    rows = [[f"{step + 1:,}", value_format.format(points.means[i])] for i, step in _spread_steps(points.steps)]
-    return PlotWithTable(LineChart(lines, axis.title, title, bands=bands), ["after step", title], rows)
-
-
-def noise_scale_plot(reader: RunReader, kind: str = "step") -> PlotWithTable | None:
-    """Plot the gradient noise scale and mark the batch size."""
-    points, axis, tokens = reader.curves.noise_scale(), CurveAxis(reader, kind), tokens_per_step(reader)
-    if points is None or not tokens:
-        return None
-    lines = [ChartLine("noise scale", SERIES_COLOURS[4], axis.positions(points.steps), points.means)]
-    high = 1.15 * max(tokens, percentile(points.means, 0.95))
-    chart = LineChart(
-        lines, axis.title, "gradient noise scale, tokens", (0.0, high), marks={f"batch {format_count(tokens)}": tokens}
-    )
-    rows = [[f"{step + 1:,}", format_count(points.means[i])] for i, step in _spread_steps(points.steps)]
-    return PlotWithTable(chart, ["after step", "tokens"], rows,
-                "Up to about this many tokens, a larger batch improves a step nearly in proportion.")  # fmt: skip
-
-
-def breakdown_plot(reader: RunReader, kind: str = "step") -> PlotWithTable | None:
-    """Plot the time of each phase of a step over the whole run: the mean of all ranks."""
-    axis, lines, means = CurveAxis(reader, kind), list[ChartLine](), dict[str, dict[int, float]]()
-    width = max(
-        (series.bucket_steps for by_phase in reader.curves.phase_series.values() for series in by_phase.values()),
-        default=1,
-    )
-    for phase in PHASE_NAMES:
-        buckets: dict[int, tuple[int, list[float]]] = {}  # ranks that joined later have narrower buckets
-        for by_phase in reader.curves.phase_series.values():
-            points = by_phase[phase].points()
-            for step, mean in zip(points.steps, points.means, strict=True):
-                last, values = buckets.get(step // width, (0, []))
-                buckets[step // width] = max(last, step), [*values, mean]
-        means[phase] = {step: sum(values) / len(values) for step, values in buckets.values()}
-    steps = sorted(set(itertools.chain(*means.values())))
-    if not steps:
-        return None
-    totals = [sum(phase_means.get(step, 0.0) for phase_means in means.values()) for step in steps]
-    unit, factor = ("s", 1.0) if percentile(totals, 0.98) >= 2 else ("ms", 1e3)
-    for phase, phase_means in means.items():
-        if any(phase_means.values()):
-            values = [factor * value for value in phase_means.values()]
-            lines.append(ChartLine(PHASE_NAMES[phase], PHASE_COLOURS[phase], axis.positions(list(phase_means)), values))
-    high = factor * min(1.05 * max(totals), 1.25 * percentile(totals, 0.98))
-    rows = [
-        [f"{step + 1:,}", *(format_seconds(means[phase].get(step)) for phase in PHASE_NAMES)]
-        for _, step in _spread_steps(steps)
-    ]
-    return PlotWithTable(
-        LineChart(lines, axis.title, f"{unit} of a step, mean of all ranks", (0.0, high or 1.0), stacked=True),
-        ["after step", *PHASE_NAMES.values()],
-        rows,
-    )
-
-
-def _raw_layers(
-    points: CurvePoints, axis: CurveAxis, colour: str, name: str, width: int
-) -> tuple[list[ChartBand], list[ChartLine]]:
-    """Return what a smoothed line hides: the value of each step, or the range of each bucket of several."""
-    xs = axis.positions(points.steps)
-    if width > 1:
-        return [ChartBand(colour, xs, points.lows, points.highs)], []
-    return [], [ChartLine(name, colour, xs, points.means, faint=True)]
-
-
-def _bucket_note(width: int) -> str:
-    return f"Each point stands for {width} steps; the band spans their minimum and maximum." if width > 1 else ""
-
-
-def _spread_steps(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (index, step) of a few steps spread over all, the first and the last included.
-
-    >>> _spread_steps([5, 6, 7])
-    [(0, 5), (1, 6), (2, 7)]
-    """
-    return [(i, steps[i]) for i in spread_indices(len(steps))]
 
 
 # --- ranks and hosts --------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from rich.text import Text
 from evener.core.base.units import format_count, format_seconds
 from evener.report.draw.run_charts import PHASE_COLOURS
 from evener.report.draw.smoothing import local_linear_fit
+from evener.report.read.run_state import MARK_SYMBOLS
 from evener.watch import run_view
 from evener.watch.multi_run import overview_row
-from evener.watch.page_fragments import MARK_SYMBOLS
 from evener.watch.run_health import RunHealth, assess_health
 from evener.watch.run_reader import RunReader
 from evener.watch.run_view import StepStrip

@@ -101,22 +101,48 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
+class LineReader:
+    """Reads the complete lines that were appended to a file since the last read; all again if it was replaced."""
+
+    def __init__(self, path: Path, inode: int | None = None, offset: int = 0) -> None:
+        """`inode` and `offset`: of the file and after the last line that an earlier reader has read."""
+        self.path, self.inode, self.offset = path, inode, offset
+        self.was_replaced = False  # at the last read
+        self._partial_size = -1  # size of the file at which its last line was incomplete
+
+    def read(self, max_bytes: int = -1) -> bytes:
+        """Return lines, of at most `max_bytes`; b"" if there are none, or no file."""
+        self.was_replaced = False
+        try:
+            with open_file(self.path) as file:
+                status = os.fstat(file.fileno())
+                if self.inode != status.st_ino or status.st_size < self.offset:
+                    self.was_replaced = self.inode is not None
+                    self.inode, self.offset = status.st_ino, 0
+                file.seek(self.offset)
+                chunk = file.read(max_bytes)
+        except OSError:
+            return b""
+        is_one_line = len(chunk) == max_bytes and b"\n" not in chunk  # it would never end
+        lines = chunk if is_one_line else chunk[: chunk.rfind(b"\n") + 1]
+        self._partial_size = -1 if lines or not chunk else status.st_size
+        self.offset += len(lines)
+        return lines
+
+    def unread_bytes(self) -> int:
+        """Return the bytes of the lines that are not read yet; an incomplete last line does not count."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return 0
+        return 0 if size == self._partial_size else size - self.offset
+
+
 def follow_lines(path: Path) -> Iterator[list[bytes]]:
     """Yield at each iteration the complete lines appended to a file since the last; all lines if it was replaced."""
-    position, inode = 0, -1
+    reader = LineReader(path)
     while True:
-        try:
-            with open_file(path) as file:
-                status = os.fstat(file.fileno())
-                if inode != status.st_ino or status.st_size < position:
-                    position, inode = 0, status.st_ino
-                file.seek(position)
-                chunk = file.read()
-        except OSError:
-            chunk = b""
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        position += len(complete)
-        yield complete.split(b"\n")[:-1]
+        yield reader.read().split(b"\n")[:-1]
 
 
 def fsync_path(path: Path) -> None:

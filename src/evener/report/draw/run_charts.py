@@ -1,18 +1,29 @@
-"""Build the charts of a report: losses, step breakdown, all-reduces, scaling, trade-off."""
+"""Build the charts of a run, whether it has ended or trains, and of several: losses, throughput, step breakdown,
+all-reduces, scaling, trade-off.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from evener.core.base.units import format_count, format_seconds, percentile
 from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
 from evener.core.run.step_statistics import min_sync_s
-from evener.report.draw.svg_charts import BarChart, ChartLine, ChartSelector, LineChart, ScatterPlot
+from evener.report.draw.smoothing import kernel_average, local_linear_fit
+from evener.report.draw.svg_charts import BarChart, ChartBand, ChartLine, ChartSelector, LineChart, ScatterPlot
+from evener.report.read.downsampled_series import CurvePoints
+from evener.report.read.recorded_run import RecordedRun
 from evener.report.read.run_summary import RunSummary
 
 ALL_RANKS = "mean of all ranks"
 MAX_POINTS = 500  # of one line; more cannot be distinguished
 MAX_LAYERS = 8  # ranks with a chart each; of more, show the first and the last
+MAX_DOTS = 40  # of a line
+MIN_NOISE_POINTS = 5
+NOISE_SPAN = 0.1  # share of the points to average over: for one step, either term of the noise may be negative
 # Okabe and Ito's colours, which all kinds of colour vision tell apart, some a little lighter for dark pages
 PHASE_COLOURS = {
     "compute_s": "#2a7fc1",
@@ -25,31 +36,166 @@ SERIES_COLOURS = ("#2a7fc1", "#d9752b", "#0a9e76", "#cc6d9f", "#e69f00", "#8fc7e
 WAIT_OR_SYNC_NAME = "waiting or exposed communication"  # if how much of it is which was not measured
 assert PHASE_NAMES.keys() == PHASE_COLOURS.keys()
 
-
-def loss_chart(losses: Mapping[int, float | None], evaluations: Sequence[tuple[int, float]]) -> LineChart:
-    """Return the chart of training and validation losses over steps."""
-    steps, values = downsample([(step + 1, value) for step, value in losses.items() if value is not None])
-    lines = [ChartLine("training", SERIES_COLOURS[0], steps, values)] if steps else []
-    if evaluations:
-        lines.append(ChartLine("validation", SERIES_COLOURS[1], *_unzip(evaluations), dots=True))
-    return LineChart(lines, "step", "loss")
+CURVE_AXES = {"tokens": "tokens", "step": "step", "time": "training time"}  # training time counts steps alone
+CURVE_CHARTS = ("loss", "speed", "gradients", "schedule", "noise", "fidelity")
+COMPARISON_CHARTS = ("loss", "validation", "speed")
 
 
-def learning_rate_chart(steps: Sequence[Mapping[int, StepRecord]]) -> LineChart:
-    """Return the chart of the learning rate over steps."""
-    points = [(record.step + 1, record.lr) for of_step in steps if (record := next(iter(of_step.values())))]
-    return LineChart([ChartLine("learning rate", SERIES_COLOURS[2], *downsample(points))], "step", "learning rate")
+# --- curves -----------------------------------------------------------------------------------------------------------
 
 
-def grad_norm_chart(steps: Sequence[Mapping[int, StepRecord]]) -> LineChart | None:
-    """Return the chart of the gradient norm over steps; None without clipping, which measures it."""
-    records = [next(iter(of_step.values())) for of_step in steps]
-    points = [(record.step + 1, record.grad_norm) for record in records if record.grad_norm is not None]
-    if not points:
+class CurveAxis:
+    """The x axis of the curves of some runs: steps, tokens, or the time spent in steps."""
+
+    def __init__(self, kind: str, runs: Iterable[RecordedRun]) -> None:
+        longest_s = max((run.curves.train_time_s for run in runs), default=0.0)
+        unit, self._unit_s = ("h", 3600.0) if longest_s >= 7200 else ("min", 60.0) if longest_s >= 120 else ("s", 1.0)
+        self._kind, self.title = kind, CURVE_AXES[kind] + (f", {unit}" if kind == "time" else "")
+
+    def positions(self, run: RecordedRun, steps: Sequence[int]) -> list[float]:
+        """Return the positions at which these steps of a run, counted from 0, end."""
+        if self._kind == "time":
+            series = run.curves.shared_series["wall_s"]
+            ends_s = np.cumsum([0.0, *series.bucket_sums]) / self._unit_s
+            return [float(at) for at in np.interp(steps, [-1, *series.points().steps], ends_s)]
+        return [(run.tokens_per_step if self._kind == "tokens" else 1.0) * (step + 1) for step in steps]
+
+
+def curve_charts(run: RecordedRun, axis: str = "step") -> dict[str, LineChart]:
+    """Return the charts of all that was measured over the steps of a run, by name: a part of CURVE_CHARTS."""
+    charts = {
+        "loss": loss_chart(run, axis),
+        "speed": throughput_chart(run, axis),
+        "gradients": metric_chart(run, "grad_norm", "gradient norm, before clipping", SERIES_COLOURS[3], axis),
+        "schedule": metric_chart(run, "lr", "learning rate", SERIES_COLOURS[2], axis),
+        "noise": noise_scale_chart(run, axis),
+        "fidelity": metric_chart(run, "error", "relative error of the lossy sums", SERIES_COLOURS[4], axis),
+    }
+    return {name: chart for name, chart in charts.items() if chart is not None}
+
+
+def loss_chart(run: RecordedRun, axis: str = "step") -> LineChart | None:
+    """Return the chart of the training loss of each step, smoothed, and of the validation loss."""
+    x, points = CurveAxis(axis, [run]), run.curves.shared_series["loss"].points()
+    bands, lines = _raw_layers(run, "loss", points, x, SERIES_COLOURS[0])
+    if len(points):
+        smooth = local_linear_fit(points.means)
+        lines.append(ChartLine("training, smoothed", SERIES_COLOURS[0], x.positions(run, points.steps), smooth))
+    if run.val_losses:
+        lines.append(_validation_line("validation", SERIES_COLOURS[1], run, x))
+    width = run.curves.shared_series["loss"].bucket_steps
+    note = f"Each point stands for {width} steps; the band spans their minimum and maximum." if width > 1 else ""
+    return LineChart(lines, x.title, "loss", bands=bands, note=note) if lines else None
+
+
+def throughput_chart(run: RecordedRun, axis: str = "step") -> LineChart | None:
+    """Return the chart of the tokens/s of each step, smoothed, and of the prediction."""
+    x, walls_s, rates = CurveAxis(axis, [run]), run.curves.shared_series["wall_s"].points(), _throughputs(run)
+    if not rates:
         return None
+    lows, highs = ([run.tokens_per_step / wall_s for wall_s in series] for series in (walls_s.highs, walls_s.lows))
+    means = [run.tokens_per_step / wall_s for wall_s in walls_s.means]
+    bands, lines = _raw_layers(run, "wall_s", CurvePoints(walls_s.steps, means, lows, highs), x, SERIES_COLOURS[2])
+    lines.append(ChartLine("smoothed", SERIES_COLOURS[2], x.positions(run, walls_s.steps), rates))
+    option, sync = run.summary.predicted, run.summary.manifest.roster.sync
+    predicted = [option.tokens_per_s] if option is not None and option.roster.sync == sync else []
+    marks = {f"predicted {format_count(rate)}": rate for rate in predicted}
+    high = 1.25 * max([percentile(means, 0.98), *marks.values()])
+    return LineChart(lines, x.title, "tokens/s", y_range=(0.0, high), marks=marks, bands=bands)
+
+
+def _throughputs(run: RecordedRun) -> list[float]:
+    """Return the smoothed tokens/s at each point of the step times; none if the batch is unknown."""
+    means = run.curves.shared_series["wall_s"].points().means
+    return [run.tokens_per_step / wall_s for wall_s in kernel_average(means)] if run.tokens_per_step and means else []
+
+
+def metric_chart(run: RecordedRun, name: str, title: str, colour: str, axis: str = "step") -> LineChart | None:
+    """Return the chart of a metric that is the same on all ranks; None if it was not measured."""
+    x, points = CurveAxis(axis, [run]), run.curves.shared_series[name].points()
+    if not len(points):
+        return None
+    bands, _ = _raw_layers(run, name, points, x, colour)
+    line = ChartLine(title, colour, x.positions(run, points.steps), points.means)
+    return LineChart([line], x.title, title, bands=bands)
+
+
+def noise_scale_chart(run: RecordedRun, axis: str = "step") -> LineChart | None:
+    """Return the chart of the gradient noise scale, with a mark at the batch size; None if too little was measured.
+
+    Both terms are averaged before the division, as in core.run.step_cost.noise_scale.
+    """
+    norm_sq, trace = (run.curves.shared_series[name].points() for name in ("norm_sq", "trace"))
+    if len(norm_sq) < MIN_NOISE_POINTS or len(norm_sq) != len(trace) or not run.tokens_per_step:
+        return None
+    span = max(2.0, NOISE_SPAN * len(norm_sq))
+    means = zip(norm_sq.steps, kernel_average(trace.means, span), kernel_average(norm_sq.means, span), strict=True)
+    steps, scales = _unzip([(step, above / below) for step, above, below in means if above > 0 < below])
+    if not steps:
+        return None
+    x = CurveAxis(axis, [run])
     return LineChart(
-        [ChartLine("gradient norm", SERIES_COLOURS[3], *downsample(points))], "step", "gradient norm, before clipping"
+        [ChartLine("noise scale", SERIES_COLOURS[4], x.positions(run, steps), scales)],
+        x.title,
+        "gradient noise scale, tokens",
+        (0.0, 1.15 * max(run.tokens_per_step, percentile(scales, 0.95))),
+        marks={f"batch {format_count(run.tokens_per_step)}": run.tokens_per_step},
+        note="Up to about this many tokens, a larger batch improves a step nearly in proportion.",
     )
+
+
+def _raw_layers(
+    run: RecordedRun, name: str, points: CurvePoints, x: CurveAxis, colour: str
+) -> tuple[list[ChartBand], list[ChartLine]]:
+    """Return what a smoothed line hides: the value of each step, or the range of each bucket of several."""
+    xs = x.positions(run, points.steps)
+    if run.curves.shared_series[name].bucket_steps > 1:
+        return [ChartBand(colour, xs, points.lows, points.highs)], []
+    return [], [ChartLine("each step", colour, xs, points.means, faint=True)] if xs else []
+
+
+def _validation_line(name: str, colour: str, run: RecordedRun, x: CurveAxis, *, dashed: bool = False) -> ChartLine:
+    steps, losses = downsample(run.val_losses)
+    positions = x.positions(run, [int(step) - 1 for step in steps])
+    return ChartLine(name, colour, positions, losses, dashed=dashed, dots=len(steps) < MAX_DOTS)
+
+
+def breakdown_chart(run: RecordedRun, ranks: Sequence[int], axis: str = "step") -> LineChart | None:
+    """Return stacked areas over the steps: each phase, the mean of these ranks; None if nothing was measured."""
+    x, by_rank = CurveAxis(axis, [run]), [run.curves.phase_series[rank] for rank in ranks]
+    width = max((series.bucket_steps for phases in by_rank for series in phases.values()), default=1)
+    means: dict[str, dict[int, float]] = {}
+    for phase in PHASE_NAMES:
+        buckets: dict[int, tuple[int, list[float]]] = {}  # ranks that joined later have narrower buckets
+        for phases in by_rank:
+            points = phases[phase].points()
+            for step, mean in zip(points.steps, points.means, strict=True):
+                last, values = buckets.get(step // width, (0, []))
+                buckets[step // width] = max(last, step), [*values, mean]
+        means[phase] = {step: sum(values) / len(values) for step, values in buckets.values()}
+    steps = sorted(set(itertools.chain(*means.values())))
+    if not steps:
+        return None
+    totals_s = [sum(of_phase.get(step, 0.0) for of_phase in means.values()) for step in steps]
+    unit, factor = _time_unit(percentile(totals_s, 0.98))
+    lines = [
+        ChartLine(PHASE_NAMES[phase], PHASE_COLOURS[phase], x.positions(run, [*of_phase]),
+                  [factor * mean for mean in of_phase.values()])
+        for phase, of_phase in means.items() if of_phase
+    ]  # fmt: skip
+    high = factor * min(1.05 * max(totals_s), 1.25 * percentile(totals_s, 0.98)) or 1.0
+    title = f"{unit} of a step" + (f", {ALL_RANKS}" if len(ranks) > 1 else "")
+    return LineChart(lines, x.title, title, y_range=(0.0, high), stacked=True)
+
+
+def breakdown_areas(run: RecordedRun) -> ChartSelector:
+    """Return the `breakdown_chart` of the mean of all ranks, and that of each."""
+    ranks = sorted(run.curves.phase_series)
+    layers = {ALL_RANKS: ranks} if len(ranks) > 1 else {}
+    shown = ranks if len(ranks) <= MAX_LAYERS else [ranks[0], ranks[-1]]
+    layers |= {run.summary.manifest.roster.rank_label(rank): [rank] for rank in shown}
+    charts = {layer: breakdown_chart(run, of_layer) for layer, of_layer in layers.items()}
+    return ChartSelector({layer: chart for layer, chart in charts.items() if chart is not None})
 
 
 def breakdown_bars(costs: Mapping[str, StepCost]) -> BarChart:
@@ -65,33 +211,34 @@ def unmeasured_phases(costs: Iterable[StepCost]) -> list[str]:
     return [part for part in PHASE_NAMES if all(getattr(cost, part) is None for cost in known)]
 
 
-def breakdown_areas(steps: Sequence[Mapping[int, StepRecord]], names: Mapping[int, str]) -> ChartSelector:
-    """Return stacked areas of every step's phases: one chart for the mean of all ranks, and one per rank."""
-    ranks = sorted({rank for of_step in steps for rank in of_step})
-    layers = {ALL_RANKS: ranks} if len(ranks) > 1 else {}
-    layers |= {names[rank]: [rank] for rank in (ranks if len(ranks) <= MAX_LAYERS else [ranks[0], ranks[-1]])}
-    walls_s = [record.wall_s for of_step in steps for record in of_step.values()]
-    unit, factor = _time_unit(percentile(walls_s, 0.98))
-    high = factor * min(1.05 * max(walls_s), 1.25 * percentile(walls_s, 0.98))
-    return ChartSelector({
-        layer: LineChart(
-            [ChartLine(PHASE_NAMES[part], PHASE_COLOURS[part], *downsample(points))
-             for part in PHASE_NAMES if (points := _mean_points(steps, part, shown, factor))],
-            "step", unit, y_range=(0.0, high), stacked=True)
-        for layer, shown in layers.items()
-    })  # fmt: skip
+# --- curves of several runs -------------------------------------------------------------------------------------------
 
 
-def _mean_points(steps: Sequence[Mapping[int, StepRecord]], part: str, ranks: Sequence[int], factor: float,
-           ) -> list[tuple[int, float]]:  # fmt: skip
-    """Return (step, mean of one phase over some ranks) for the steps in which any of them measured it."""
-    points = []
-    for of_step in steps:
-        records = [record for rank, record in of_step.items() if rank in ranks]
-        measured = [cost for record in records if (cost := getattr(record.cost, part)) is not None]
-        if measured:
-            points.append((records[0].step + 1, factor * sum(measured) / len(measured)))
-    return points
+def comparison_charts(runs: Mapping[str, RecordedRun], axis: str) -> dict[str, LineChart]:
+    """Return the charts of losses, validation losses and tokens/s with a line per run, those that were measured."""
+    x = CurveAxis(axis, runs.values())
+    lines: dict[str, list[ChartLine]] = {"loss": [], "validation": [], "speed": []}
+    for number, (label, run) in enumerate(runs.items()):
+        colour, dashed = SERIES_COLOURS[number % len(SERIES_COLOURS)], number >= len(SERIES_COLOURS)
+        if len(points := run.curves.shared_series["loss"].points()):
+            smooth = local_linear_fit(points.means)
+            lines["loss"].append(ChartLine(label, colour, x.positions(run, points.steps), smooth, dashed=dashed))
+        if run.val_losses:
+            lines["validation"].append(_validation_line(label, colour, run, x, dashed=dashed))
+        if rates := _throughputs(run):
+            steps = run.curves.shared_series["wall_s"].points().steps
+            lines["speed"].append(ChartLine(label, colour, x.positions(run, steps), rates, dashed=dashed))
+    titles = {"loss": "loss, smoothed", "validation": "validation loss", "speed": "tokens/s, smoothed"}
+    fastest = max((rate for line in lines["speed"] for rate in line.y), default=1.0)
+    ranges = {"speed": (0.0, 1.15 * fastest)}
+    return {
+        name: LineChart(of_runs, x.title, titles[name], y_range=ranges.get(name))
+        for name, of_runs in lines.items()
+        if of_runs
+    }
+
+
+# --- steps, benches ---------------------------------------------------------------------------------------------------
 
 
 def all_reduce_chart(steps: Sequence[Mapping[int, StepRecord]], summary: RunSummary) -> LineChart:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from evener.core.base.units import format_count, format_seconds, percentile
+from evener.report.read.downsampled_series import MAX_PLOTTABLE
 
 PATH_UNITS = 10_000  # SVG coordinates along either axis
 MAX_TICKS = 5
 MAX_TABLE_ROWS = 10  # of a chart's data table
 BAND_QUANTILE = 0.98  # quantile of a band that the y axis covers: rarer values may lie beyond the edge
-MAX_PLOTTABLE = 1e300  # magnitude that a scale is clipped to: sums and differences of such numbers are still finite
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class LineChart:
     marks: dict[str, float] = field(default_factory=dict)  # named horizontal levels
     stacked: bool = False
     bands: list[ChartBand] = field(default_factory=list)  # behind the lines
+    note: str = ""  # below the chart
 
 
 @dataclass(frozen=True)
@@ -200,9 +201,10 @@ def _draw_chart(chart: LineChart) -> Markup:
         drawn += [_draw_line_dots(line, scale) for line in chart.lines if line.dots or len(line.x) == 1]
     levels = [_draw_level(name, value, scale) for name, value in chart.marks.items() if value <= scale.y[1]]
     field_ = _plot_area(scale, chart.x_title, drawn, levels, axis_ticks(*scale.y), stacked=chart.stacked)
-    return Markup("{}{}").format(
+    return Markup("{}{}{}").format(
         _legend([(line.name, line.colour, "dashed" * line.dashed or "faint" * line.faint) for line in chart.lines]),
         _with_axes(field_, scale, chart.x_title, chart.y_title, chart.x_ticks, Markup()),
+        Markup('<p class="soft small">{}</p>').format(chart.note) if chart.note else "",
     )
 
 
@@ -298,30 +300,33 @@ def _legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
 def _data_table(chart: LineChart) -> Markup:
     """Return a table of a few points of each line; at an x that a long line lacks, show its previous point."""
     name = "after step" if chart.x_title == "step" else chart.x_title
-    everywhere = sorted({x for line in chart.lines for x in line.x})
-    shown = {everywhere[i] for i in spread_indices(len(everywhere))}
-    shown |= {line.x[i] for line in chart.lines for i in spread_indices(len(line.x)) if len(line.x) <= MAX_TABLE_ROWS}
+    lines = list(chart.lines)
+    for band in chart.bands:
+        lines += [ChartLine("min", band.colour, band.x, band.low), ChartLine("max", band.colour, band.x, band.high)]
+    everywhere = sorted({x for line in lines for x in line.x})
+    shown = {everywhere[i] for i in _spread_indices(len(everywhere))}
+    shown |= {line.x[i] for line in lines for i in _spread_indices(len(line.x)) if len(line.x) <= MAX_TABLE_ROWS}
     cell, head = Markup('<td class="number" data-label="{}">{}</td>'), Markup('<th class="number">{}</th>')
     rows = []
     for x in sorted(shown):
         cells = []
-        for line in chart.lines:
+        for line in lines:
             before = bisect.bisect_right(line.x, x) - 1
             is_near = before >= 0 and (line.x[before] == x or (len(line.x) > MAX_TABLE_ROWS and x <= line.x[-1]))
             cells.append(cell.format(line.name, f"{line.y[before]:.4g}" if is_near else "–"))
         x_text = f"{x:,.0f}" if x == round(x) else f"{x:.4g}"
         rows.append(Markup("<tr><th>{}</th>{}</tr>").format(x_text, Markup().join(cells)))
     return Markup(
-        '<details><summary>in figures</summary><table class="figures"><caption class="soft">{}</caption>'
+        '<details data-keep="{}"><summary>in figures</summary><table class="figures"><caption class="soft">{}</caption>'
         "<thead><tr><th>{}</th>{}</tr></thead><tbody>{}</tbody></table></details>"
-    ).format(chart.y_title, name, Markup().join(head.format(line.name) for line in chart.lines),
+    ).format(chart.y_title, chart.y_title, name, Markup().join(head.format(line.name) for line in lines),
              Markup().join(rows))  # fmt: skip
 
 
-def spread_indices(num: int) -> list[int]:
+def _spread_indices(num: int) -> list[int]:
     """Return at most MAX_TABLE_ROWS indices spread evenly over `num`, including the first and the last.
 
-    >>> spread_indices(3), spread_indices(1000)[:3]
+    >>> _spread_indices(3), _spread_indices(1000)[:3]
     ([0, 1, 2], [0, 111, 222])
     """
     most = min(MAX_TABLE_ROWS, num)

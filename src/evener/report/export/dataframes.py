@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ import msgspec
 
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.run.rundir import Manifest, RunDir
-from evener.core.run.step_cost import PHASES, StepRecord, align_steps
-from evener.report.pages.compare_runs import learning_curve
+from evener.core.run.step_cost import PHASES, StepRecord, align_steps, first_rank_record
+from evener.report.read.recorded_run import val_losses
 from evener.report.read.run_summary import RunSummary, read_records, summarize_run, summary_json
 
 Engine = Literal["pandas", "polars"]
@@ -78,11 +79,11 @@ class RunFrames:
     @cached_property
     def evaluations(self) -> Any:
         """One row per evaluation: steps taken, tokens read, validation loss."""
-        curve = learning_curve(self._aligned, self._rundir.events(), self._summary)
-        tokens = dict(zip(curve.steps, curve.tokens, strict=True))
-        return self._frame(
-            EVALUATION_COLUMNS, [(step, tokens.get(step), val_loss) for step, val_loss in curve.evaluations]
-        )
+        of_steps = [sum(record.tokens for record in by_rank.values()) for by_rank in self._aligned]
+        ends = [first_rank_record(by_rank).step + 1 for by_rank in self._aligned]
+        tokens = dict(zip(ends, accumulate(of_steps), strict=True))
+        losses = val_losses(self.manifest, self._rundir.events())
+        return self._frame(EVALUATION_COLUMNS, [(step, tokens.get(step), loss) for step, loss in losses])
 
     @cached_property
     def events(self) -> Any:

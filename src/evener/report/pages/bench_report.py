@@ -15,9 +15,9 @@ from evener.core.base.units import format_count, pluralize
 from evener.core.run.rundir import RunDir
 from evener.report.draw import run_charts
 from evener.report.draw.svg_charts import Figure
-from evener.report.explain.bench_table import bench_rows
 from evener.report.explain.explain_run import ScalingExplanation, recommended_run, scaling_explanation, speedup
 from evener.report.explain.prediction_error import NO_PREDICTION
+from evener.report.explain.run_tables import bench_rows
 from evener.report.pages.html_template import KeyFigure, render_document
 from evener.report.read.run_summary import RunSummary, summarize_run
 from evener.report.read.stragglers import fastest_rank

@@ -14,11 +14,11 @@ import msgspec
 
 from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.json_files import decode_versioned_json
-from evener.core.base.units import format_bytes, format_count, format_seconds
+from evener.core.base.units import format_count
 from evener.core.run.rundir import RunDir
 from evener.report.draw import run_charts
 from evener.report.draw.svg_charts import Figure
-from evener.report.explain.predicted_vs_measured import step_prediction_cells
+from evener.report.explain.run_tables import SETUP_CELLS, penalty_cell, relative_val_loss, speedup_over
 from evener.report.explain.speedup_verdict import MIN_SPEEDUP
 from evener.report.pages.html_template import render_document
 from evener.report.read.run_summary import RunSummary, summarize_run
@@ -32,7 +32,6 @@ COLUMNS: dict[BenchKind, tuple[str, ...]] = {
     "strategies": ("tokens/s", "×", "step", "predicted", "sends", "loss", "penalty"),
 }
 LABEL_TITLES: dict[BenchKind, str] = {"fleet": "hosts", "strategies": "sync strategy"}
-ROUNDING_TOLERANCE = 5e-4  # relative difference of losses that rounding alone explains
 MAX_LOSS_PENALTY = 0.01  # relative loss penalty up to which a strategy counts as learning the same
 
 
@@ -68,56 +67,7 @@ def summarize_setups(folder: Path, compared: SetupComparison) -> dict[str, RunSu
 
 def setup_rows(kind: BenchKind, runs: Mapping[str, RunSummary], base: RunSummary | None) -> list[tuple[str, ...]]:
     """Return rows of a label and its cells in the order of COLUMNS."""
-    return [(label, *_cells(kind, run, base)) for label, run in runs.items()]
-
-
-def speedup_over(run: RunSummary, base: RunSummary | None) -> float | None:
-    """Return the throughput relative to `base`; None if either was not measured."""
-    return run.tokens_per_s / base.tokens_per_s if base and base.tokens_per_s and run.tokens_per_s else None
-
-
-def relative_val_loss(run: RunSummary, base: RunSummary | None) -> float | None:
-    """Return the validation loss relative to that of `base`, minus 1; None if either was not measured."""
-    mine, theirs = final_val_loss(run), final_val_loss(base) if base else None
-    return mine / theirs - 1 if mine is not None and theirs else None
-
-
-def final_val_loss(run: RunSummary) -> float | None:
-    """Return the validation loss at the end of the run."""
-    return run.manifest.result.val_loss if run.manifest.result else None
-
-
-def _cells(kind: BenchKind, run: RunSummary, base: RunSummary | None) -> list[str]:
-    ratio, loss = speedup_over(run, base), final_val_loss(run)
-    several, cost = run.manifest.world_size > 1, fastest_rank(run).typical
-    sent = max((rank.bytes for rank in run.ranks if rank.bytes is not None), default=None)
-    of_several = {
-        "all-reduce": format_seconds(run.sync_p50_s),
-        "exposed": format_seconds(cost.exposed_sync_s),
-        "wait": format_seconds(cost.wait_s),
-        "sends": "not measured" if sent is None else format_bytes(sent),
-    }
-    of_all = {
-        "tokens/s": format_count(run.tokens_per_s),
-        "×": "–" if ratio is None else f"{ratio:.2f}",
-        "step": format_seconds(run.step_p50_s),
-        "predicted": step_prediction_cells(run)[0],
-        "loss": "not measured" if loss is None else f"{loss:.4f}",
-        "penalty": "–" if run is base else _format_penalty(relative_val_loss(run, base)),
-    }
-    shown = of_all | (of_several if several else dict.fromkeys(of_several, "–"))
-    return [shown[column] for column in COLUMNS[kind]]
-
-
-def _format_penalty(more: float | None) -> str:
-    """Format a relative loss penalty.
-
-    >>> _format_penalty(0.012), _format_penalty(-0.05), _format_penalty(1e-5), _format_penalty(None)
-    ('+1.2%', '−5.0%', 'same', 'not measured')
-    """
-    if more is None:
-        return "not measured"
-    return "same" if abs(more) < ROUNDING_TOLERANCE else f"{more:+.1%}".replace("-", "−")
+    return [(label, *(SETUP_CELLS[column](run, base) for column in COLUMNS[kind])) for label, run in runs.items()]
 
 
 # --- sentences --------------------------------------------------------------------------------------------------------
@@ -156,7 +106,7 @@ def _explain_speedup(label: str, run: RunSummary, base: str, base_run: RunSummar
 
 def _explain_strategies(runs: Mapping[str, RunSummary], base: str, base_run: RunSummary) -> list[str]:
     def describe(label: str) -> str:
-        penalty = _format_penalty(relative_val_loss(runs[label], base_run))
+        penalty = penalty_cell(relative_val_loss(runs[label], base_run))
         loss = "the same validation loss" if penalty == "same" else f"validation loss {penalty}"
         return f"{label}, {speedup_over(runs[label], base_run):.2f} times {base}, {loss}"
 

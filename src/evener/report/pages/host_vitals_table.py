@@ -2,46 +2,46 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from evener.core.base.units import format_bytes
-from evener.core.cluster.host_vitals import GpuVitals, Vitals
+from evener.core.cluster.host_vitals import Vitals
 
-Samples = list[float]
-VITALS_COLUMNS: dict[str, Callable[[Sequence[Vitals]], str | None]] = {
-    "processors busy": lambda samples: _aggregate(
-        lambda x: x.busy, samples, lambda busy: f"{statistics.fmean(busy):.0%}"
+
+def _mean_share(shares: list[float]) -> str:
+    return f"{fmean(shares):.0%}"
+
+
+def _mean_rate(rates_Bps: list[float]) -> str:
+    return f"{format_bytes(fmean(rates_Bps))}/s"
+
+
+def _max_temperature(temperatures_C: list[float]) -> str:
+    return f"{max(temperatures_C):.0f} °C"
+
+
+def _mean_power(powers_W: list[float]) -> str:
+    return f"{fmean(powers_W):.0f} W"
+
+
+# By title: what one sample says, and the text of what all samples that say anything did.
+VITALS_COLUMNS: dict[str, tuple[Callable[[Vitals], list[Any]], Callable[[list[Any]], str]]] = {
+    "processors busy": (lambda sample: [sample.busy], _mean_share),
+    "memory": (
+        lambda sample: [(sample.memory_bytes, sample.memory_total_bytes)],
+        lambda sizes: f"{format_bytes(max(used for used, _ in sizes))} of {format_bytes(sizes[-1][1])}",
     ),
-    "memory": lambda samples: (
-        f"{format_bytes(max(x.memory_bytes for x in samples))} of {format_bytes(samples[-1].memory_total_bytes)}"
-    ),
-    "sent": lambda samples: _aggregate(
-        lambda x: x.sent_Bps, samples, lambda rates: f"{format_bytes(statistics.fmean(rates))}/s"
-    ),
-    "received": lambda samples: _aggregate(
-        lambda x: x.received_Bps, samples, lambda rates: f"{format_bytes(statistics.fmean(rates))}/s"
-    ),
-    "temperature": lambda samples: _aggregate(
-        lambda x: x.temperature_C, samples, lambda values: f"{max(values):.0f} °C"
-    ),
-    "power": lambda samples: _aggregate(
-        lambda x: x.power_W, samples, lambda values: f"{statistics.fmean(values):.0f} W"
-    ),
-    "battery": lambda samples: _aggregate(lambda x: x.battery, samples[-1:], lambda values: f"{values[-1]:.0%}"),
-    "GPUs busy": lambda samples: _aggregate_gpus(
-        lambda x: x.busy, samples, lambda busy: f"{statistics.fmean(busy):.0%}"
-    ),
-    "GPU memory": lambda samples: _aggregate_gpus(
-        lambda x: x.memory_bytes, samples, lambda values: format_bytes(max(values))
-    ),
-    "GPU temperature": lambda samples: _aggregate_gpus(
-        lambda x: x.temperature_C, samples, lambda values: f"{max(values):.0f} °C"
-    ),
-    "GPU power": lambda samples: _aggregate_gpus(
-        lambda x: x.power_W, samples, lambda values: f"{statistics.fmean(values):.0f} W"
-    ),
+    "sent": (lambda sample: [sample.sent_Bps], _mean_rate),
+    "received": (lambda sample: [sample.received_Bps], _mean_rate),
+    "temperature": (lambda sample: [sample.temperature_C], _max_temperature),
+    "power": (lambda sample: [sample.power_W], _mean_power),
+    "battery": (lambda sample: [sample.battery], lambda shares: f"{shares[-1]:.0%}"),
+    "GPUs busy": (lambda sample: [gpu.busy for gpu in sample.gpus], _mean_share),
+    "GPU memory": (lambda sample: [gpu.memory_bytes for gpu in sample.gpus], lambda sizes: format_bytes(max(sizes))),
+    "GPU temperature": (lambda sample: [gpu.temperature_C for gpu in sample.gpus], _max_temperature),
+    "GPU power": (lambda sample: [gpu.power_W for gpu in sample.gpus], _mean_power),
 }
 
 
@@ -52,24 +52,16 @@ def host_table(vitals_by_host: Mapping[str, Sequence[Vitals]]) -> tuple[list[str
     >>> host_table({"attic": [one], "laptop": []})
     (['', 'processors busy', 'memory', 'temperature'], [['attic', '50%', '1.0 GB of 4.0 GB', '71 °C']])
     """
-    rows = {
-        host: {title: aggregate(of_host) for title, aggregate in VITALS_COLUMNS.items()}
-        for host, of_host in vitals_by_host.items()
-        if of_host
-    }
-    titles = [title for title in VITALS_COLUMNS if any(row[title] is not None for row in rows.values())]
-    return ["", *titles], [[host, *(row[title] or "–" for title in titles)] for host, row in rows.items()]
+    rows = {host: _host_row(samples) for host, samples in vitals_by_host.items() if samples}
+    titles = [title for title in VITALS_COLUMNS if any(title in row for row in rows.values())]
+    return ["", *titles], [[host, *(row.get(title, "–") for title in titles)] for host, row in rows.items()]
 
 
-def _aggregate(
-    figure: Callable[[Vitals], float | None], samples: Sequence[Vitals], format_samples: Callable[[Samples], str]
-) -> str | None:
-    values = [value for vitals in samples if (value := figure(vitals)) is not None]
-    return format_samples(values) if values else None
-
-
-def _aggregate_gpus(
-    figure: Callable[[GpuVitals], Any], samples: Sequence[Vitals], format_samples: Callable[[Samples], str]
-) -> str | None:
-    values = [value for vitals in samples for gpu in vitals.gpus if (value := figure(gpu)) is not None]
-    return format_samples(values) if values else None
+def _host_row(samples: Sequence[Vitals]) -> dict[str, str]:
+    """Return what the samples of one host say, by title."""
+    row = {}
+    for title, (values_of, text_of) in VITALS_COLUMNS.items():
+        values = [value for sample in samples for value in values_of(sample) if value is not None]
+        if values:
+            row[title] = text_of(values)
+    return row

@@ -37,17 +37,16 @@ from evener.report.explain.what_if import WHAT_IF_COLUMNS, predict_alternatives,
 from evener.report.pages import bench_report, compare_setups
 from evener.report.pages.host_vitals_table import host_table
 from evener.report.pages.html_template import KeyFigure, render_document
-from evener.report.read.event_log import describe_event, evaluations, first_failure, format_since_start
-from evener.report.read.run_summary import RunSummary, read_records, summarize_run
+from evener.report.read.event_log import describe_event, first_failure, format_since_start
+from evener.report.read.recorded_run import RecordedRun, record_run
+from evener.report.read.run_state import STATE_MARKS, is_unresponsive
+from evener.report.read.run_summary import RunSummary, read_records
 from evener.report.read.stragglers import has_straggler, slowest_rank
 from evener.report.read.timeline import read_timeline
 
-STALE_TIMEOUT_S = 60.0  # a "running" job that has written nothing for so long (or for 20 steps) is considered dead
-STALE_TIMEOUT_STEPS = 20
 # read of each rank's records for the chart of one step: more than a thousand steps, in 20 ms
 RECORDS_TAIL_BYTES = 1 << 20
 NestedText: TypeAlias = "dict[str, NestedText] | list[NestedText] | str"  # nested values, each formatted as text
-VERDICT_MARKS = {"finished": "good", "running": "good", "stopped": "warn", "failed": "bad", "no word": "bad"}
 
 
 def write_report(rundir: RunDir, path: Path | None = None) -> Path:
@@ -76,23 +75,24 @@ def _write_missing_reports(folder: RunDir, names: Iterable[str]) -> None:
 
 def run_page(rundir: RunDir, now: float) -> str:
     """Return the HTML report of one run; `now` (Unix time) decides whether a "running" run is stale."""
-    summary, events = summarize_run(rundir), rundir.events()
-    manifest = summary.manifest
-    records, alternatives = read_records(rundir), predict_alternatives(summary)
+    records, events = read_records(rundir), rundir.events()
+    steps = align_steps(records)
+    run = record_run(rundir, steps, records, events)
+    summary, manifest = run.summary, run.summary.manifest
+    alternatives = predict_alternatives(summary)
     name, failure, shown_step = rundir.path.resolve().name, first_failure(events), read_step_gantt(rundir, manifest)
     return render_document(
         "run.html",
         title=f"{name}: evener",
-        figures=_charts(summary, align_steps(records), evaluations(events), shown_step),
+        figures=_charts(run, steps, shown_step),
         name=name,
         what=_run_descriptions(summary),
         worth=speedup_verdict(summary, alternatives),
         outcome=_outcome(summary, events, _last_write_unix_s(manifest, records, events), now),
         limit=explain_bottleneck(summary) if summary.step_p50_s else "",
         away=_remote_checkpoint(rundir),
-        shown=_key_figures(summary, events),
+        shown=_key_figures(run, events),
         summary=summary,
-        steps_per_point=-(-len(summary.losses) // run_charts.MAX_POINTS),
         unmeasured=[PHASE_NAMES[part] for part in run_charts.unmeasured_phases(rank.typical for rank in summary.ranks)],
         parts=_breakdown_table(summary),
         moment=shown_step,
@@ -133,7 +133,7 @@ class RunOutcome:
     @property
     def mark(self) -> str:
         """The verdict's colour class."""
-        return VERDICT_MARKS.get(self.verdict, "warn")
+        return ({"running": "good"} | STATE_MARKS).get(self.verdict, "warn")
 
 
 def _remote_checkpoint(rundir: RunDir) -> tuple[int, str] | None:
@@ -167,9 +167,9 @@ def _outcome(summary: RunSummary, events: list[dict[str, Any]], last_write_unix_
     if verdict != "running":
         return RunOutcome(verdict, f"after {done}.")
     silence_s = now - last_write_unix_s
-    if silence_s > max(STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS * (summary.step_p50_s or 0.0)):
+    if is_unresponsive(silence_s, summary.step_p50_s):
         message = f"for {format_seconds(silence_s)}, {done} done. Its processes hang or are gone."
-        return RunOutcome("no word", message, resume)
+        return RunOutcome("unresponsive", message, resume)
     return RunOutcome(verdict, f"{done} of {manifest.spec.train.steps} done.")
 
 
@@ -203,13 +203,11 @@ def _processes(manifest: Manifest) -> str:
     return f"{pluralize(manifest.world_size, 'process')}{on} with {each}"
 
 
-def _key_figures(summary: RunSummary, events: list[dict[str, Any]]) -> list[KeyFigure]:
+def _key_figures(run: RecordedRun, events: list[dict[str, Any]]) -> list[KeyFigure]:
     """Return the key figures at the top of the page."""
+    summary, evaluated = run.summary, run.val_losses
     result, has_steps = summary.manifest.result, summary.step_p50_s is not None
     loss = result.loss if result and result.loss is not None else summary.last_loss
-    evaluated = evaluations(events)
-    if result and result.val_loss is not None:
-        evaluated.append((result.steps, result.val_loss))
     done = f"after {pluralize(summary.num_steps, 'step')}"
     return [
         KeyFigure(
@@ -281,19 +279,15 @@ def read_step_gantt(rundir: RunDir, manifest: Manifest) -> StepGantt | None:
     return typical_step_gantt(timeline, {rank: manifest.roster.rank_label(rank) for rank in timeline.clock_error_s})
 
 
-def _charts(summary: RunSummary, steps: Sequence[dict[int, StepRecord]], evaluated: Sequence[tuple[int, float]],
-             shown_step: StepGantt | None) -> dict[str, Figure]:  # fmt: skip
+def _charts(
+    run: RecordedRun, steps: Sequence[dict[int, StepRecord]], shown_step: StepGantt | None
+) -> dict[str, Figure]:
     """Return the page's charts by their name in the template."""
-    drawn: dict[str, Figure] = {}
-    if evaluated or summary.last_loss is not None:
-        drawn["loss"] = run_charts.loss_chart(summary.losses, evaluated)
+    summary = run.summary
+    drawn: dict[str, Figure] = {**run_charts.curve_charts(run)}
     if summary.step_p50_s is not None:
-        drawn["schedule"] = run_charts.learning_rate_chart(steps)
         drawn["parts"] = run_charts.breakdown_bars({summary.rank_label(rank): rank.typical for rank in summary.ranks})
-        names = {rank: summary.manifest.roster.rank_label(rank) for of_step in steps for rank in of_step}
-        drawn["areas"] = run_charts.breakdown_areas(steps, names)
-        if gradients := run_charts.grad_norm_chart(steps):
-            drawn["gradients"] = gradients
+        drawn["areas"] = run_charts.breakdown_areas(run)
     if shown_step is not None:
         drawn["moment"] = shown_step.chart
     if summary.sync_p50_s:

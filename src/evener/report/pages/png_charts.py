@@ -13,12 +13,13 @@ from evener.core.run.step_cost import PHASE_NAMES, StepCost
 from evener.report.draw.run_charts import (
     PHASE_COLOURS,
     SERIES_COLOURS,
-    downsample,
+    comparison_charts,
+    curve_charts,
     ideal_points,
     measured_points,
     tradeoff_points,
 )
-from evener.report.pages.compare_runs import RunComparison
+from evener.report.read.recorded_run import RecordedRun
 from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import fastest_rank
 
@@ -35,14 +36,11 @@ def scaling_png(series: Mapping[str, Sequence[RunSummary]], path: str | Path) ->
 
     Omit runs without recorded steps; if none is left, the axes stay empty.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patheffects import withStroke
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = _one_panel(5.0)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     measured = {corpus: points for corpus, runs in series.items() if (points := measured_points(runs))}
     for index, (corpus, points) in enumerate(measured.items()):
         colour = SERIES_COLOURS[index % len(SERIES_COLOURS)]
@@ -76,12 +74,8 @@ def scaling_png(series: Mapping[str, Sequence[RunSummary]], path: str | Path) ->
     on = f" on {pluralize(cores.pop(), 'core')}" if len(cores) == 1 else ""
     axes.set_title(f"tokens/s by number of processes{on}", loc="left", fontsize=14, color=INK, pad=14)
     axes.set_xlabel("processes", fontsize=12, color=SOFT)
-    axes.tick_params(labelsize=12, length=0, labelcolor=SOFT)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(axis="y", color=LINE)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(SOFT)
     axes.plot([], [], color=SOFT, linestyle=(0, (4, 3)), linewidth=1.5, label="if nothing were lost")
     axes.legend(frameon=False, fontsize=12, labelcolor=INK, loc="upper left")
     figure.savefig(path)
@@ -129,33 +123,32 @@ def tradeoff_png(runs: Mapping[str, RunSummary], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def comparison_png(comparison: RunComparison, path: str | Path) -> None:
+def comparison_png(runs: Mapping[str, RecordedRun], path: str | Path) -> None:
     """Draw losses over tokens read, and below them the step breakdown: by rank for one run, else by run."""
     from matplotlib.ticker import EngFormatter
 
-    [(only, run)] = comparison.runs.items() if len(comparison.runs) == 1 else [("", None)]
+    [(only, run)] = runs.items() if len(runs) == 1 else [("", None)]
     if run is None:
-        costs = {label: fastest_rank(each).typical for label, each in comparison.runs.items() if each.step_p50_s}
+        costs = {label: fastest_rank(each.summary).typical for label, each in runs.items() if each.summary.step_p50_s}
     else:
-        costs = {run.rank_label(rank): rank.typical for rank in run.ranks} if run.step_p50_s else {}
+        summary = run.summary
+        costs = {summary.rank_label(rank): rank.typical for rank in summary.ranks} if summary.step_p50_s else {}
     figure, (axes, bars) = _two_panels(5.0, 0.9 + 0.42 * max(1, len(costs)))
-    for number, (label, curve) in enumerate(comparison.curves.items()):
-        colour = SERIES_COLOURS[number % len(SERIES_COLOURS)]
-        style = "-" if number < len(SERIES_COLOURS) else "--"
-        if run is not None:
-            raw = [(curve.axis_value("tokens", index), loss) for index, loss in curve.losses]
-            axes.plot(*downsample(raw), color=colour, linewidth=1, alpha=0.35)
-        smoothed = [(curve.axis_value("tokens", index), loss) for index, loss in curve.smoothed_losses()]
-        axes.plot(*downsample(smoothed), style, color=colour, linewidth=2, label=label if run is None else "training")
-        places = {steps: curve.tokens[index] for index, steps in enumerate(curve.steps)}
-        evaluated = [(places[steps], loss) for steps, loss in curve.evaluations if steps in places]
-        if evaluated:
-            dot, name = (colour, None) if run is None else (SERIES_COLOURS[1], "validation")
-            axes.plot(*zip(*evaluated, strict=True), "o", markersize=7, markeredgecolor="white", color=dot, label=name)
+    charts = comparison_charts(runs, "tokens") if run is None else curve_charts(run, "tokens")
+    lines = [*(charts["loss"].lines if "loss" in charts else [])]
+    dotted = charts["validation"].lines if "validation" in charts else [line for line in lines if line.dots]
+    for band in charts["loss"].bands if lines else []:
+        axes.fill_between(band.x, band.low, band.high, color=band.colour, alpha=0.2, linewidth=0)
+    for line in lines:
+        if line not in dotted:
+            axes.plot(line.x, line.y, "--" if line.dashed else "-", color=line.colour,
+                      linewidth=1 if line.faint else 2, alpha=0.35 if line.faint else 1.0,
+                      label=None if line.faint else line.name.removesuffix(", smoothed"))  # fmt: skip
+    for line in dotted:
+        name = None if run is None else line.name
+        axes.plot(line.x, line.y, "o", markersize=7, markeredgecolor="white", color=line.colour, label=name)
     title = "loss" if run is None else f"{only}: loss"
-    dots = (
-        ", validation as dots" if run is None and any(curve.evaluations for curve in comparison.curves.values()) else ""
-    )
+    dots = ", validation as dots" if run is None and dotted else ""
     axes.set_title(title + dots, loc="left", fontsize=14, color=INK, pad=12)
     axes.set_xlabel("tokens read", fontsize=11, color=SOFT)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

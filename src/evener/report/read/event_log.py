@@ -82,10 +82,12 @@ def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def evaluations(events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return (step, validation loss) pairs; if a resumed run repeated a step, the later value."""
-    by_step = {}
+    """Return (step, validation loss) pairs, without those of steps that a restart rolled back."""
+    by_step: dict[int, float] = {}
     for event in events:
         step, val_loss = event.get("step"), event.get("val_loss")
+        if event.get("event") == "start" and isinstance(step, int):
+            by_step = {known: loss for known, loss in by_step.items() if known <= step}
         if event.get("event") == "evaluation" and isinstance(step, int) and isinstance(val_loss, float):
             by_step[step] = val_loss
     return sorted(by_step.items())

@@ -28,6 +28,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     manifest: Manifest
     num_steps: int  # taken and recorded by all ranks, over all starts of the run
+    tokens_read: float  # in these steps
     tokens_per_step: int
     step_p50_s: float | None
     step_p95_s: float | None
@@ -88,14 +89,24 @@ def read_records(rundir: RunDir) -> dict[int, list[StepRecord]]:
 
 def summarize_run(rundir: RunDir) -> RunSummary:
     """Summarize the run in a run directory."""
+    records = read_records(rundir)
+    return summarize_records(rundir, align_steps(records), records, rundir.events())
+
+
+def summarize_records(
+    rundir: RunDir,
+    steps: Sequence[dict[int, StepRecord]],
+    records: Mapping[int, list[StepRecord]],
+    events: list[dict[str, Any]],
+) -> RunSummary:
+    """Summarize a run from its events and the records of every rank; `steps` are the records, aligned."""
     manifest = rundir.manifest()
-    records, events = read_records(rundir), rundir.events()
-    steps = align_steps(records)
     medians = summarize_steps(steps, manifest)
     return RunSummary(
         run_dir=str(rundir),
         manifest=manifest,
         num_steps=first_rank_record(steps[-1]).step + 1 if steps else 0,
+        tokens_read=sum(record.tokens for by_rank in steps for record in by_rank.values()),
         tokens_per_step=medians.tokens_per_step,
         step_p50_s=medians.step_p50_s,
         step_p95_s=medians.step_p95_s,

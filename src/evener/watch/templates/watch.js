@@ -36,7 +36,7 @@
     if (status.state === main.dataset.word) return;
     main.dataset.word = status.state;
     document.getElementById("aloud").textContent = status.message;
-    if (!/finished|failed|stopped|stuck/.test(status.state)) return;
+    if (!/finished|failed|stopped|hung/.test(status.state)) return;
     if (document.getElementById("notify").checked && Notification.permission === "granted") new Notification(status.title, { body: status.message });
     if (document.getElementById("sound").checked) beep();
   }
@@ -126,8 +126,8 @@
   async function act(what) {
     answer.textContent = "…";
     try {
-      const told = await fetch(`${location.pathname}/${what}`, { method: "POST", headers: { "x-evener": "1" } });
-      answer.textContent = (await told.json()).told;
+      const reply = await fetch(`${location.pathname}/${what}`, { method: "POST", headers: { "x-evener": "1" } });
+      answer.textContent = (await reply.json()).message;
     } catch {
       answer.textContent = "the page’s server is not there";
     }

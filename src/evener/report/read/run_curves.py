@@ -3,24 +3,24 @@
 RUN/steps/rank-R.jsonl ──add(R, records)──▶ RunCurves: for each metric that all ranks share, one series, from whichever
                                             rank's record comes first; for each rank, one series per phase of its
                                             steps, and its newest records unchanged
+
+A run that trains is read record by record; the steps of one that is read as a whole come aligned (`from_steps`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
-from evener.core.run.step_cost import PHASES, StepCost, StepRecord
-from evener.report.draw.smoothing import kernel_average
-from evener.watch.downsampled_series import CurvePoints, DownsampledSeries, StoredSeries
+from evener.core.run.step_cost import PHASES, StepCost, StepRecord, first_rank_record
+from evener.report.read.downsampled_series import DownsampledSeries, StoredSeries
 
 NEWEST_RECORDS = 40  # records per rank, for its strip
 PHASE_POINTS = 128
 MAX_RANKS = 64  # the first ones; further ranks are not read
-NOISE_SPAN = 0.1  # share of the points to average over: for one step, either term of the noise may be negative
 
 SHARED_METRICS: dict[str, Callable[[StepRecord], float | None]] = {  # the same on all ranks
     "loss": lambda record: record.loss,
@@ -69,12 +69,24 @@ class RunCurves:
             for phase, series in phases.items():
                 series.add(steps, np.array([getattr(record.cost, phase) for record in batch], dtype=np.float64))
             self.newest[rank].extend(batch[-NEWEST_RECORDS:])
-            new = batch[int(np.searchsorted(steps, self.steps_done)) :]
-            if new:
-                steps = steps[-len(new) :]
-                for name, value in SHARED_METRICS.items():
-                    self.shared_series[name].add(steps, _column(new, value))
-                self.steps_done = new[-1].step + 1
+            self._add_shared(batch[int(np.searchsorted(steps, self.steps_done)) :])
+
+    def _add_shared(self, records: Sequence[StepRecord]) -> None:
+        """Add what any rank's records of new steps say of all ranks."""
+        if records:
+            steps = np.array([record.step for record in records])
+            for name, value in SHARED_METRICS.items():
+                self.shared_series[name].add(steps, _column(records, value))
+            self.steps_done = records[-1].step + 1
+
+    @classmethod
+    def from_steps(cls, steps: Sequence[Mapping[int, StepRecord]]) -> RunCurves:
+        """Return the curves of a run's aligned steps."""
+        curves = cls()
+        curves._add_shared([first_rank_record(by_rank) for by_rank in steps])
+        for rank in sorted({rank for by_rank in steps for rank in by_rank}):
+            curves.add(rank, [by_rank[rank] for by_rank in steps if rank in by_rank])
+        return curves
 
     def _rewind(self, rank: int, step: int) -> None:
         for series in self.phase_series[rank].values():
@@ -84,6 +96,11 @@ class RunCurves:
             for series in self.shared_series.values():
                 series.truncate_from(step)
             self.steps_done = step
+
+    @property
+    def train_time_s(self) -> float:
+        """Return the time spent in steps, without pauses between starts, evaluations and checkpoints."""
+        return sum(self.shared_series["wall_s"].bucket_sums)
 
     @property
     def leader_records(self) -> Sequence[StepRecord]:
@@ -105,20 +122,6 @@ class RunCurves:
         means = {phase: [value for record in records if (value := getattr(record.cost, phase)) is not None]
                  for phase in PHASES}  # fmt: skip
         return StepCost(**{phase: sum(values) / len(values) if values else None for phase, values in means.items()})
-
-    def noise_scale(self) -> CurvePoints | None:
-        """Return the gradient noise scale in tokens over the steps; None if too little was measured.
-
-        Both terms are averaged before the division, as in core.step.noise_scale.
-        """
-        norm_sq, trace = self.shared_series["norm_sq"].points(), self.shared_series["trace"].points()
-        if len(norm_sq) < 5 or len(norm_sq) != len(trace):
-            return None
-        span = max(2.0, NOISE_SPAN * len(norm_sq))
-        means = zip(norm_sq.steps, kernel_average(trace.means, span), kernel_average(norm_sq.means, span), strict=True)
-        scales = [(step, above / below) for step, above, below in means if above > 0 < below]
-        values = [value for _, value in scales]
-        return CurvePoints([step for step, _ in scales], values, values, values) if scales else None
 
     def to_stored(self) -> StoredCurves:
         """Return the curves as stored in a file."""

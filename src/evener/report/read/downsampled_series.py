@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from evener.report.draw.svg_charts import MAX_PLOTTABLE
-
 MAX_BUCKETS = 512  # buckets of one curve: more cannot be distinguished on a screen
+MAX_PLOTTABLE = 1e300  # magnitude of a value: sums and differences of such numbers are still finite
 
 
 class StoredSeries(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,20 @@
+"""Name the states of a run, worst first, and the mark (colour and symbol) with which every page shows each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+RunState = Literal["failed", "hung", "unresponsive", "slow", "healthy", "starting", "stopped", "finished"]
+STATE_MARKS: dict[RunState, str] = {
+    "failed": "bad", "hung": "bad", "unresponsive": "warn", "slow": "warn", "healthy": "good", "starting": "idle",
+    "stopped": "idle", "finished": "done",
+}  # fmt: skip
+MARK_SYMBOLS = {"good": "▶", "warn": "⚠", "bad": "✗", "idle": "■", "done": "✓"}
+
+# A run that ought to train and has written nothing for both has lost its processes, or its host.
+STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS = 60.0, 20
+
+
+def is_unresponsive(silence_s: float, step_s: float | None) -> bool:
+    """Return whether a run that has written nothing for so long hangs, has died, or cannot be reached."""
+    return silence_s > max(STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS * (step_s or 0.0))
