@@ -211,7 +211,7 @@ def test_invalid_ssh_config_is_reported_and_not_offered(folder):
     ssh_config(folder, "Host 'a\n")
     text = ask(folder, "a", "", "", "n")
     assert "no hosts offered from ~/.ssh/config: " in text
-    assert "line 1: a quotation mark that is not closed" in " ".join(text.split())
+    assert "line 1: no closing quotation" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("lines", [("\x04",), ("a", "\x04", "\x04")])

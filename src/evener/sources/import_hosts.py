@@ -1,26 +1,32 @@
 """Import lists of hosts and merge them into one fleet; no host is contacted.
 
-`ssh_config`, `hostfile` and `ansible_inventory` each read one kind of list and return a `HostList`.
+`ssh_config`, `hostfile` and `ansible_inventory` each read one kind of list and return a `HostList`. Lists of ssh and of
+Ansible are read by their own programs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import ipaddress
 import itertools
 import os
 import re
+import resource
+import subprocess
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from evener.core.base.errors import UsageError
+from evener.core.base.errors import EvenerError, UsageError
 from evener.core.cluster.fleet_file import HostConfig
 
 MAX_FILE_BYTES = 1_000_000  # of a list; a larger file is something else
 MAX_HOSTS = 4096
+READER_TIMEOUT_S = 30.0  # of a program that reads a list; a small text can stand for a large one
+READER_MEMORY_BYTES = 2**30
 MAX_TARGET_CHARS = 300  # characters of an address with user and port
 LOCALHOST_NAMES = ("localhost", "127.0.0.1", "::1")
 DEFAULT_SSH_PORT = 22
@@ -88,6 +94,26 @@ def _suggest_file(file: Path) -> str:
     except OSError:
         return f"there is no folder {file.parent} either"
     return f"did you mean {file.parent / close[0]}?" if close else f"no file in {file.parent} has a similar name"
+
+
+def run_list_reader(
+    argv: list[str], file: Path, env: Mapping[str, str], install: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the program whose kind of list a file is, with limited time and memory; `install` says how to get it."""
+    try:
+        return subprocess.run(
+            argv, env=os.environ | env, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            check=False, timeout=READER_TIMEOUT_S, preexec_fn=_limit_memory,
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise EvenerError(f"{file}: it is read by {argv[0]}, which is not installed", hint=install) from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{file}: not read after {READER_TIMEOUT_S:.0f} s by {argv[0]}") from None
+
+
+def _limit_memory() -> None:
+    with contextlib.suppress(ValueError, OSError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (READER_MEMORY_BYTES, READER_MEMORY_BYTES))
 
 
 def parse_ssh_target(text: str) -> HostConfig | None:
