@@ -303,7 +303,6 @@ def damage(path: Path, how: str, where: float) -> None:
         ["bench", "--batch", "1", "--ranks", "2", "--data", "data/verbs"],
         ["bench", "--data", "nowhere"],
         ["bench", "--data", "data/verbs", "--out", "runs"],
-        ["bench", "--preset", "lab01", "--data", "data/verbs", "--out", "runs"],
         ["data", "nonsense"],
         ["data", "text"],
         ["data", "text", "nowhere"],

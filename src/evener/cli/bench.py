@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import typer
 
-EXAMPLES = "evener bench --seconds 20\nevener bench --fleet fleet.toml\nevener bench --preset lab01"
+EXAMPLES = "evener bench --seconds 20\nevener bench --fleet fleet.toml"
 
 
 def bench(
     preset: str | None = typer.Option(
         None,
-        metavar="scaling|fleet|strategies|lab01",
+        metavar="scaling|fleet|strategies",
         help="scaling: 1, 2, … processes on this machine; fleet: hosts alone and together; strategies: sync "
-        "strategies; lab01: the DDP baseline of the first lab [scaling; with --fleet fleet]",
+        "strategies [scaling; with --fleet fleet]",
     ),
     fleet: str | None = typer.Option(None, metavar="FILE", help="hosts to measure [strategies: fleet.toml]"),
     hosts: str | None = typer.Option(None, metavar="NAME,…", help="only these hosts of the fleet [all]"),
     data: list[str] | None = typer.Option(None, help="a corpus; may be given again [data/verbs and data/python]"),
-    out: str | None = typer.Option(
-        None, help="folder of the results [runs/bench, runs/fleet, runs/strategies, experiments/35-ddp-cpu]"
-    ),
+    out: str | None = typer.Option(None, help="folder of the results [runs/bench, runs/fleet, runs/strategies]"),
     seconds: float = typer.Option(45.0, min=1.0, max=3600.0, help="training time of each set-up"),
     steps: int = typer.Option(500, min=1, help="strategies: steps with each sync strategy"),
     syncs: str | None = typer.Option(None, metavar="NAME,…", help="strategies: only these [all that suit the model]"),
     ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="scaling: numbers of processes [1, 2, … cores]"),
     model: str = typer.Option("char", help="model to train"),
     batch: int | None = typer.Option(None, min=1, help="sequences in the global batch [8; strategies: 16]"),
-    force: bool = typer.Option(False, "--force", help="scaling, lab01: replace an existing folder"),
+    force: bool = typer.Option(False, "--force", help="scaling: replace an existing folder"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Measure the effect of more processes, more hosts or another sync strategy, and explain it.
@@ -43,10 +41,8 @@ def bench(
     preset = preset or ("scaling" if fleet is None else "fleet")
     if preset == "scaling":
         return bench_local.run_scaling_bench(data, out, seconds, ranks, model, batch or 8, force, as_json)
-    if preset == "lab01":
-        return bench_local.run_lab01_bench(data, out, force, as_json)
     if preset not in ("fleet", "strategies"):
-        presets = ["scaling", "fleet", "strategies", "lab01"]
+        presets = ["scaling", "fleet", "strategies"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
     from evener.cli import bench_fleet
     from evener.core.cluster.fleet_file import load_fleet, select_hosts

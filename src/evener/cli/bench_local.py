@@ -1,4 +1,4 @@
-"""The benches that need no fleet: strong scaling on this machine, and the DDP baseline of lab01."""
+"""The bench that needs no fleet: strong scaling on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from evener.bench import ddp_baseline as lab
 from evener.bench import scaling as bench
 from evener.cli import follow_output
 from evener.cli.terminal import make_console, print_table, print_text
@@ -25,7 +24,6 @@ from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import resolve
 from evener.core.run.run_spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.core.run.rundir import RunDir
-from evener.corpus.tokenizer import load_tokenizer
 from evener.launch.distributed_program import local_program_lines
 from evener.plan.choice.cluster import build_cluster
 from evener.plan.choice.search import predict
@@ -104,41 +102,6 @@ def run_scaling_bench(
         print_text(screen, explained[corpus])
     screen.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="", soft_wrap=True)
     print(page)
-    return 0
-
-
-def run_lab01_bench(data: list[str] | None, out: str | None, force: bool, as_json: bool) -> int:
-    screen = make_console(stderr=True, quiet=as_json)
-    if data and len(data) > 1:
-        raise UsageError("--preset lab01 takes one corpus")
-    corpus = data[0] if data else ensure_corpus("data/verbs")
-    folder = Path(out or "experiments/35-ddp-cpu")
-    encode = load_tokenizer(Path(corpus)).encode
-    result = lab.run_ddp_baseline(
-        Path(corpus), folder, encode, force=force, notify=lambda text: print_text(screen, text)
-    )
-    if as_json:
-        json.dump(result, sys.stdout)
-        print()
-        return 0
-    for rank, (sentence, number) in enumerate(zip(result["first_sentence"], result["sentences"], strict=True)):
-        print_text(
-            screen,
-            f"rank {rank} has {number} of {result['sentences_total']} sentences; its first: {sentence.strip()}",
-        )
-    print_text(
-        screen,
-        f"tokens/s: {result['tokens_per_sec_1proc']:.0f} with 1 process, {result['tokens_per_sec_2proc']:.0f} with 2",
-    )
-    print_text(
-        screen,
-        f"all-reduce a step: p50 {result['allreduce_p50_ms']:.2f} ms, p95 {result['allreduce_p95_ms']:.2f} ms (hook)",
-    )
-    bracket, exposed = result["variant_a_mean_p50_p95_ms"][1], result["exposed_mean_p50_p95_ms"][1]
-    print_text(screen, f"not hidden by backward: p50 {exposed:.2f} ms (hook), {bracket:.2f} ms (barrier brackets)")
-    print_text(screen, f"states of the two ranks: largest difference {result['largest_difference']:.3g}")
-    print_text(screen, result["lesson_notes"])
-    print(folder / "manifest.json")
     return 0
 
 

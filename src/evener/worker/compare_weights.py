@@ -1,7 +1,7 @@
 """Compare saved weights of replicas or of two runs. `python -m evener.worker.compare_weights RUN [OTHER]` prints JSON.
 
 RUN alone    every checkpoint: the file of weights against the hashes that each rank took of its own replica; and
-             whole states that ranks wrote (RUN/replicas, or state-rank-R.pt of the lab)
+             whole states that ranks wrote (RUN/replicas, or state-rank-R.pt of examples/ddp_baseline.py)
 RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
 """
 
