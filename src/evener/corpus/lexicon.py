@@ -11,20 +11,20 @@ Frame = Literal["intransitive", "happening", "transitive", "ditransitive", "prep
 
 LEXICON = tomllib.loads((files("evener.corpus") / "lexicon.toml").read_text(encoding="utf-8"))
 
-DOUBLING = frozenset(LEXICON["doubling"])
-STATES = frozenset(LEXICON["states"])
-EVENTS = frozenset(LEXICON["events"])
-ACTIVE_ONLY = frozenset(LEXICON["active_only"])
-MASS = frozenset(LEXICON["mass"])
+DOUBLING: frozenset[str] = frozenset(LEXICON["doubling"])
+STATES: frozenset[str] = frozenset(LEXICON["states"])
+EVENTS: frozenset[str] = frozenset(LEXICON["events"])
+ACTIVE_ONLY: frozenset[str] = frozenset(LEXICON["active_only"])
+MASS: frozenset[str] = frozenset(LEXICON["mass"])
 
-PEOPLE = tuple(LEXICON["people"])
-NAMES = tuple(LEXICON["names"])
-PEOPLE_ADJECTIVES = tuple(LEXICON["people_adjectives"])
-THING_ADJECTIVES = tuple(LEXICON["thing_adjectives"])
-PLACES = tuple(LEXICON["places"])
-MOTIONS = tuple(LEXICON["motions"])
-PLACES_OF_ACTION = tuple(LEXICON["places_of_action"])
-MANNERS = tuple(LEXICON["manners"])
+PEOPLE: tuple[str, ...] = tuple(LEXICON["people"])
+NAMES: tuple[str, ...] = tuple(LEXICON["names"])
+PEOPLE_ADJECTIVES: tuple[str, ...] = tuple(LEXICON["people_adjectives"])
+THING_ADJECTIVES: tuple[str, ...] = tuple(LEXICON["thing_adjectives"])
+PLACES: tuple[str, ...] = tuple(LEXICON["places"])
+MOTIONS: tuple[str, ...] = tuple(LEXICON["motions"])
+PLACES_OF_ACTION: tuple[str, ...] = tuple(LEXICON["places_of_action"])
+MANNERS: tuple[str, ...] = tuple(LEXICON["manners"])
 
 
 def _by_tense_and_aspect(table: dict[str, Any]) -> dict[tuple[str, ...], Any]:
