@@ -190,7 +190,7 @@ def test_every_strategy_has_price_and_penalty_source():
     for sync in map(parse_sync, SYNC_EXAMPLES):
         penalty, source = loss_penalty(sync, 10**8, [8, 8])
         assert source
-        is_exact = STRATEGY_TRAFFIC[sync.kind].is_exact
+        is_exact = sync.is_exact
         assert (source == EXACT_SOURCE) == is_exact
         assert penalty is None or penalty >= 0.0
         assert not is_exact or penalty == 0.0

@@ -11,7 +11,7 @@ from evener.core.base.errors import UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.link import NAMED_LINKS, LinkModel, parse_link
 from evener.core.model.shape import PRESETS, preset_shape
-from evener.core.run.prediction import EXACT_SOURCE, Cluster, Job
+from evener.core.run.prediction import Cluster, Job
 from evener.core.run.roster import RankSlot, parse_sync
 from evener.plan.choice.advice import collect_advice
 from evener.plan.choice.cluster import NotMeasuredError, build_cluster, uniform_cluster, with_uniform_link
@@ -124,7 +124,7 @@ def test_faster_strategy_of_unknown_loss_is_not_recommended(monkeypatch):
 
 
 def test_strategy_above_loss_budget_is_rejected(monkeypatch):
-    monkeypatch.setattr("evener.plan.cost.cost_model.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
+    monkeypatch.setattr("evener.core.run.roster.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
     assert predict(changed(long, loss_budget=2.0), slow).recommended == "diloco:10:int8:streamed"
@@ -289,9 +289,10 @@ def test_auto_takes_fastest_within_budget_else_ddp(monkeypatch):
 def test_lossy_strategy_needs_a_minimum_speedup():
     option = predict(JOB, cluster(1000.0, 1000.0)).options[0]
     exact, lossless, lossy = (
-        msgspec.structs.replace(option, name=name, tokens_per_s=rate, loss_penalty=cost, loss_source=source)
-        for name, rate, cost, source in (
-            ("exact", 1000.0, 0.0, EXACT_SOURCE), ("lossless", 1030.0, -0.01, "me"), ("lossy", 1040.0, 0.002, "me"))
+        msgspec.structs.replace(option, name=name, tokens_per_s=rate, loss_penalty=cost,
+                                roster=option.roster.replace_sync(parse_sync(sync)))
+        for name, sync, rate, cost in (
+            ("exact", "ddp", 1000.0, 0.0), ("lossless", "int8", 1030.0, -0.01), ("lossy", "int8", 1040.0, 0.002))
     )  # fmt: skip
     assert pick_fastest([exact, lossless, lossy]) is lossless
     assert pick_fastest([exact, lossy]) is exact

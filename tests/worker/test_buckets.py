@@ -65,6 +65,7 @@ OF_A_PROGRAM = """
 import json, types
 import torch, torch.distributed as dist
 from torch import nn
+from evener.core.run.roster import DDP, Roster
 from evener.worker.sync.gradient_sync import GradientSync
 from evener.worker.sync.allreduce_hook import AllReduceHook
 
@@ -82,7 +83,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = types.SimpleNamespace(world_size=1, gradient_group=dist.group.WORLD, control_group=dist.group.WORLD,
                               device=torch.device("cpu"))
 clock = types.SimpleNamespace(mark=lambda: None)
-sync = GradientSync(group, clock, lambda part: None, AllReduceHook(group, clock))
+roster = Roster(members=[], sync=DDP, backend="gloo")
+sync = GradientSync(group, clock, lambda part: None, roster, lambda spec: AllReduceHook(group, clock))
 model = Backwards()
 sync.wrap(model, all_params_used=False)
 sizes = []

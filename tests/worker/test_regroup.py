@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch import nn
 from evener.core.run.peer_failure import is_peer_failure
-from evener.core.run.roster import parse_sync
+from evener.core.run.roster import Roster, parse_sync
 from evener.plan.cost import sync_traffic as plan
 from evener.worker.rank.clock import HostClock
 from evener.worker.rank.process_groups import ProcessGroups, _open_sockets
@@ -65,7 +65,7 @@ def meet():
         group.leave_epoch()
         try:
             group.begin()
-            sync.regroup([])
+            sync.adopt_roster(Roster(members=[], sync=spec, backend="gloo"))
             if group.number_of_world > CUTS:
                 told = [json.loads(one) for one in group.all_gather_bytes(json.dumps([stop, step]).encode())]
                 stop = min(min(stop for stop, _ in told), max(step for _, step in told) + 2 * spec.every)

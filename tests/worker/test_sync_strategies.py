@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from evener.core.base.errors import UsageError
-from evener.core.run.roster import Member, Roster, parse_sync
+from evener.core.run.roster import DDP, Member, Roster, parse_sync
 from evener.core.run.rundir import RunDir
 from evener.plan.cost import penalty
 from evener.report.read.event_log import describe_event
@@ -311,7 +311,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from evener.core.run.roster import Roster, parse_sync
 from evener.worker.rank.clock import HostClock
-from evener.worker.sync.sync_factory import change_sync, make_sync
+from evener.worker.sync.sync_factory import make_sync
 
 dist.init_process_group("gloo")
 rank, n = dist.get_rank(), dist.get_world_size()
@@ -330,7 +330,7 @@ def off(name, by_turns):
     given, got = ([torch.zeros(p.shape, dtype=torch.float64) for p in parameters] for _ in range(2))
     for step in range(9):
         if step == 8:
-            change_sync(sync, roster("ddp"), group, HostClock(), module)
+            sync.adopt_roster(roster("ddp"))
         module.zero_grad()
         gradients = [torch.randn(p.shape, generator=draw) for p in parameters]
         used = set(module[step % 2].parameters() if by_turns and 0 < step < 8 else parameters)
@@ -392,6 +392,7 @@ def test_empty_bucket_part_is_packed():
     assert packed.pack_views([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
 
 
+TWO_RANKS = Roster(members=[], sync=DDP, backend="gloo")
 TAKES = [(DenseAllReduce, ()), (PackedAllReduce, ()), (QuantizedAllReduce, ("mine", "sums")), (PowerSGD, ("left",))]
 
 
@@ -401,7 +402,7 @@ def test_residuals_of_other_strategy_are_sent_with_next_gradients(exchange, take
     group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
     more = {QuantizedAllReduce: (BlockwiseIntCodec(8),), PowerSGD: (4,)}.get(exchange, ())
     lane = BucketQueue(group, HostClock(), exchange(group, *more), frozenset())
-    buckets = GradientSync(group, HostClock(), lambda part: None, lane)
+    buckets = GradientSync(group, HostClock(), lambda part: None, TWO_RANKS, lambda sync: lane)
     buckets._module = nn.ParameterDict({"weight": torch.zeros(40, 70)})
     parts = {kind: torch.full((40, 70) if kind == "left" else (2800,), 10.0**i)
              for i, kind in enumerate(("mine", "sums", "left", "unused"))}  # fmt: skip
@@ -416,7 +417,8 @@ def test_residuals_of_other_strategy_are_sent_with_next_gradients(exchange, take
 def test_residuals_of_same_parameter_are_added():
     """As of a rank that had left something of its gradients and of sums before its way changed."""
     group = types.SimpleNamespace(world_size=2, rank=0)
-    buckets = GradientSync(group, HostClock(), lambda part: None, AllReduceHook(group, HostClock()))
+    hook = AllReduceHook(group, HostClock())
+    buckets = GradientSync(group, HostClock(), lambda part: None, TWO_RANKS, lambda sync: hook)
     buckets._module = nn.ParameterDict({"weight": torch.zeros(4)})
     weight = buckets._module["weight"]
     buckets._add_residuals([(weight, torch.ones(4)), (weight, 10 * torch.ones(4))])

@@ -157,8 +157,8 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the loss penalty is 0 by construction; a lossy strategy may have been measured to cost 0."""
-        return self.loss_source == EXACT_SOURCE
+        """See `SyncSpec.is_exact`; a lossy strategy may have been measured to cost no loss."""
+        return self.roster.sync.is_exact
 
     @property
     def straggler(self) -> Member:

@@ -28,6 +28,7 @@ SyncKind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", 
 
 # what `train` can run
 SUPPORTED_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")
+LOSSY_KINDS: tuple[SyncKind, ...] = ("bf16", "int8", "int4", "powersgd", "diloco")
 MICRO_BATCH_TOKENS = 16384  # *assumption*: enough to keep a processor busy, few enough to fit in memory
 
 
@@ -54,6 +55,25 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
         steps. Otherwise all ranks step with the same gradients, and replicas stay equal.
         """
         return self.kind == "diloco"
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether every step uses the sum of all ranks' gradients, exact up to rounding, as sums are taken in
+        another order.
+        """
+        return self.kind not in LOSSY_KINDS
+
+    @property
+    def is_supported(self) -> bool:
+        """Return whether `train` can run it."""
+        return self.kind == "none" or self.kind in SUPPORTED_KINDS
+
+    @property
+    def has_buckets(self) -> bool:
+        """Return whether `train` exchanges gradients bucket by bucket in every step, so that a run can switch from one
+        such strategy to another.
+        """
+        return self.kind in SUPPORTED_KINDS and not self.drifts
 
     def __str__(self) -> str:
         words: list[str] = [self.kind]
@@ -389,14 +409,16 @@ def requested_sync(spec: RunSpec) -> SyncSpec:
 
 def check_sync_supported(spec: RunSpec) -> None:
     """Raise UsageError if `train` cannot run the requested strategy."""
-    if (sync := requested_sync(spec)).kind not in ("none", *SUPPORTED_KINDS):
+    if not (sync := requested_sync(spec)).is_supported:
         raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(SUPPORTED_KINDS)}")
 
 
-def is_unsafe_in_fp16(roster: Roster) -> bool:
-    """Return whether a lossy strategy would add its residual to fp16 gradients of another loss scale."""
-    lossy = ("bf16", "int8", "int4", "powersgd")
-    return roster.sync.kind in lossy and any(member.dtype == "fp16" for member in roster.members)
+def why_unsafe_in_fp16(roster: Roster) -> str:
+    """Return why a strategy that adds residuals to later gradients would do harm in fp16; "" if it would not."""
+    has_residuals = roster.sync.has_buckets and not roster.sync.is_exact
+    if has_residuals and any(member.dtype == "fp16" for member in roster.members):
+        return "its residuals would be of another loss scale than the next step's gradients"
+    return ""
 
 
 def initial_roster(spec: RunSpec, seats: Sequence[RankSlot], block_size: int | None) -> Roster:

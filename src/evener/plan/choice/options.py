@@ -15,13 +15,12 @@ from evener.core.run.prediction import Cluster, Job, PlanOption
 from evener.core.run.resolve import check_sync_for_shape
 from evener.core.run.roster import (
     DDP,
-    SUPPORTED_KINDS,
     Roster,
     SyncSpec,
     format_shares,
-    is_unsafe_in_fp16,
     parse_sync,
     requested_sync,
+    why_unsafe_in_fp16,
 )
 from evener.plan.cost.collective_cost import best_ring, build_ring
 from evener.plan.cost.cost_model import predict_step
@@ -29,14 +28,12 @@ from evener.plan.cost.penalty import LOSS_MEASUREMENTS, why_too_lossy
 from evener.plan.cost.sync_traffic import BUCKET_BYTES, COMPRESSED_BUCKET_BYTES, bucket_bytes
 from evener.plan.shares.initial_shares import MAX_MEMORY_FRACTION, initial_roster_by_speed
 
-# strategies that exchange gradients, bucket by bucket
-BUCKETED_KINDS = tuple(kind for kind in SUPPORTED_KINDS if kind != "diloco")
 BASE_STRATEGIES = [
     parse_sync(name)
     for name in dict.fromkeys(("ddp", "packed", *(row.sync for row in LOSS_MEASUREMENTS), "fsdp", "hsdp", "zero1"))
 ]
 CANDIDATE_STRATEGIES = tuple(msgspec.structs.replace(strategy, sparse=sparse) for strategy in BASE_STRATEGIES
-                   for sparse in ((False, True) if strategy.kind in BUCKETED_KINDS else (False,)))  # fmt: skip
+                   for sparse in ((False, True) if strategy.has_buckets else (False,)))  # fmt: skip
 SIMILAR_SPEED = 0.9  # hosts whose speeds differ by a smaller ratio count as similar
 MIN_GAIN = 1.02  # a smaller gain is within the prediction error
 MAX_HOSTS_EXHAUSTIVE = 5  # up to so many hosts every subset is predicted
@@ -60,7 +57,7 @@ def with_best_bucket_size(job: Job, cluster: Cluster, roster: Roster, name: str 
     Small buckets are sent early and leave little to send after backward; large ones need fewer messages.
     """
     default = predict_step(job, cluster, roster, name=name)
-    if roster.world_size == 1 or roster.bucket_bytes or roster.sync.kind not in BUCKETED_KINDS:
+    if roster.world_size == 1 or roster.bucket_bytes or not roster.sync.has_buckets:
         return default
     # nothing to gain
     if MIN_GAIN * (default.step_s - (default.straggler_cost.cost.exposed_sync_s or 0.0)) > default.step_s:
@@ -383,6 +380,4 @@ def why_strategy_rejected(option: PlanOption, loss_budget: float) -> str:
         if option.roster.sync.kind == "hsdp" and min(sizes) != max(sizes):
             return "hsdp needs the same number of ranks on every host"
         return "train cannot run it yet"
-    if is_unsafe_in_fp16(option.roster):
-        return "its error feedback would be of another loss scale than the next step's gradients"
-    return why_too_lossy(option.loss_penalty, option.loss_source, loss_budget)
+    return why_unsafe_in_fp16(option.roster) or why_too_lossy(option.loss_penalty, option.loss_source, loss_budget)

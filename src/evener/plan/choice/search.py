@@ -60,12 +60,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
         options += best_single_host_options(alone, cluster)
         options += best_two_that_fit(fewer_host_options(job, cluster), cluster)
         options += fitting_host_options(job, cluster)
-        if (
-            is_sync_ours
-            and may_leave_out
-            and chosen.roster.sync.kind == "diloco"
-            and why_strategy_rejected(chosen, loss_budget)
-        ):
+        if is_sync_ours and may_leave_out and chosen.roster.sync.drifts and why_strategy_rejected(chosen, loss_budget):
             options += fewer_replica_options(job, cluster, loss_budget)
     if len(cluster.seats) > 1:
         options += other_shares_options(job, cluster)
@@ -118,7 +113,7 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
     loss_budget = job.spec.train.loss_budget / 100
     runnable = [option for option in options if not why_option_rejected(option, cluster, loss_budget)]
     for option in options if may_leave_out and runnable else ():
-        if option.roster.sync.kind == "diloco" and why_strategy_rejected(option, loss_budget):
+        if option.roster.sync.drifts and why_strategy_rejected(option, loss_budget):
             subsets = fewer_replica_options(job_with_sync(job, option.roster.sync), cluster, loss_budget)
             runnable += [o for o in subsets if not why_option_rejected(o, cluster, loss_budget)]
     best = pick_fastest(runnable) or options[0]

@@ -20,7 +20,6 @@ from evener.core.run.prediction import Cluster, Job, PlanOption
 from evener.core.run.roster import Roster
 from evener.plan.choice.cluster import with_scaled_links
 from evener.plan.choice.options import (
-    BUCKETED_KINDS,
     CANDIDATE_STRATEGIES,
     is_applicable,
     pick_fastest,
@@ -82,7 +81,7 @@ class StrategySelector:
         options = [
             with_best_bucket_size(self._job, self._cluster, roster.replace_sync(sync))
             for sync in CANDIDATE_STRATEGIES
-            if sync.kind in BUCKETED_KINDS and is_applicable(sync, self._job)
+            if sync.has_buckets and is_applicable(sync, self._job)
         ]
         budget = self._job.spec.train.loss_budget / 100
         runnable = [option for option in options if not why_option_rejected(option, self._cluster, budget)]

@@ -19,7 +19,7 @@ import msgspec
 
 from evener.core.cluster.collective_results import Collective
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, RankCost
-from evener.core.run.roster import NO_SYNC, SUPPORTED_KINDS, Member, Roster, SyncSpec, num_micro_batches, parse_sync
+from evener.core.run.roster import Member, Roster, SyncSpec, num_micro_batches, parse_sync
 from evener.core.run.step_cost import StepCost
 from evener.plan.cost.collective_cost import Ring, build_ring, collective_s, sent_bytes
 from evener.plan.cost.expected_max import expected_max_s
@@ -136,7 +136,7 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
         bytes_per_rank=round(sent / work.every),
         loss_penalty=penalty,
         loss_source=source,
-        is_built=roster.sync == NO_SYNC or roster.sync.kind in SUPPORTED_KINDS,
+        is_built=roster.sync.is_supported,
     )
 
 
@@ -241,7 +241,7 @@ def codec_s_per_byte(host: HostRates, sync: SyncSpec) -> float:
     [0.25, 0.75]
     """
     if sync.kind != "powersgd":
-        known = host.coding_Bps.get(f"int{sync.bits}" if sync.kind == "diloco" else sync.kind)
+        known = host.coding_Bps.get(f"int{sync.bits}" if sync.drifts else sync.kind)
         return 1 / known if known else CODEC_MEMORY_PASSES / host.copy_Bps if host.copy_Bps else 0.0
     measured = {parse_sync(name): rate for name, rate in host.coding_Bps.items()}
     points = sorted((known.rank, 1 / rate) for known, rate in measured.items() if known.kind == "powersgd")

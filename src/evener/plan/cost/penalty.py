@@ -25,7 +25,7 @@ from evener.core.model.shape import GPTShape
 from evener.core.run.prediction import EXACT_SOURCE
 from evener.core.run.roster import Roster, SyncSpec, parse_sync
 from evener.core.run.run_spec import RunSpec
-from evener.plan.cost.sync_traffic import STRATEGY_TRAFFIC, averaging_efficiency
+from evener.plan.cost.sync_traffic import averaging_efficiency
 
 SIMILAR_SIZE_FACTOR = 3.0  # models count as of similar size up to this ratio of their parameters: *assumption*
 # the ratio up to which models count as of the same size: they differ in their vocabulary at most
@@ -61,7 +61,7 @@ def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = 
           shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
           corpora: int = 1) -> LossMeasurement:  # fmt: skip
     """[bench/loss.jsonl: the mean of its runs, each relative to one process of the same seed on the same corpus]"""
-    drifts, num_params = parse_sync(sync).kind == "diloco", NUM_PARAMS[shape]
+    drifts, num_params = parse_sync(sync).drifts, NUM_PARAMS[shape]
     corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
     parts = tuple(map(int, shares.split(":")))
     ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
@@ -130,9 +130,9 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200)[1]
     'its loss was measured only with 1200 steps and more'
     """
-    if STRATEGY_TRAFFIC[sync.kind].is_exact:
+    if sync.is_exact:
         return 0.0, EXACT_SOURCE
-    rows, drifts = _measurements_of(sync), sync.kind == "diloco"
+    rows = _measurements_of(sync)
     if not rows:
         return None, "nobody measured what it costs in loss"
     long_enough = [row for row in rows if num_steps is None or num_steps >= row.min_steps]
@@ -144,9 +144,9 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     by_worth: dict[float, list[LossMeasurement]] = defaultdict(list)
     for row in large_enough:
         by_worth[equivalent_replicas(row.shares)].append(row)
-    replicas, penalties = equivalent_replicas(shares) if drifts else 2.0, dict[float, tuple[float, str]]()
+    replicas, penalties = equivalent_replicas(shares) if sync.drifts else 2.0, dict[float, tuple[float, str]]()
     # Smaller models lose more, so measurements of larger models are used for them only if there are no others.
-    for ratio in (SAME_SIZE_FACTOR, SIMILAR_SIZE_FACTOR) if drifts else (math.inf,):
+    for ratio in (SAME_SIZE_FACTOR, SIMILAR_SIZE_FACTOR) if sync.drifts else (math.inf,):
         if max(penalties, default=0.0) < replicas:
             penalties = {num: _interpolate_model_size(of_num, num_params) for num, of_num in sorted(by_worth.items())
                      if min(row.num_params for row in of_num) <= num_params * ratio}  # fmt: skip
@@ -238,7 +238,7 @@ def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
     """
     if sync.kind == "bf16":
         return BF16_ROUNDING
-    least = num_ranks if sync.kind == "diloco" else 2
+    least = num_ranks if sync.drifts else 2
     rows = _measurements_of(sync)
     num_measured = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
     factor = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0

@@ -216,7 +216,7 @@ def sync_workload(job: Job, roster: Roster) -> SyncWorkload:
     503.3
     209.8
     """
-    work = STRATEGY_TRAFFIC[roster.sync.kind].workload(job.shape, roster)
+    work = STRATEGY_TRAFFIC[roster.sync.kind](job.shape, roster)
     if not roster.sync.sparse:
         return work
     tables, touched = (
@@ -229,13 +229,6 @@ def sync_workload(job: Job, roster: Roster) -> SyncWorkload:
     scan_bytes = 2.0 * GRADIENT_BYTES * sum(table.num_params for table in tables)  # a scan for the maximum and minimum
     return msgspec.structs.replace(work, transfers=transfers, row_bytes=(roster.world_size - 1) * row_bytes,
                                    copied_bytes=work.copied_bytes + scan_bytes)  # fmt: skip
-
-
-class StrategyTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """One row of the table of strategies."""
-
-    workload: Callable[[GPTShape, Roster], SyncWorkload]
-    is_exact: bool = True  # up to rounding, as sums are taken in another order
 
 
 def _none(shape: GPTShape, roster: Roster) -> SyncWorkload:
@@ -458,16 +451,16 @@ def _diloco(shape: GPTShape, roster: Roster) -> SyncWorkload:
     )
 
 
-STRATEGY_TRAFFIC: dict[SyncKind, StrategyTraffic] = {
-    "none": StrategyTraffic(workload=_none),
-    "ddp": StrategyTraffic(workload=_ddp),
-    "packed": StrategyTraffic(workload=_packed),
-    "bf16": StrategyTraffic(workload=_quantized(16, 1), is_exact=False),
-    "int8": StrategyTraffic(workload=_quantized(8, QUANTIZATION_BLOCK[8]), is_exact=False),
-    "int4": StrategyTraffic(workload=_quantized(4, QUANTIZATION_BLOCK[4]), is_exact=False),
-    "powersgd": StrategyTraffic(workload=_powersgd, is_exact=False),
-    "fsdp": StrategyTraffic(workload=_fsdp),
-    "hsdp": StrategyTraffic(workload=_hsdp),
-    "zero1": StrategyTraffic(workload=_zero1),
-    "diloco": StrategyTraffic(workload=_diloco, is_exact=False),
+STRATEGY_TRAFFIC: dict[SyncKind, Callable[[GPTShape, Roster], SyncWorkload]] = {
+    "none": _none,
+    "ddp": _ddp,
+    "packed": _packed,
+    "bf16": _quantized(16, 1),
+    "int8": _quantized(8, QUANTIZATION_BLOCK[8]),
+    "int4": _quantized(4, QUANTIZATION_BLOCK[4]),
+    "powersgd": _powersgd,
+    "fsdp": _fsdp,
+    "hsdp": _hsdp,
+    "zero1": _zero1,
+    "diloco": _diloco,
 }

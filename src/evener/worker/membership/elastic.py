@@ -14,8 +14,8 @@ computed it.
 
 Drifting replicas step without each other, and may be one step apart. The updates of a lost rank since the last
 synchronization are lost. An exchange that completed on any rank is applied on all; any other counts as never begun, and
-its updates go out with the next (`DiLoCo.regroup`). So it is with step reports: one that any rank received is not sent
-again.
+its updates go out with the next (`DiLoCo.adopt_roster`). So it is with step reports: one that any rank received is not
+sent again.
 
 Hosts join between two steps, when all ranks ask for a regroup. A joining rank receives weights, optimizer states and
 other states from the memory of a rank that trains (`state_transfer.py`).
@@ -56,9 +56,6 @@ from evener.worker.rank.process_groups import ProcessGroups, exit_immediately
 from evener.worker.record.run_log import RunLog
 from evener.worker.record.step_recorder import StepRecorder
 from evener.worker.state.checkpointer import Checkpointer, CheckpointHistory
-from evener.worker.sync.diloco import DiLoCo
-from evener.worker.sync.gradient_sync import GradientSync
-from evener.worker.sync.sync_factory import change_sync
 
 POLL_S = 0.05  # between polls for a newer epoch
 # A collective that begins at the moment in which its connection ends may hang: gloo's Pair::write fails all waiting
@@ -163,11 +160,7 @@ class ElasticMembership(FixedMembership):
         return self._regroup(PEER_LOST)
 
     def commit_gradients(self, loss_sum: Tensor) -> float | None:
-        is_drifting, has_changed_buffers = (
-            self._trainer.sync.replica_mode == "drifting",
-            bool(self._trainer.changed_buffers),
-        )
-        if is_drifting and not has_changed_buffers and self._has_trained:
+        if self._trainer.sync.drifts and not self._trainer.changed_buffers and self._has_trained:
             return None
         local_loss, group = loss_sum.reshape(1, 1), self._group
         losses = torch.empty(group.world_size, 1, dtype=torch.float64)
@@ -308,15 +301,12 @@ class ElasticMembership(FixedMembership):
         roster = self._with_full_sync(roster)
         group.member_ranks = [member.rank for member in roster.members]
         joining_ranks = [rank for rank, of_rank in enumerate(gathered) if not of_rank]
-        if isinstance(learner.sync, DiLoCo):
-            learner.sync.regroup(joining_ranks)
+        learner.sync.adopt_roster(roster, joining_ranks)
         if joining_ranks:
             transfer_state(
                 learner, self._checkpointer, newest.step, source=gathered.index([newest]), joining_ranks=joining_ranks
             )
         FixedMembership.__init__(self, roster)
-        if isinstance(learner.sync, GradientSync):
-            change_sync(learner.sync, roster, group, learner.recorder.clock, learner.training_state.module)
         self._checkpointer.reset_after_regroup(newest.checkpoint_history)
         self._stop_step = min((pos.stop_step for pos in positions if pos.stop_step is not None), default=None)
         # The rank that has finished most knows whether it is saved already.

@@ -15,7 +15,6 @@ from evener.core.run.prediction import Cluster
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import Roster, weighted_shares
 from evener.core.run.run_spec import RunSpec
-from evener.plan.choice.options import BUCKETED_KINDS
 from evener.plan.choice.strategy_selector import StrategySelector
 from evener.plan.shares.rebalance import LoadBalancer
 from evener.worker.membership import TrainerView
@@ -28,7 +27,10 @@ T = TypeVar("T")
 
 
 class FixedMembership:
-    """Membership of ranks that end when they lose one: the launcher restarts them, or the user resumes the run."""
+    """Membership of ranks that end when they lose one: the launcher restarts them, or the user resumes the run.
+
+    With one rank it is also the fake of a Membership for tests: it communicates with nobody.
+    """
 
     is_epoch_lost = False
     last_result: Any = None
@@ -89,9 +91,7 @@ class FixedMembership:
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
             warning = self.enable_balancing(fixed_micro_batch_size=fixed_micro_batch_size)
         # Drifting replicas keep their strategy.
-        may_choose = (
-            spec.train.sync == "auto" and self.roster.sync.kind in BUCKETED_KINDS and self.roster.world_size > 1
-        )
+        may_choose = spec.train.sync == "auto" and self.roster.sync.has_buckets and self.roster.world_size > 1
         is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # no host was added to the run
         if may_choose and resolved is not None and cluster is not None and is_known:
             self._chooser = StrategySelector(resolved.job, cluster, self.roster)

@@ -153,7 +153,7 @@ class RunLog:
         """Warn if DiLoCo, which cannot be changed during a run, would no longer be chosen for this many ranks."""
         assert self._manifest is not None
         spec, shape, sync = self._manifest.spec, self._manifest.shape, roster.sync
-        if spec.train.sync != "auto" or shape is None or sync.kind != "diloco":
+        if spec.train.sync != "auto" or shape is None or not sync.drifts:
             return
         if why := why_no_longer_chosen(roster, spec, shape):
             num_ranks = pluralize(roster.world_size, "rank")
@@ -166,7 +166,7 @@ class RunLog:
             if error is None:
                 continue
             sync, limit = self._error_monitor.sync, self._error_monitor.max_error
-            what = "parameter differences" if sync.kind == "diloco" else "gradients"
+            what = "parameter differences" if sync.drifts else "gradients"
             why = (
                 f"--sync {sync}: the sums of {what} are {error:.1%} off the exact sums; its loss penalty was measured "
                 f"for up to {limit:.1%}: compare the loss with ddp's"

@@ -97,7 +97,7 @@ def max_lead_steps(roster: Roster) -> int:
     """Return how many steps a rank may lead the slowest: 1 for DiLoCo, else 0, so that jitter is paid once a round
     rather than once a step.
     """
-    return int(roster.sync.kind == "diloco")
+    return int(roster.sync.drifts)
 
 
 class HostCopy:

@@ -138,7 +138,7 @@ class Checkpointer:
         on_this_host = ranks_with_state(self._dir, step)
         available = [from_json(text, list[int]) for text in group.all_gather_bytes(msgspec.json.encode(on_this_host))]
         mine = load_rank_state(self._dir, group.member_rank, step) if group.member_rank in on_this_host else None
-        if self._sync.replica_mode == "drifting":
+        if self._sync.drifts:
             strategy = self._sync.state_dict()["way"]
             has_state = group.all_gather_bytes(b"1" if mine and mine["sync"].get("way") == strategy else b"")
             if mine and all(has_state) and resume_from.world_size == group.world_size:
@@ -313,7 +313,7 @@ class Checkpointer:
     def _states_to_save(self) -> dict[str, Any]:
         """Return the states that the writer saves with the weights; it may receive them from another rank."""
         states, group = self._training_state.state_dicts(), self._group
-        if self._sync.replica_mode != "drifting":
+        if not self._sync.drifts:
             return states
         messages = group.all_gather_bytes(msgspec.json.encode([self._training_state.is_learning, group.is_writer]))
         roles = [from_json(text, tuple[bool, bool]) for text in messages]
@@ -324,7 +324,7 @@ class Checkpointer:
     def _collect_rank_state(self) -> dict[str, Any]:
         """Return the state that this rank alone has; empty if there is none."""
         rank_state: dict[str, Any] = {"sync": self._sync.rank_state_dict()}
-        if self._sync.replica_mode == "drifting":
+        if self._sync.drifts:
             states = self._training_state.state_dicts()
             rank_state["states"] = {name: state for name, state in states.items() if name != "sync"}
         return rank_state if any(rank_state.values()) else {}

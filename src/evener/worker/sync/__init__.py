@@ -2,7 +2,7 @@
 
 *Equal* replicas hold the same gradient after the last backward of a pass, the sum over ranks, and so the same weights.
 *Drifting* replicas take local steps, each with its own gradient, and synchronize weights every so many steps; those
-global weights are what is compared and saved, and what the run ends with.
+global weights are what is compared and saved, and what the run ends with. See `SyncSpec.drifts`.
 
 The training program runs forward on the bare module. `Sync.backward` is the backward that may communicate; gradients
 that earlier backwards accumulated on this rank are included.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-ReplicaMode = Literal["equal", "drifting", "sharded"]
+from evener.core.run.roster import Roster
+
 GRADIENT_RESIDUAL_KINDS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
 
 
@@ -73,7 +74,7 @@ class Sync(Protocol):
     Drifting replicas divide by their own count.
     """
 
-    replica_mode: ReplicaMode
+    drifts: bool  # whether replicas drift
 
     @property
     def rounding_depends_on_cpu_model(self) -> bool:
@@ -115,6 +116,13 @@ class Sync(Protocol):
     def abort(self) -> None:
         """Wait until the exchanges in flight have failed, after ranks were lost."""
 
+    def adopt_roster(self, roster: Roster, joining_ranks: Sequence[int] = ()) -> None:
+        """Continue among the ranks of this Roster and with its strategy. All ranks call it.
+
+        Drifting replicas keep their strategy, and continue from the newest global weights that any rank has.
+        `joining_ranks`: the ranks of this group that will receive their state by a transfer.
+        """
+
     def take_comm_stats(self) -> CommStats:
         """Return the communication statistics since the last call."""
 
@@ -143,3 +151,36 @@ class Sync(Protocol):
 
     def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         """Load this rank's own state after `wrap`. `departed_states`: states of ranks that no longer take part."""
+
+
+class EqualReplicas:
+    """The part of a Sync that is the same for all strategies without drift: there is nothing to merge."""
+
+    drifts = False
+
+    def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
+        pass
+
+    def after_step(self, index: int) -> None:
+        pass
+
+    def merge_replicas(self) -> None:
+        pass
+
+    def needs_merge(self) -> bool:
+        return False
+
+    def wait_all(self) -> None:
+        pass
+
+    def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return weights
+
+    def is_synced(self) -> bool:
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        pass

@@ -35,13 +35,13 @@ from torch.distributed.utils import _sync_module_states
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError
-from evener.core.run.roster import SyncSpec
+from evener.core.run.roster import Roster, SyncSpec
 from evener.core.run.step_cost import BLOCKED
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.plan.cost.sync_traffic import averaging_efficiency, fragment_bytes
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import BucketCommEvent, CommStats, GradientStats, ReplicaMode, SupportsBackward
+from evener.worker.sync import BucketCommEvent, CommStats, GradientStats, SupportsBackward
 from evener.worker.sync.bucket_queue import COMPARE_EVERY, GradBucketSlice, run_and_measure_error
 from evener.worker.sync.codecs import BlockwiseIntCodec
 from evener.worker.sync.comm_thread import record_current_stream
@@ -99,7 +99,7 @@ class DiLoCoProgress(msgspec.Struct, frozen=True, kw_only=True):
 class DiLoCo:
     """Replicas that take `spec.every` local steps between synchronizations."""
 
-    replica_mode: ReplicaMode = "drifting"
+    drifts = True
     rounding_depends_on_cpu_model = False
 
     def __init__(self, group: ProcessGroups, clock: Clock, lap: Callable[[str], None], spec: SyncSpec, *,
@@ -245,11 +245,7 @@ class DiLoCo:
             wait(flight.futures)
 
     @torch.no_grad()
-    def regroup(self, joining_ranks: Sequence[int]) -> None:
-        """Continue among other ranks, from the newest global state that any rank has. All ranks call it.
-
-        `joining_ranks`: the ranks of this group that will receive their state by a transfer.
-        """
+    def adopt_roster(self, roster: Roster, joining_ranks: Sequence[int] = ()) -> None:
         group = self._group
         for i in [i for i, flight in self._exchanges.items() if flight.is_complete]:
             self._apply_exchange(i)

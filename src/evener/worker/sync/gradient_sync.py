@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from evener.core.run.roster import Roster, SyncSpec
+from evener.plan.cost.sync_traffic import bucket_bytes
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import (
@@ -31,8 +33,8 @@ from evener.worker.sync import (
     BucketCommEvent,
     CommStats,
     CompressionTraits,
+    EqualReplicas,
     GradientStats,
-    ReplicaMode,
     SupportsBackward,
 )
 
@@ -76,21 +78,19 @@ class CommHook(Protocol):
         """Load this rank's state, which comes first, and take over the residuals of departed ranks."""
 
 
-class GradientSync:
+class GradientSync(EqualReplicas):
     """Synchronous data parallelism: every rank holds the sum of all gradients after the last backward of a pass."""
-
-    replica_mode: ReplicaMode = "equal"
 
     def __init__(
         self,
         group: ProcessGroups,
         clock: Clock,
         lap: Callable[[str], None],
-        hook: CommHook,
-        bucket_bytes: int | None = None,
+        roster: Roster,
+        make_hook: Callable[[SyncSpec], CommHook],
     ) -> None:
-        self._group, self._clock, self._lap, self._hook = group, clock, lap, hook
-        self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
+        self._group, self._clock, self._lap, self._make_hook = group, clock, lap, make_hook
+        self._hook, self._bucket_bytes = make_hook(roster.sync), bucket_bytes(roster)
         self._params_with_new_grad: set[Tensor] = set()  # parameters whose gradient has grown since the last exchange
         self._hooks: list[Any] = []
         self._is_arranging_buckets = False
@@ -106,17 +106,13 @@ class GradientSync:
     def rounding_depends_on_cpu_model(self) -> bool:
         return self._hook.traits.rounding_depends_on_cpu_model
 
-    def change_hook(self, hook: CommHook, bucket_bytes: int | None) -> None:
-        """Use another hook or bucket size from here on; the old residuals go out with the next gradients."""
+    def adopt_roster(self, roster: Roster, joining_ranks: Sequence[int] = ()) -> None:
+        """Use the Roster's strategy and bucket size from here on; the old residuals go out with the next gradients."""
         self._is_warmup = False
         self._add_residuals(self._hook.residuals())
-        self._hook = hook
-        self._bucket_MiB = None if bucket_bytes is None else bucket_bytes >> 20
+        self._hook, self._bucket_bytes = self._make_hook(roster.sync), bucket_bytes(roster)
         self._build_ddp(is_already_in_sync=True)
         self._rebuilds_buckets_next = self._all_params_used
-
-    def wait_all(self) -> None:
-        pass
 
     def abort(self) -> None:
         self._hook.abort()
@@ -163,18 +159,6 @@ class GradientSync:
             self._ddp.reducer._rebuild_buckets()
         self._is_warmup = False
 
-    def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
-        pass
-
-    def after_step(self, index: int) -> None:
-        pass
-
-    def merge_replicas(self) -> None:
-        pass
-
-    def needs_merge(self) -> bool:
-        return False
-
     def take_comm_stats(self) -> CommStats:
         events = self._hook.take_comm_events()
 
@@ -200,18 +184,6 @@ class GradientSync:
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         dist.all_reduce(values, group=self._group.control_group)
         return values
-
-    def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return weights
-
-    def is_synced(self) -> bool:
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        pass
 
     def rank_state_dict(self) -> dict[str, Any]:
         names = {parameter: name for name, parameter in self._module.named_parameters()}
@@ -248,7 +220,7 @@ class GradientSync:
             self._module,
             device_ids=[self._group.device] if self._group.device.type == "cuda" else None,
             process_group=self._group.gradient_group,
-            bucket_cap_mb=self._bucket_MiB,
+            bucket_cap_mb=None if self._bucket_bytes is None else self._bucket_bytes >> 20,
             gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy less each way
             forward_sync_buffers=False,  # see worker/train/buffers.py
             init_sync=not is_already_in_sync,

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from evener.worker.sync import GRADIENT_RESIDUAL_KINDS, CommStats, GradientStats, ReplicaMode, SupportsBackward
+from evener.core.run.roster import Roster
+from evener.worker.sync import GRADIENT_RESIDUAL_KINDS, CommStats, EqualReplicas, GradientStats, SupportsBackward
 
 
-class NoSync:
-    """The Sync of a single rank."""
+class NoSync(EqualReplicas):
+    """The Sync of a single rank. It is also the fake of a Sync for tests: it needs no process group."""
 
-    replica_mode: ReplicaMode = "equal"
     rounding_depends_on_cpu_model = False
 
     def __init__(self) -> None:
@@ -35,22 +35,10 @@ class NoSync:
     def finish_warmup(self) -> None:
         self._is_warmup = False
 
-    def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
-        pass
-
-    def after_step(self, index: int) -> None:
-        pass
-
-    def merge_replicas(self) -> None:
-        pass
-
-    def needs_merge(self) -> bool:
-        return False
-
-    def wait_all(self) -> None:
-        pass
-
     def abort(self) -> None:
+        pass
+
+    def adopt_roster(self, roster: Roster, joining_ranks: Sequence[int] = ()) -> None:
         pass
 
     def take_comm_stats(self) -> CommStats:
@@ -61,18 +49,6 @@ class NoSync:
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         return values
-
-    def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        return weights
-
-    def is_synced(self) -> bool:
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        pass
 
     def rank_state_dict(self) -> dict[str, Any]:
         return {}

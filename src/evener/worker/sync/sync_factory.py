@@ -9,8 +9,7 @@ from torch import nn
 
 from evener.core.base.errors import UsageError
 from evener.core.run.resolve import check_sync_is_useful
-from evener.core.run.roster import Roster, SyncSpec, is_unsafe_in_fp16
-from evener.plan.cost.sync_traffic import bucket_bytes
+from evener.core.run.roster import NO_SYNC, Roster, SyncSpec, why_unsafe_in_fp16
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import Sync
@@ -31,18 +30,12 @@ def make_sync(
     roster: Roster, group: ProcessGroups, clock: Clock, lap: Callable[[str], None], module: nn.Module
 ) -> Sync:
     """Create the sync strategy of a run; `lap` charges the time since the last lap to a phase of the step."""
-    if roster.sync.kind == "none":
+    if roster.sync == NO_SYNC:
         return NoSync()
-    if roster.sync.kind == "diloco":
+    if roster.sync.drifts:
         return (StreamingDiLoCo if roster.sync.streamed else DiLoCo)(group, clock, lap, roster.sync)
     _check_strategy(roster, module)
-    return GradientSync(group, clock, lap, _make_hook(roster.sync, group, clock, module), bucket_bytes(roster))
-
-
-def change_sync(sync: Sync, roster: Roster, group: ProcessGroups, clock: Clock, module: nn.Module) -> None:
-    """Switch a GradientSync to the Roster's strategy from the next step on; both strategies keep replicas equal."""
-    assert isinstance(sync, GradientSync), roster.sync
-    sync.change_hook(_make_hook(roster.sync, group, clock, module), bucket_bytes(roster))
+    return GradientSync(group, clock, lap, roster, lambda sync: _make_hook(sync, group, clock, module))
 
 
 def _check_strategy(roster: Roster, module: nn.Module) -> None:
@@ -56,11 +49,8 @@ def _check_strategy(roster: Roster, module: nn.Module) -> None:
             )
     is_thinner = any(is_low_rank_smaller(parameter, sync.rank) for parameter in module.parameters())
     check_sync_is_useful(sync, has_sparse_embeddings=bool(embedding_tables(module)), is_low_rank_smaller=is_thinner)
-    if is_unsafe_in_fp16(roster):
-        raise UsageError(
-            f"--sync {sync} with fp16: its residuals would be of another loss scale than the next step",
-            hint="--dtype fp32 or bf16, or --sync ddp",
-        )
+    if why := why_unsafe_in_fp16(roster):
+        raise UsageError(f"--sync {sync} with fp16: {why}", hint="--dtype fp32 or bf16, or --sync ddp")
 
 
 def _make_hook(sync: SyncSpec, group: ProcessGroups, clock: Clock, module: nn.Module) -> CommHook:

@@ -57,7 +57,7 @@ from evener.worker.state.training_state import (
     batch_norm_names,
     check_batch_norm,
 )
-from evener.worker.sync.sync_factory import change_sync, make_sync
+from evener.worker.sync.sync_factory import make_sync
 from evener.worker.train.datasets import Dataset, as_dataset
 from evener.worker.train.rank_consistency import check_rank_consistency, load_planned_cluster, starting_roster
 from evener.worker.train.train_step import TrainContext, TrainStep
@@ -106,10 +106,7 @@ def _apply_new_roster(membership: Membership, context: TrainContext, run_log: Ru
     if reports and (roster := membership.update_roster(reports, index)) is not None:
         if roster.sync != previous.sync:
             run_log.log_roster_change(roster, previous)
-            clock, module = context.recorder.clock, context.training_state.module
-            membership.retry_after_regroup(
-                lambda: change_sync(context.sync, membership.roster, context.group, clock, module)
-            )
+            membership.retry_after_regroup(lambda: context.sync.adopt_roster(membership.roster))
         else:
             check_batch_norm(context.training_state.module, roster)
             run_log.log_roster_change(roster, previous)

@@ -109,9 +109,9 @@ class TrainStep:
         samples = self._samples[start : start + self.member.share]
         self._micro_batch_samples = np.split(samples, np.cumsum(sizes)[:-1]) if sizes else []
         self._tokens = float(sum(context.dataset.num_tokens(micro_batch) for micro_batch in self._micro_batch_samples))
-        is_drifting = context.sync.replica_mode == "drifting"
-        self._divisor = (self._tokens or 1.0) if is_drifting else self._global_tokens
-        self._has_gradients = self._tokens > 0 or not is_drifting  # a drifting replica has only its own gradients
+        self._divisor = (self._tokens or 1.0) if context.sync.drifts else self._global_tokens
+        # a drifting replica has only its own gradients
+        self._has_gradients = self._tokens > 0 or not context.sync.drifts
 
     @property
     def member(self) -> Member:
@@ -227,7 +227,7 @@ class TrainStep:
             )
         if not self._is_finished:
             self._finish()
-            if self._context.sync.replica_mode == "drifting":
+            if self._context.sync.drifts:
                 self._context.recorder.stop_timers()
         comm_stats = self._context.sync.take_comm_stats()
         gradient_stats = self._context.sync.take_gradient_stats()
