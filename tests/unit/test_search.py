@@ -16,6 +16,7 @@ from evener.core.run.roster import RankSlot, parse_sync
 from evener.plan.choice.advice import collect_advice
 from evener.plan.choice.cluster import NotMeasuredError, build_cluster, uniform_cluster, with_uniform_link
 from evener.plan.choice.options import (
+    best_two_that_fit,
     job_with_larger_batch,
     pick_fastest,
     pick_simplest,
@@ -684,3 +685,11 @@ def test_equal_and_per_round_shares_are_separate_options():
     assert equal.chosen == "diloco:10"
     gain = told[by_speed.chosen].tokens_per_s / told[equal.chosen].tokens_per_s
     assert gain == pytest.approx(4 / 900 / (4.4 / 1100), rel=0.02)
+
+
+def test_fastest_option_is_returned_if_none_fits_in_memory():
+    small = cluster(1000.0, 1000.0, memory_bytes=1_000_000)
+    option = predict(JOB, small).options[0]
+    slow, fast = (msgspec.structs.replace(option, name=f"{rate}", tokens_per_s=rate) for rate in (10.0, 20.0))
+    assert best_two_that_fit([slow, fast], small) == [fast]
+    assert best_two_that_fit([slow, fast], cluster(1000.0, 1000.0)) == [fast, slow]

@@ -137,4 +137,9 @@ def median(values: Sequence[float]) -> float | None:
     >>> median([3.0, 1.0, 2.0]), median([])
     (2.0, None)
     """
-    return percentile(values, 0.5) if values else None
+    return sample_median(values) if values else None
+
+
+def sample_median(values: Sequence[float]) -> float:
+    """Return the median of at least one value."""
+    return percentile(values, 0.5)

@@ -10,7 +10,6 @@ from msgspec import Meta
 # swap: an all_to_all made of point-to-point messages, see worker/sync/pairwise.py
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "swap"]
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
 NCCL_DTYPE_NAMES = {"fp32": "float", "bf16": "bfloat16", "fp16": "half"}  # as nccl-tests prints them
 MIN_SIZE_BYTES = 1 << 10
 

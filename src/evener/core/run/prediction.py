@@ -24,7 +24,7 @@ EXACT_SOURCE = "exact"  # the loss source of strategies whose penalty is 0 by co
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train: the requested run and the shape of its model."""
+    """A training job: the requested run and the shape of its model."""
 
     spec: RunSpec
     shape: GPTShape

@@ -29,7 +29,7 @@ from evener.plan.choice.options import (
     why_strategy_rejected,
 )
 
-BATCH_FACTORS = (2, 4, 8, 16)
+COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # of these the best is reported
 
 
 def format_verdict(prediction: Prediction) -> str:
@@ -199,11 +199,11 @@ def _advise_on_larger_batch(prediction: Prediction, noise_tokens: float) -> Advi
         faster = predict_training(job_with_larger_batch(job, factor), cluster).tokens_per_s / chosen.tokens_per_s
         return faster, token_multiplier(noise_tokens, job.tokens, factor)
 
-    found = {factor: rates(factor) for factor in BATCH_FACTORS}
+    found = {factor: rates(factor) for factor in COMPARED_BATCH_FACTORS}
     gains = {factor: faster / more for factor, (faster, more) in found.items()}
     best = max(gains, key=lambda factor: gains[factor])
     if gains[best] <= MIN_GAIN:  # then report the next larger batch
-        best = BATCH_FACTORS[0]
+        best = COMPARED_BATCH_FACTORS[0]
     verdict = "that gains nothing"
     if not 1 / MIN_GAIN <= gains[best] <= MIN_GAIN:
         verdict = f"it gets there {'sooner' if gains[best] > 1 else 'later'}"

@@ -36,7 +36,7 @@ from evener.plan.choice.options import (
 from evener.plan.cost.cost_model import predict_step
 from evener.plan.shares.initial_shares import initial_roster_by_speed
 
-BATCH_FACTORS = (2, 4, 8, 16, 32, 64)
+LARGER_BATCH_FACTORS = (2, 4, 8, 16, 32, 64)  # of these the smallest that pays is reported
 SLOW_LINKS_MBIT = (1.0, 10.0, 100.0)  # slower than any Ethernet that is sold today
 BISECTIONS = 7  # between two named links
 WAN_LATENCY_S = 1e-3  # one way: too long for hosts in one room
@@ -255,7 +255,7 @@ def _batch_advice(job: Job, cluster: Cluster) -> Advice:
     Where the noise scale was measured, compare the time to the same loss.
     """
     noise = job.noise_tokens
-    for factor in BATCH_FACTORS:
+    for factor in LARGER_BATCH_FACTORS:
         larger_job = job_with_larger_batch(job, factor)
         single, distributed = best_single_host(larger_job, cluster), best_distributed(larger_job, cluster)
         if single is None or distributed is None:
@@ -274,7 +274,7 @@ def _batch_advice(job: Job, cluster: Cluster) -> Advice:
             text += f"{gain:.2f} times as much as {_format_single_host(single)}"
             text += ": another training run." if noise is None else ", measured to the same loss."
             return Advice(text=text, flags=flags, tokens_per_s=distributed.tokens_per_s, gain=gain)
-    return Advice(text=f"A batch up to {BATCH_FACTORS[-1]} times as large would not make several hosts faster.")
+    return Advice(text=f"A batch up to {LARGER_BATCH_FACTORS[-1]} times as large would not make several hosts faster.")
 
 
 def flags_for(option: PlanOption, job: Job, cluster: Cluster) -> dict[str, str]:

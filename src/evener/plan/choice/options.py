@@ -40,6 +40,7 @@ MAX_HOSTS_EXHAUSTIVE = 5  # up to so many hosts every subset is predicted
 MAX_HOSTS_GREEDY = 8  # up to so many hosts are left out greedily, one by one
 MAX_HOSTS_BY_SPEED = 16  # up to so many hosts, every number of the fastest is predicted
 MAX_HOSTS_RING_SEARCH = 64  # up to so many hosts the best ring order is searched; larger clusters keep the file's order
+MAX_RANKS = 1 << 16  # that are predicted
 MIN_LOSSY_GAIN = 1.05  # gain over an exact strategy that is required of one that costs loss
 
 
@@ -334,9 +335,9 @@ def pick_simplest(options: Sequence[PlanOption], best: PlanOption, chosen: str) 
 
 
 def best_two_that_fit(options: Sequence[PlanOption], cluster: Cluster) -> list[PlanOption]:
-    """Return the two fastest options that fit into memory, or the first option if none fits."""
-    fitting = [option for option in options if fits_in_memory(option, cluster)]
-    return sorted(fitting, key=option_throughput, reverse=True)[:2] or list(options[:1])
+    """Return the two fastest options that fit into memory, or the fastest option if none fits."""
+    ranked = sorted(options, key=option_throughput, reverse=True)
+    return [option for option in ranked if fits_in_memory(option, cluster)][:2] or ranked[:1]
 
 
 def fits_in_memory(option: PlanOption, cluster: Cluster) -> bool:

@@ -27,11 +27,9 @@ from evener.core.run.step_cost import StepRecord, noise_scale
 from evener.plan.choice.advice import format_throughput
 from evener.plan.choice.calibration import calibrate_cluster, measured_option
 from evener.plan.choice.cluster import build_cluster, subcluster, with_uniform_link
-from evener.plan.choice.options import with_best_ring_order
+from evener.plan.choice.options import MAX_RANKS, with_best_ring_order
 from evener.plan.choice.search import predict, reasons_left_out
 from evener.plan.choice.training_cost import RentalOffer
-
-MAX_FLEET_RANKS = 1 << 16  # that are predicted one by one
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,8 +133,8 @@ def request_for_rental(request: PlanRequest, offer: RentalOffer) -> PlanRequest:
 
 def _check_ranks(num_ranks: int, job: Job) -> None:
     """Refuse too many ranks before they are created."""
-    if num_ranks > MAX_FLEET_RANKS:
-        raise UsageError(f"{num_ranks} ranks, more than {MAX_FLEET_RANKS}", hint="--scale 1,8,…,65536 goes as far")
+    if num_ranks > MAX_RANKS:
+        raise UsageError(f"{num_ranks} ranks, more than {MAX_RANKS}", hint="--scale 1,8,…,65536 goes as far")
     if num_ranks > job.spec.train.batch and not job.spec.machine.has_explicit_shares:
         raise UsageError(
             f"{num_ranks} ranks, more than the {job.spec.train.batch} sequences of one batch",

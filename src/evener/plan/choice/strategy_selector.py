@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.base.units import format_seconds, median
+from evener.core.base.units import format_seconds, sample_median
 from evener.core.run.prediction import Cluster, Job, PlanOption
 from evener.core.run.roster import Roster
 from evener.plan.choice.cluster import with_scaled_links
@@ -62,13 +62,13 @@ class StrategySelector:
         if len(self._seen) < WINDOW:
             return None
         samples = list(self._seen)
-        halves = [median(samples[: WINDOW // 2]) or 0.0, median(samples[WINDOW // 2 :]) or 0.0]
+        halves = [sample_median(samples[: WINDOW // 2]), sample_median(samples[WINDOW // 2 :])]
         factor = CHANGED_FACTOR if self._is_measured else UNFORESEEN_FACTOR
         if min(halves) <= factor * self._expected_s and max(halves) >= self._expected_s / factor:
             if not self._is_measured and max(halves) < CHANGED_FACTOR * min(halves):  # otherwise it is still changing
-                self._expected_s, self._is_measured = median(samples) or 0.0, True
+                self._expected_s, self._is_measured = sample_median(samples), True
             return None
-        return self._select(roster.renumber_ranks(), median(samples) or 0.0)
+        return self._select(roster.renumber_ranks(), sample_median(samples))
 
     def _select(self, roster: Roster, took_s: float) -> StrategySwitch | None:
         """Scale the links by the change and return the best strategy over them; None to keep the current one."""

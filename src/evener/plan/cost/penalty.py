@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.base.units import format_count, median, pluralize
+from evener.core.base.units import format_count, pluralize, sample_median
 from evener.core.model.shape import GPTShape
 from evener.core.run.prediction import EXACT_SOURCE
 from evener.core.run.roster import Roster, SyncSpec, parse_sync
@@ -262,6 +262,6 @@ class CompressionErrorMonitor:
         self._seen.append(error)
         if len(self._seen) < self.NUM_SAMPLES:
             return None
-        latest = median(list(self._seen)) or 0.0
+        latest = sample_median(self._seen)
         was_beyond, self._is_beyond = self._is_beyond, latest > self.max_error
         return latest if self._is_beyond and not was_beyond else None

@@ -219,10 +219,8 @@ def sync_workload(job: Job, roster: Roster) -> SyncWorkload:
     work = STRATEGY_TRAFFIC[roster.sync.kind](job.shape, roster)
     if not roster.sync.sparse:
         return work
-    tables, touched = (
-        [tensor for tensor in gradient_tensors(job.shape) if tensor.is_lookup],
-        job.embedding_rows(max(roster.shares)),
-    )
+    tables = [tensor for tensor in gradient_tensors(job.shape) if tensor.is_lookup]
+    touched = job.embedding_rows(max(roster.shares))
     sent = [_sparse_table_call(tensor, touched, roster.world_size) for tensor in tables]
     transfers = sorted([*work.transfers, *sent], key=lambda transfer: transfer.ready)
     row_bytes = sum(_row_bytes(tensor) for tensor, call in zip(tables, sent, strict=True) if call.collective == "swap")
@@ -291,10 +289,8 @@ def _packed(shape: GPTShape, roster: Roster) -> SyncWorkload:
     """Send gradients of linear layers in bf16 where a rank computes in bf16 with one micro-batch; sums are fp32."""
     all_fit, sizes, total_saved = all(map(gradients_fit_bf16, roster.members)), [], 0.0
     for bucket in assign_buckets(densely_sent_tensors(shape, roster.sync), bucket_bytes(roster)):
-        size, saved_bytes = (
-            _gradient_bytes(bucket),
-            sum(2.0 * tensor.num_params for tensor in bucket if tensor.is_linear),
-        )
+        size = _gradient_bytes(bucket)
+        saved_bytes = sum(2.0 * tensor.num_params for tensor in bucket if tensor.is_linear)
         sizes.append((size - saved_bytes if all_fit else size, size, bucket[-1].ready))
         total_saved += saved_bytes
     num_ranks = roster.world_size

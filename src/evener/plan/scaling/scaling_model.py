@@ -21,7 +21,7 @@ from evener.core.cluster.link import LinkModel
 from evener.core.run.prediction import Cluster, Job
 from evener.core.run.roster import Member, choose_backend, equal_shares
 from evener.core.run.step_cost import StepCost
-from evener.plan.choice.options import MIN_GAIN
+from evener.plan.choice.options import MAX_RANKS, MIN_GAIN
 from evener.plan.cost.collective_cost import Ring, collective_s, nccl_all_reduce_s, ring_phase_s
 from evener.plan.cost.cost_model import BACKWARD_FRACTION, RECOMPUTE_BACKWARD_FRACTION, recompute_factor
 from evener.plan.cost.expected_max import MaxDistribution, max_of_lognormals
@@ -43,7 +43,6 @@ LIMITS: list[tuple[str, Callable[[float], bool], str]] = [
     ("jitter", lambda x: 0 <= x <= 3, "between 0 and 3"),
     ("backward_share slow_share", lambda x: 0 <= x <= 1, "between 0 and 1"),
 ]
-MAX_RANKS = 1 << 16
 MAX_POINTS = 64
 MTBF_DAYS = 300.0  # *assumption*
 CHECKPOINT_S, RESTART_S = 20.0, 300.0  # *assumptions*: to write a checkpoint, and from a failure to the next step

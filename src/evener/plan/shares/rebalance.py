@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from evener.core.base.units import format_seconds, median
+from evener.core.base.units import format_seconds, sample_median
 from evener.core.run.roster import Roster, num_micro_batches, step_shares
 from evener.plan.shares.load_balancing import (
     RankTimeModel,
@@ -238,14 +238,14 @@ class LoadBalancer:
 
     def _time_models(self, size: int) -> list[RankTimeModel]:
         """Return the time model of every rank from the median of its last `size` steps."""
-        return [self._time_model(rank, share, _median(self._times(rank)[-size:])) if share else self._idle[rank]
+        return [self._time_model(rank, share, sample_median(self._times(rank)[-size:])) if share else self._idle[rank]
                 for rank, share in enumerate(self._shares)]  # fmt: skip
 
     def _time_model(self, rank: int, share: int, took_s: float) -> RankTimeModel:
         micro_batch, pass_sequences = self._micro_batches[rank], self._pass_sequences[rank]
         passes = mean_num_micro_batches(share, micro_batch, self._every)
         sequence_s = took_s / (passes * pass_sequences + share / self._every)
-        update_s = _median(self._updates[rank]) if self._updates[rank] else 0.0
+        update_s = sample_median(self._updates[rank]) if self._updates[rank] else 0.0
         return RankTimeModel(
             sequence_s=sequence_s,
             micro_batch_overhead_s=pass_sequences * sequence_s,
@@ -275,13 +275,13 @@ class LoadBalancer:
             ratios.append(many_s / few_s)
             if len(ratios) >= WINDOWS[0]:
                 self._learn_overhead(
-                    rank, few, many, _median(ratios), _median_standard_error(_deviations(ratios), len(ratios))
+                    rank, few, many, sample_median(ratios), _median_standard_error(_deviations(ratios), len(ratios))
                 )
         elif rank in self._left and len(window) >= WINDOWS[0]:
             error = self._noise[rank].extended_by(self._times(rank)).median_error(WINDOWS[0])
             if error is not None:
                 before, before_s = self._left.pop(rank)
-                grown = _median(self._times(rank)) / before_s
+                grown = sample_median(self._times(rank)) / before_s
                 self._learn_overhead(rank, before, self._shares[rank], grown, math.sqrt(2) * error)
 
     def _learn_overhead(self, rank: int, before: int, now: int, grown: float, error: float) -> None:
@@ -305,7 +305,7 @@ class LoadBalancer:
         for rank in working:
             before = self._times(rank)[:-size]
             if len(before) >= WINDOWS[0]:
-                changed.append((time_models[rank].variable_time_s(self._shares[rank]) / _median(before), rank))
+                changed.append((time_models[rank].variable_time_s(self._shares[rank]) / sample_median(before), rank))
         factor, rank = max(changed, key=lambda c: max(c[0], 1 / c[0]), default=(1.0, 0))
         if factor > NOTABLE_FACTOR:
             return f"{self._names[rank]} takes {factor:.1f} times as long as before"
@@ -329,10 +329,10 @@ class _TimingNoise:
     def extended_by(self, values: Sequence[float]) -> _TimingNoise:
         """Return this noise extended by the values of a window, limited to the last 45 steps."""
         size, limit = WINDOWS[0], WINDOWS[-1]
-        middle = _median(values) if values else 1.0
+        typical = sample_median(values) if values else 1.0
         steps = _deviations(values)
         ends = range(len(values), size - 1, -size)
-        medians = [abs(_median(values[end - size : end]) / middle - 1) for end in ends][::-1]
+        medians = [abs(sample_median(values[end - size : end]) / typical - 1) for end in ends][::-1]
         return _TimingNoise([*self._steps, *steps][-limit:], [*self._medians, *medians][-(limit // size) :])
 
     def median_error(self, size: int) -> float | None:
@@ -342,28 +342,22 @@ class _TimingNoise:
         of_steps = _median_standard_error(self._steps, size)
         if len(self._medians) < MIN_NOISE_MEDIANS:
             return of_steps
-        return max(of_steps, MAD_TO_SIGMA * _median(self._medians) * math.sqrt(WINDOWS[0] / size))
+        return max(of_steps, MAD_TO_SIGMA * sample_median(self._medians) * math.sqrt(WINDOWS[0] / size))
 
 
 def _median_standard_error(deviations: Sequence[float], size: int) -> float:
     """Return the relative standard error of a median of `size` values with these deviations."""
-    return MEDIAN_ERROR_FACTOR * max(MIN_RELATIVE_NOISE, MAD_TO_SIGMA * _median(deviations)) / math.sqrt(size)
+    return MEDIAN_ERROR_FACTOR * max(MIN_RELATIVE_NOISE, MAD_TO_SIGMA * sample_median(deviations)) / math.sqrt(size)
 
 
 def _deviations(values: Sequence[float]) -> list[float]:
     """Return the relative deviations of values from their median."""
-    middle = _median(values) if values else 1.0
-    return [abs(value / middle - 1) for value in values]
+    typical = sample_median(values) if values else 1.0
+    return [abs(value / typical - 1) for value in values]
 
 
 def _window() -> deque[Any]:
     return deque(maxlen=WINDOWS[-1])
-
-
-def _median(values: Sequence[float]) -> float:
-    result = median(values)
-    assert result is not None
-    return result
 
 
 def _lower_bound_s(num_sequences: int, time_models: Sequence[RankTimeModel]) -> float:
