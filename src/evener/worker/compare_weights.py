@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from evener.core.base.errors import CheckpointError, EvenerError
+from evener.core.base.errors import CheckpointError, exit_status_of
 from evener.core.base.units import pluralize
 from evener.core.run.rundir import RunDir, read_checkpoint
 from evener.worker.state.replica_hashes import hash_tensors, replica_mismatches
@@ -107,12 +107,9 @@ def _rank_in_name(file: Path) -> int:
 
 def main() -> int:
     paths = [Path(arg) for arg in sys.argv[1:]]
-    try:
-        print(json.dumps(compare_replicas(*paths) if len(paths) == 1 else compare_newest_weights(*paths)))
-    except EvenerError as error:
-        print(error.to_json_line(), flush=True)
-        return error.exit_status
-    return 0
+    return exit_status_of(
+        lambda: print(json.dumps(compare_replicas(*paths) if len(paths) == 1 else compare_newest_weights(*paths)))
+    )
 
 
 if __name__ == "__main__":

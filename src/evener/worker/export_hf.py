@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from evener.core.base.decoding import from_json
-from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.errors import UsageError, exit_status_of
 from evener.core.model.shape import GPTShape
 from evener.worker.state.checkpoint import load_weights
 from evener.worker.train.gpt2 import CONV1D_PATTERN, gpt2_name
@@ -25,7 +25,7 @@ HF_ACTIVATION_NAMES = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}  # tran
 
 
 class ExportRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to export, and where to."""
+    """The request to export a checkpoint."""
 
     checkpoint: str
     shape: GPTShape
@@ -76,12 +76,7 @@ def export(request: ExportRequest) -> None:
 
 
 def main() -> int:
-    try:
-        export(from_json(sys.argv[1], ExportRequest))
-    except EvenerError as error:
-        print(error.to_json_line(), flush=True)
-        return error.exit_status
-    return 0
+    return exit_status_of(lambda: export(from_json(sys.argv[1], ExportRequest)))
 
 
 if __name__ == "__main__":

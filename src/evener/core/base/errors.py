@@ -2,14 +2,14 @@
 
     EvenerError                  one line for the user: what, where, the evidence; `hint` is the next step
     ├── UsageError               a wrong flag, file or value from the user                  (exit status 2)
-    │   └── DiskSpaceError       the disk is too full                                       (exit status 2)
+    │   └── NoRoomError          the disk is too full                                       (exit status 2)
     ├── DataError                a corpus that cannot be read or made                       (exit status 2)
     ├── CheckpointError          a damaged or unsuitable checkpoint or run directory        (exit status 2)
     ├── HostError                a host that cannot be reached or cannot do what is needed  (exit status 1)
     └── RunError                 a run that started and failed                              (exit status 1)
         ├── NonFiniteError       a step with a NaN or infinite value                        (exit status 1)
-        ├── ReplicaMismatchError replicas that are not identical                            (exit status 1)
-        └── NonRetryableError    a failure that would recur in any membership epoch         (exit status 2)
+        ├── DivergedError        replicas that are not identical                            (exit status 1)
+        └── HopelessError        a failure that would recur in any membership epoch         (exit status 2)
 
 The command line catches EvenerError alone; any other traceback is a bug in evener.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -97,6 +97,16 @@ class HopelessError(RunError):
     """A run failed as it would in any membership epoch: its agents must not retry."""
 
     exit_status = 2
+
+
+def exit_status_of(program: Callable[[], object]) -> int:
+    """Run a program and return its exit status; print an EvenerError as JSON, see `EvenerError.to_json_line`."""
+    try:
+        program()
+    except EvenerError as error:
+        print(error.to_json_line(), flush=True)
+        return error.exit_status
+    return 0
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

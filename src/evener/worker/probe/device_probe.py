@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evener.core.base.decoding import from_json
-from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.errors import UsageError, exit_status_of
 from evener.core.base.units import format_si
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Rates
@@ -63,9 +63,9 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> DeviceProbeResu
     if device.type == "cpu":
         print_json(ProbeProgress(text=f"{name}: all-reduces between two ranks on this host"))
         sync_Bps, loopback_Bps = loopback_rates_Bps()
-    print_json(ProbeProgress(text=f"{name}: {spec.model}, forward and backward for {spec.seconds:.0f} s"))
     print_json(ProbeProgress(text=f"{name}: compressing gradients"))
     coding_Bps = codec_rates_Bps(device)
+    print_json(ProbeProgress(text=f"{name}: {spec.model}, forward and backward for {spec.seconds:.0f} s"))
     sustained = train_sustained(spec, device, lambda text: print_json(ProbeProgress(text=f"{name}: {text}")))
     rates = Rates(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else local_host_info().cpu,
@@ -181,18 +181,13 @@ def print_json(message: ProbeMessage) -> None:
     print(msgspec.json.encode(message).decode(), flush=True)
 
 
-def main() -> int:
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return 0  # one process measures all devices of its host
-    try:
+def measure_host() -> None:
+    """Measure all devices of this host, in one process."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         spec = from_json(sys.argv[1], HostProbeSpec)
         for device in devices_to_measure(spec.device):
             print_json(measure_device(device, spec))
-    except EvenerError as error:
-        print(error.to_json_line(), flush=True)
-        return error.exit_status
-    return 0
 
 
 if __name__ == "__main__":
-    exit_immediately(main())
+    exit_immediately(exit_status_of(measure_host))
