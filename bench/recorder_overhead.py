@@ -30,6 +30,7 @@ def measure_overhead() -> None:
     from evener.core.run.runwriter import RunWriter
     from evener.core.run.step_cost import BLOCKED
     from evener.worker.rank.clock import HostClock
+    from evener.worker.rank.stop_signals import StopRequest
     from evener.worker.record.span_recorder import SpanRecorder
     from evener.worker.record.step_recorder import HostCopy, StepRecorder
     from evener.worker.train.run import join
@@ -49,7 +50,7 @@ def measure_overhead() -> None:
                 recorder.lap(part)
             recorder.stop_timers()
             recorder.end_step(
-                stop_request=0.0,
+                stop_request=StopRequest.NONE,
                 sync_s=lambda: 0.0,
                 step=step,
                 epoch=0,

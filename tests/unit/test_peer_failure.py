@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from evener.core.base.errors import RunError
-from evener.core.run.peer_failure import is_peer_failure
+from evener.core.run.peer_failure import PEER_FAILURE_PATTERN, PeersLostError, is_peer_failure
 
 AFTER = [
     "[../gloo/transport/tcp/pair.cc:542] Connection closed by peer [10.77.0.2]:41234",
@@ -36,3 +38,10 @@ def test_torch_errors_are_recognized_by_class_name() -> None:
         """As torch's, which is not imported here."""
 
     assert is_peer_failure(DistNetworkError("anything at all"))
+
+
+def test_own_error_is_recognized_by_its_type_and_in_a_log():
+    error = PeersLostError("another membership epoch has begun")
+    assert is_peer_failure(error)
+    assert not is_peer_failure(RuntimeError(str(error)))
+    assert PEER_FAILURE_PATTERN.search("".join(traceback.format_exception(error)))

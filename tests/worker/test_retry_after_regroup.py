@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from evener.core.run.peer_failure import PeersLostError
 from evener.core.run.run_spec import parse_args
 from evener.core.run.runwriter import RunWriter
 from evener.worker.rank.clock import HostClock
@@ -34,7 +35,7 @@ class Lossy(ProcessGroups):
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         if len(self.said) == self.lost_at:
-            raise RuntimeError("remote process exit")
+            raise PeersLostError("in an exchange")
         self.said.append(len(payload))
         return [payload, payload]
 
@@ -59,7 +60,7 @@ class Rank:
         self.group.lost_at = lost_at
         try:
             self.keeper.save(step, None)
-        except RuntimeError:
+        except PeersLostError:
             return False
         return True
 

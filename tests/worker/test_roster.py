@@ -290,7 +290,6 @@ def test_weight_reported_before_checkpoint_is_kept(tmp_path):
         recorder.receive_due_reports()
         recorder.stop_timers()
         recorder.end_step(
-            stop_request=0.0,
             share_weight=weight,
             sync_s=lambda: 0.0,
             step=step,
@@ -313,7 +312,7 @@ def test_lone_rank_without_share_records_step_of_unknown_loss(tmp_path):
     recorder = recorder_of(tmp_path / "run", roster)
     recorder.begin_step()
     recorder.stop_timers()
-    recorder.end_step(stop_request=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=0, global_tokens=4, bytes=0, lr=0.0,
+    recorder.end_step(sync_s=lambda: 0.0, step=0, epoch=0, tokens=0, global_tokens=4, bytes=0, lr=0.0,
                  loss_sum=HostCopy(torch.tensor(0.0)), grad_norm=None)  # fmt: skip
     recorder.begin_step()
     recorder.enter_epoch(roster, 0, None, -1)
@@ -329,7 +328,7 @@ def test_reported_time_is_input_plus_compute_with_update_separate(tmp_path):
     for part in ("data_s", "compute_s", BLOCKED, "data_s", "compute_s", "optimizer_s"):
         recorder.lap(part)
     recorder.stop_timers()
-    recorder.end_step(stop_request=0.0, sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
+    recorder.end_step(sync_s=lambda: 0.0, step=0, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
                  loss_sum=HostCopy(torch.tensor(1.0)), grad_norm=None)  # fmt: skip
     recorder.receive_due_reports()
     cost = recorder.last_record.cost
@@ -430,7 +429,7 @@ for step in range(5):
     held = [Queued(value, clock) if rank == 0 else HostCopy(torch.tensor(value, dtype=torch.float64))
             for value in (10.0 * step + rank, 2.0, 3.0, [0.5, 0.9])]
     begin, end = clock.mark(), clock.mark()
-    recorder.end_step(stop_request=0.0, sync_s=lambda begin=begin, end=end: clock.elapsed_s(begin, end), step=step,
+    recorder.end_step(sync_s=lambda begin=begin, end=end: clock.elapsed_s(begin, end), step=step,
                  epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0, loss_sum=held[0], grad_norm=held[1],
                  local_grad_sq=held[2], global_grad_sq=held[1], fidelity=held[3])
 clock.newest = None
@@ -462,7 +461,8 @@ from evener.core.run.roster import RankSlot, initial_roster
 from evener.core.run.rundir import RunDir
 from evener.core.run.run_spec import parse_args
 from evener.worker.rank.clock import HostClock
-from evener.worker.record.step_recorder import STOP, HostCopy, StepRecorder
+from evener.worker.record.step_recorder import HostCopy, StepRecorder
+from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.record.span_recorder import SpanRecorder
 
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -480,7 +480,7 @@ for step in range(4):
         store.set(f"step {step}", "begun")
     elif step < 3:
         store.wait([f"step {step + 1}"])  # ends no step before the other has begun the next
-    recorder.end_step(stop_request=STOP if step == 3 and rank == 0 else 0.0,
+    recorder.end_step(stop_request=StopRequest(4 * (step == 3 and rank == 0)),
                  share_weight=5.0 if step == 2 and rank == 1 else math.nan,
                  sync_s=lambda: 0.0, step=step, epoch=0, tokens=2, global_tokens=4, bytes=0, lr=0.0,
                  loss_sum=HostCopy(torch.tensor(10.0 * step + rank)), grad_norm=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import types
 
 import numpy as np
 import pytest
@@ -12,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from evener.core.base.errors import UsageError
+from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.state.training_state import TrainingState
 from evener.worker.train.warmup import WarmupStep, classify_loss_reduction
 
-GROUP = types.SimpleNamespace(device=torch.device("cpu"), all_gather_bytes=lambda mine: [mine])
+GROUP = ProcessGroups("cpu")  # of one rank
 NUM_PROGRAMS = 4
 LOSSES = {
     "cross-entropy": lambda out, y: F.cross_entropy(out, y, reduction="sum"),

@@ -18,7 +18,7 @@ from evener.worker.train.model import GPT
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to generate, and from which checkpoint."""
+    """The request to continue a prompt with a checkpoint."""
 
     checkpoint: str
     shape: GPTShape

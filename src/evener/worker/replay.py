@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from evener.core.base.decoding import from_json
-from evener.core.base.errors import EvenerError
+from evener.core.base.errors import EvenerError, exit_status_of
 from evener.core.cluster.host_info import local_host_info
 from evener.core.model.corpus import Corpus
 from evener.core.model.shape import GPTShape
@@ -34,6 +34,7 @@ from evener.worker.membership.fixed import FixedMembership
 from evener.worker.rank.clock import CudaClock, HostClock
 from evener.worker.rank.precision import autocast
 from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.record.span_recorder import SpanRecorder
 from evener.worker.record.step_recorder import StepRecorder
 from evener.worker.state import rng
@@ -48,7 +49,7 @@ from evener.worker.train.train_step import TrainContext, TrainStep
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which steps to replay, of which run."""
+    """The request to replay some steps of a run."""
 
     run_dir: str
     first: int  # step; 0: from the initial weights, by the seed
@@ -67,11 +68,9 @@ class Replay:
         torch.set_num_threads(request.spec.machine.threads or local_host_info().cores)
         torch.manual_seed(request.spec.train.seed)
         check_token_ids(request.corpus)
-        self.request, self.spec, group = (
-            request,
-            _single_process_spec(request),
-            ProcessGroups(request.spec.machine.device),
-        )
+        self.request = request
+        self.spec = _single_process_spec(request)
+        group = ProcessGroups(request.spec.machine.device)
         folder = RunDir(request.run_dir).checkpoint_path(request.first) if request.first else None
         checkpoint = read_checkpoint(folder) if folder else None
         resolved = ResolvedRun(spec=self.spec, corpus=request.corpus, shape=request.shape, resume=checkpoint)
@@ -121,7 +120,7 @@ class Replay:
             step = TrainStep(self.engine, self.roster.at_step(index), index, is_first=False)
             train_one_step(step, self.model, self.optimizer, self.spec.train,
                   functools.partial(autocast, self.device, self.request.dtype))  # fmt: skip
-            step.end(stop_request=0.0, share_weight=math.nan)
+            step.end(stop_request=StopRequest.NONE, share_weight=math.nan)
             try:
                 recorder.flush()
             except EvenerError:  # non-finite loss or gradient
@@ -140,21 +139,17 @@ def _single_process_spec(request: ReplayRequest) -> RunSpec:
     return replace(spec, machine=machine, model=model, train=replace(spec.train, micro_batch=request.micro_batch))
 
 
-def main() -> int:
-    try:
-        request = from_json(sys.argv[1], ReplayRequest)
-        with tempfile.TemporaryDirectory(prefix="evener-replay-") as scratch:
-            replay = Replay(request, Path(scratch))
-            print(json.dumps({"device": str(replay.device), "unlike": replay.mismatched_tensor}), flush=True)
-            for record in replay.records():
-                facts = {"step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}
-                print(msgspec.json.encode(facts).decode(), flush=True)
-            replay.engine.recorder.close()
-    except EvenerError as error:
-        print(error.to_json_line(), flush=True)
-        return error.exit_status
-    return 0
+def print_replay() -> None:
+    """Replay the steps that the program's argument requests; print lines of JSON."""
+    request = from_json(sys.argv[1], ReplayRequest)
+    with tempfile.TemporaryDirectory(prefix="evener-replay-") as scratch:
+        replay = Replay(request, Path(scratch))
+        print(json.dumps({"device": str(replay.device), "unlike": replay.mismatched_tensor}), flush=True)
+        for record in replay.records():
+            facts = {"step": record.step, "loss": record.loss, "grad_norm": record.grad_norm, "lr": record.lr}
+            print(msgspec.json.encode(facts).decode(), flush=True)
+        replay.engine.recorder.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status_of(print_replay))

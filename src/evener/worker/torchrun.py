@@ -38,7 +38,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousInfo
@@ -48,7 +48,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
-from evener.worker.rank.process_groups import exit_immediately
+from evener.worker.rank.process_groups import exit_immediately, listen, open_store
 
 FAILURE_KEY = "failed"
 HEARTBEAT_INTERVAL_S = 0.5
@@ -87,20 +87,11 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         """Start the store or connect to it, then start the heartbeats and the failure detector."""
         self._store_deadline = time.monotonic() + self.timeout.total_seconds() + REFUSED_TIMEOUT_S
         threading.Thread(target=self._failure_detector_loop, daemon=True).start()
-        server = self.rank == 0
-        listener = _listen(self.master_addr, self.master_port) if server else None
+        listener = _listen(self.master_addr, self.master_port) if self.rank == 0 else None
         if listener is not None:
             self.master_port = listener.getsockname()[1]  # a single host asks for 0: any free port
         try:
-            store = TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                server,
-                self.timeout,
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
+            store = self._open_store(self.timeout.total_seconds(), listener)
         except RuntimeError as error:
             problem = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
             raise SystemExit(f"error: net.no-store: {problem}: {str(error).splitlines()[0]}") from None
@@ -164,16 +155,10 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         """Connect to the store, once per thread. Raise OSError, or RuntimeError where torch finds the store gone."""
         # torch would retry a refused connection, and log each attempt.
         socket.create_connection((self.master_addr, self.master_port), timeout_s).close()
-        return self._namespaced(
-            TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                False,
-                datetime.timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        )
+        return self._namespaced(self._open_store(timeout_s, None))
+
+    def _open_store(self, timeout_s: float, listener: socket.socket | None) -> Store:
+        return open_store(self.master_addr, self.master_port, self.world_size, timeout_s, listener)
 
     def _register_node(self, store: Store) -> None:
         """Register this node. Two agents with one node rank would start the same ranks and hang: name both hosts."""
@@ -335,17 +320,13 @@ def _parse_failure(payload: bytes) -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((address, port))
+        return listen(address, port)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             problem = f"{_host_name()} was started as node 0, whose address {address} is not its own"
             raise SystemExit(f"error: rank.duplicate: {problem}") from None
         raise SystemExit(f"error: port.in-use: {address}:{port}: {error.strerror}") from None
-    listener.listen(1024)
-    return listener
 
 
 def _host_name() -> str:

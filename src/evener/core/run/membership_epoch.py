@@ -73,7 +73,7 @@ class MembershipEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the ranks of a membership epoch meet, as a host's agent writes it for its ranks."""
+    """The meeting place of the ranks of a membership epoch, as a host's agent writes it for its ranks."""
 
     epoch: MembershipEpoch
     address: str = ""  # of the epoch's store
@@ -83,7 +83,7 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of an elastic run reports to its agent."""
+    """The report of a rank of an elastic run to its agent."""
 
     pid: int
     epoch_number: int = -1  # number of the epoch in which the rank has trained; -1: none yet, but it is ready to join

@@ -190,7 +190,7 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
 
 
 def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, rank_state_bytes_per_param: int) -> None:
-    """Raise DiskSpaceError if the disk is too full for the checkpoints and the per-rank state of the local ranks."""
+    """Raise NoRoomError if the disk is too full for the checkpoints and the per-rank state of the local ranks."""
     folder = rundir.path.absolute()
     while not folder.exists():
         folder = folder.parent

@@ -36,11 +36,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import RunError
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import PEER_LOST, RankStatus, Rendezvous, read_rendezvous
-from evener.core.run.peer_failure import is_peer_failure
+from evener.core.run.peer_failure import PeersLostError, is_peer_failure
 from evener.core.run.prediction import Cluster
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import Roster, SyncSpec
@@ -213,7 +212,7 @@ class ElasticMembership(FixedMembership):
                 self._join_next_epoch()
                 is_behind = self._resume_in_epoch(regroup_reason == HOSTS_CHANGE, began)
             except RuntimeError as error:
-                if not (is_peer_failure(error) or "gloo" in str(error).lower()):
+                if not is_peer_failure(error, is_joining=True):
                     raise
                 regroup_reason = PEER_LOST if self._has_trained else ""
             else:
@@ -233,12 +232,10 @@ class ElasticMembership(FixedMembership):
         while (meeting := read_rendezvous()).epoch.number <= previous.number or not self._can_join(meeting):
             time.sleep(POLL_S / 5)
         with self._lock:
-            self.is_epoch_lost, self._is_between_epochs, group.membership_epoch, group.is_admitted = (
-                False,
-                False,
-                meeting.epoch,
-                True,
-            )
+            self.is_epoch_lost = False
+            self._is_between_epochs = False
+            group.membership_epoch = meeting.epoch
+            group.is_admitted = True
         group.join_epoch(meeting)
 
     def _can_join(self, rendezvous: Rendezvous) -> bool:
@@ -272,25 +269,20 @@ class ElasticMembership(FixedMembership):
             full_roster=own_full,
             fixed_micro_batch_size=self._fixed_micro_batch_size,
         )
-        gathered = [
-            from_json(text, list[RankPosition])
-            for text in group.all_gather_bytes(msgspec.json.encode([own] if self._has_trained else []))
-        ]
+        gathered = group.all_gather([own] if self._has_trained else [], list[RankPosition])
         positions = [pos for of_rank in gathered for pos in of_rank]
         if not positions or (
             len(positions) < len(gathered) and not all(pos.is_waiting_for_regroup for pos in positions)
         ):
-            raise RuntimeError("remote process exit: no rank can join this epoch")  # raised on all ranks
+            raise PeersLostError("no rank can join this epoch")  # raised on all ranks
         newest = max(positions, key=lambda pos: (pos.num_collectives, pos.step, pos.is_updating))
         if newest.num_collectives - min(pos.num_collectives for pos in positions) > 1:
             raise RunError(
                 f"ranks differ by more than one collective operation: {[pos.num_collectives for pos in positions]}"
             )
         assert group.membership_epoch is not None
-        latest, full = (
-            max(positions, key=lambda pos: pos.roster_epoch),
-            largest_roster([pos.full_roster for pos in positions]),
-        )
+        latest = max(positions, key=lambda pos: pos.roster_epoch)
+        full = largest_roster([pos.full_roster for pos in positions])
         self._full_roster = full if latest.sync == full.sync else full.replace_sync(latest.sync, latest.bucket_bytes)
         roster = limit_micro_batches(
             self._full_roster.for_hosts(

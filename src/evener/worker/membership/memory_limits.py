@@ -56,7 +56,7 @@ class RankMemoryLimit(msgspec.Struct, frozen=True):
 def limit_micro_batches(roster: Roster, group: ProcessGroups) -> Roster:
     """Return the Roster with every rank's micro-batch within its memory limit. All ranks call it together."""
     memory = _read_limit(group.local_rank)
-    limits = [int(text) for text in group.all_gather_bytes(str(memory.holds).encode())]
+    limits = group.all_gather(memory.holds, int)
     members = [
         msgspec.structs.replace(member, micro_batch=min(member.micro_batch, limit or member.micro_batch))
         for member, limit in zip(roster.members, limits, strict=True)

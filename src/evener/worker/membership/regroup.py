@@ -11,11 +11,9 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import CheckpointError, RunError
 from evener.core.base.file_io import write_atomic, write_folder_atomic
 from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE, has_waiting_hosts, is_host_excluded
@@ -23,21 +21,22 @@ from evener.core.run.roster import Roster
 from evener.core.run.rundir import Checkpoint, read_checkpoint
 from evener.core.run.runwriter import RunWriter
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.record import step_recorder
+from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.state.rank_state import delete_rank_states_after
 
 CHUNK_BYTES = 1 << 24
 
 
-def current_stop_request(group: ProcessGroups, run: Path) -> float:
+def current_stop_request(group: ProcessGroups, run: Path) -> StopRequest:
     """Return this rank's request after a step, for its StepReport: a regroup, where a host waits to join or is to
     leave, or a checkpoint.
     """
     if group.has_dynamic_membership and group.local_rank == 0 and is_host_excluded():
-        return step_recorder.LEAVE
+        return StopRequest.LEAVE
     if group.has_dynamic_membership and group.rank == 0 and has_waiting_hosts():
-        return step_recorder.REGROUP
-    return step_recorder.SAVE if group.local_rank == 0 and (run / CHECKPOINT_REQUEST_FILE).is_file() else 0.0
+        return StopRequest.REGROUP
+    is_save_requested = group.local_rank == 0 and (run / CHECKPOINT_REQUEST_FILE).is_file()
+    return StopRequest.SAVE if is_save_requested else StopRequest.NONE
 
 
 def largest_roster(rosters: Sequence[Roster]) -> Roster:
@@ -55,13 +54,13 @@ def replicate_newest_checkpoint(rundir: RunWriter, group: ProcessGroups) -> Chec
     the first. All ranks call it together.
     """
     own = _newest_local_checkpoint(rundir) if group.local_rank == 0 else (-1, "")
-    newest = [from_json(text, tuple[int, str]) for text in group.all_gather_bytes(msgspec.json.encode(own))]
+    newest = group.all_gather(own, tuple[int, str])
     step = max(step for step, _ in newest)
     if step < 0:
         return None
     source = next(rank for rank, entry in enumerate(newest) if entry[0] == step)
     is_missing = group.local_rank == 0 and own != newest[source]
-    if any(group.all_gather_bytes(b"1" if is_missing else b"")):
+    if group.any_rank(is_missing):
         _broadcast_checkpoint(rundir, group, step, source=source, is_missing=is_missing)
     return group.run_or_raise_on_all(lambda: read_checkpoint(rundir.checkpoint_path(step)))
 
@@ -80,10 +79,8 @@ def _broadcast_checkpoint(rundir: RunWriter, group: ProcessGroups, step: int, *,
     """Copy a checkpoint and the manifest from the source to all hosts that lack them."""
     folder, is_source = rundir.checkpoint_path(step), group.rank == source
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())} if is_source else {}
-    header = group.all_gather_bytes(
-        msgspec.json.encode([sizes, rundir.manifest_path.read_text() if is_source else ""])
-    )[source]
-    sizes, manifest = from_json(header, tuple[dict[str, int], str])
+    header = (sizes, rundir.manifest_path.read_text() if is_source else "")
+    sizes, manifest = group.all_gather(header, tuple[dict[str, int], str])[source]
 
     has_taken_part = False
 
@@ -112,10 +109,10 @@ def _broadcast_checkpoint(rundir: RunWriter, group: ProcessGroups, step: int, *,
         message = f"{folder}: {error.strerror}"
         if not has_taken_part:
             write(None)
-    for rank, text in enumerate(group.all_gather_bytes(message.encode())):
+    for rank, text in enumerate(group.all_gather(message, str)):
         if text:
             number = group.member_ranks[rank]
-            raise RunError(f"rank {number}: {text.decode()}", failed_rank=None if rank == group.rank else number)
+            raise RunError(f"rank {number}: {text}", failed_rank=None if rank == group.rank else number)
 
 
 def _broadcast_file(path: Path | None, size: int, group: ProcessGroups, source: int) -> OSError | None:

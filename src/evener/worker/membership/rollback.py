@@ -22,9 +22,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import msgspec
-
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import DivergedError, HopelessError, NonFiniteError
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import EXIT_REGROUP, exclude_host
@@ -69,7 +66,7 @@ def rollback_on_failure(rundir: RunWriter, group: ProcessGroups) -> Iterator[Non
 
 
 def _handle_replica_mismatch(rundir: RunWriter, group: ProcessGroups, error: DivergedError) -> NoReturn:
-    hosts = [name.decode() for name in group.all_gather_bytes(local_host_info().host.encode())]  # by rank
+    hosts = group.all_gather(local_host_info().host, str)  # by rank
     odd = sorted({hosts[group.member_ranks.index(rank)] for rank in error.outlier_ranks})
     earlier = _earlier_events(rundir, group, "run.diverged")
     leaving = [host for host in odd if any(host in event["odd"] for event in earlier)]
@@ -102,16 +99,16 @@ def _earlier_events(rundir: RunWriter, group: ProcessGroups, kind: str) -> list[
     """Return such events of earlier epochs that any host has logged; an epoch has at most one."""
     own = rundir.events() if group.local_rank == 0 else []
     own = [event for event in own if event["event"] == kind and event.get("run") == _run_start_id()]
-    gathered = [from_json(text, list[dict[str, Any]]) for text in group.all_gather_bytes(msgspec.json.encode(own))]
+    gathered = group.all_gather(own, list[dict[str, Any]])
     return list({event["world"]: event for events in gathered for event in events}.values())
 
 
 def _add_event_on_all_hosts(rundir: RunWriter, group: ProcessGroups, kind: str, **facts: Any) -> None:
     """Add an event on every host, with the same time, so that copies merge into one."""
-    time_text, epoch = group.all_gather_bytes(str(time.time()).encode())[0], group.membership_epoch
+    now, epoch = group.all_gather(time.time(), float)[0], group.membership_epoch
     assert epoch is not None
     if group.is_writer:
-        rundir.add_event(kind, run=_run_start_id(), world=epoch.number, **facts | {"time": float(time_text)})
+        rundir.add_event(kind, run=_run_start_id(), world=epoch.number, **facts | {"time": now})
 
 
 def _run_start_id() -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError
 from evener.core.run.rundir import code_hash
 from evener.worker.membership import TrainerView
@@ -33,7 +32,7 @@ def transfer_state(
     """Give the joining ranks the state of the source before `step`. All ranks call it together."""
     group, trained = trainer.group, trainer.training_state
     header = TransferHeader(code_hash=code_hash(), changed_buffers=sorted(trainer.changed_buffers))
-    source_header = from_json(group.all_gather_bytes(msgspec.json.encode(header))[source], TransferHeader)
+    source_header = group.all_gather(header, TransferHeader)[source]
     if group.rank in joining_ranks and source_header.code_hash != header.code_hash:
         hint = "run evener setup, which installs the same on all hosts, then evener add RUN --host HOST"
         raise UsageError("code.mismatch: this host's evener code differs from that of the hosts that train", hint=hint)

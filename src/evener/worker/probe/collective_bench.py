@@ -176,7 +176,7 @@ def run_benchmark(spec: CollectiveBenchSpec) -> None:
     if group.world_size < 2:
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
     local = RankSlot(host=local_host_info().host, device=str(group.device))
-    seats = [from_json(text, RankSlot) for text in group.all_gather_bytes(msgspec.json.encode(local))]
+    seats = group.all_gather(local, RankSlot)
     group.set_gradient_backend(choose_backend(seats, spec.backend))
     _print_json(
         group,

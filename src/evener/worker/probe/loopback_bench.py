@@ -51,10 +51,8 @@ def loopback_rates_Bps() -> tuple[float, float]:
 
 def _make_rank_pair() -> list[Any]:
     """Return two process groups that are each other's only peer. Each constructor waits for the other rank."""
-    interface, before = (
-        next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
-        os.environ.get(INTERFACE_ENV),
-    )
+    interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    before = os.environ.get(INTERFACE_ENV)
     os.environ[INTERFACE_ENV] = interface
     store = dist.HashStore()
     process_groups: dict[int, Any] = {}

@@ -28,6 +28,7 @@ from evener.core.run.membership_epoch import (
     is_elastic,
     read_rendezvous,
 )
+from evener.core.run.peer_failure import PeersLostError
 from evener.core.run.roster import Backend
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -163,6 +164,14 @@ class ProcessGroups:
         dist.all_gather_single(rows, padded, group=self.control_group)
         return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
+    def all_gather(self, value: Any, kind: type[T]) -> list[T]:
+        """All-gather a value that JSON can hold: return the values of all ranks, of this type, by rank."""
+        return [from_json(text, kind) for text in self.all_gather_bytes(msgspec.json.encode(value))]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any(self.all_gather(flag, bool))
+
     def run_or_raise_on_all(self, fn: Callable[[], T]) -> T:
         """Return the result of `fn`; raise an error on all ranks if `fn` raises on any.
 
@@ -173,10 +182,10 @@ class ProcessGroups:
             result = fn()
         except Exception as error:
             failure, message = error, [str(error), error.hint if isinstance(error, EvenerError) else ""]
-        messages = self.all_gather_bytes(msgspec.json.encode(message))
+        messages = self.all_gather(message, list[str])
         if failure is not None:
             raise failure
-        for rank, message in enumerate(from_json(text, list[str]) for text in messages):
+        for rank, message in enumerate(messages):
             if message:
                 number = self.member_ranks[rank]
                 raise RunError(f"rank {number}: {message[0]}", hint=message[1], failed_rank=number)
@@ -211,42 +220,52 @@ class ProcessGroups:
 
 
 def _connect_store(rendezvous: Rendezvous, rank: int) -> TCPStore:
-    """Connect to the epoch's store, which rank 0 serves on one address only; raise RuntimeError on timeout."""
-    timeout, listener = timedelta(seconds=STORE_TIMEOUT_S), None
+    """Connect to the epoch's store, which rank 0 serves on one address only.
+
+    Raise PeersLostError if that address cannot be used, and RuntimeError on timeout.
+    """
+    address, port, listener = rendezvous.address, rendezvous.port, None
     if rank == 0:
-        listener = socket.socket(socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((rendezvous.address, rendezvous.port))
+            listener = listen(address, port)
         except OSError as error:
-            listener.close()
-            raise RuntimeError(f"TCPStore failed: {rendezvous.address}:{rendezvous.port}: {error.strerror}") from None
-        listener.listen(1024)
+            raise PeersLostError(f"no store on {address}:{port}: {error.strerror}") from None
     else:
         _wait_for_store(rendezvous)
+    return open_store(address, port, rendezvous.world_size, STORE_TIMEOUT_S, listener)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address only; torch's own store would listen on all. Raise OSError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(1024)
+    return listener
+
+
+def open_store(address: str, port: int, world_size: int, timeout_s: float, listener: socket.socket | None) -> TCPStore:
+    """Connect to the store at this address; first serve it on the listening socket, if one is given."""
+    is_server, timeout = listener is not None, timedelta(seconds=timeout_s)
     fd = None if listener is None else listener.detach()
-    return TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        rendezvous.world_size,
-        rank == 0,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=fd,
-    )
+    return TCPStore(address, port, world_size, is_server, timeout, wait_for_workers=False, master_listen_fd=fd)
 
 
 def _wait_for_store(rendezvous: Rendezvous) -> None:
     """Wait until the store accepts connections; torch's own wait cannot be ended.
 
-    Raise RuntimeError if a newer epoch exists.
+    Raise PeersLostError if a newer epoch exists.
     """
     while True:
         try:
             socket.create_connection((rendezvous.address, rendezvous.port), STORE_TIMEOUT_S).close()
         except OSError:
             if read_rendezvous().epoch.number > rendezvous.epoch.number:
-                raise RuntimeError("TCPStore failed: a newer membership epoch exists") from None
+                raise PeersLostError("a newer membership epoch exists") from None
             time.sleep(0.02)
         else:
             return

@@ -16,11 +16,22 @@ import os
 import signal
 import threading
 import time
+from enum import IntEnum
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # assumption: signals within it are one request, passed on by a terminal or supervisor and by torchrun
 DUPLICATE_SIGNAL_S = 0.5
+
+
+class StopRequest(IntEnum):
+    """The request of a rank that all ranks follow between two steps; of several requests the highest wins."""
+
+    NONE = 0
+    SAVE = 1  # save a checkpoint now
+    REGROUP = 2  # regroup after the next checkpoint
+    LEAVE = 3  # regroup without a leaving host
+    STOP = 4  # save and end the run
 
 
 class StopSignals:

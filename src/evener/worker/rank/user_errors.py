@@ -39,7 +39,7 @@ def rank_exit_status(error: EvenerError) -> int:
     """Return the exit status of a rank that ends with this error.
 
     With dynamic membership it tells the agent whether a regroup would help, and without which host: an error of usage
-    or data after others have trained is this host's own. For DiskSpaceError it writes the needed bytes to a file.
+    or data after others have trained is this host's own. For NoRoomError it writes the needed bytes to a file.
     """
     if not has_dynamic_membership():
         return error.exit_status

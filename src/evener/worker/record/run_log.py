@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError
 from evener.core.base.file_io import write_atomic
 from evener.core.base.units import format_count, pluralize
@@ -109,9 +108,8 @@ class RunLog:
         """Log the epoch that surviving ranks have joined, with `step` in progress or next; it cost them `lost_s`."""
         assert self._manifest is not None
         was, (ranks, hosts) = self._manifest.roster, self._gather_ranks_and_hosts()
-        mine = msgspec.json.encode((self._manifest.started, self._manifest.since))
-        # a new rank does not know them
-        started, since = from_json(self._group.all_gather_bytes(mine)[0], tuple[float, int])
+        mine = self._manifest.started, self._manifest.since
+        started, since = self._group.all_gather(mine, tuple[float, int])[0]  # a new rank does not know them
         since = step if roster.sync != was.sync and self._group.rank == 0 else since
         self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts,
                                                  started=started, since=since)  # fmt: skip
@@ -136,8 +134,7 @@ class RunLog:
             threads=torch.get_num_threads(),
             pid=os.getpid(),
         )
-        ranks = [from_json(text, RankProcess) for text in group.all_gather_bytes(msgspec.json.encode(facts))]
-        hosts = [from_json(text, HostInfo) for text in group.all_gather_bytes(msgspec.json.encode(self._machine))]
+        ranks, hosts = group.all_gather(facts, RankProcess), group.all_gather(self._machine, HostInfo)
         return ranks, list({host.host: host for host in hosts}.values())
 
     def _log_epoch(self, step: int, **facts: float) -> None:
@@ -210,7 +207,7 @@ class RunLog:
         """Log the regular end of the run, and its result in the manifest."""
         on_gpu = self._group.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self._group.device) if on_gpu else peak_memory_bytes()
-        peaks = [int(text) for text in self._group.all_gather_bytes(str(peak).encode())]
+        peaks = self._group.all_gather(peak, int)
         if self._group.is_writer:
             assert self._manifest is not None
             result = RunResult(

@@ -37,15 +37,13 @@ from evener.core.run.step_cost import (
 )
 from evener.core.run.step_spans import RECORD_EVERY_STEPS
 from evener.worker.rank.clock import Clock, LapTimer
+from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.record.span_recorder import LayerGroup, LayerTracer, SpanRecorder, StepMarks, layer_groups
 from evener.worker.sync import BucketCommEvent
 
-# Requests, the highest wins: checkpoint now; regroup after the next checkpoint; regroup without a leaving host; stop.
-SAVE, REGROUP, LEAVE, STOP = 0.5, 1.0, 2.0, 3.0
-
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank sends to all others once a step; a row of float64."""
+    """The report that one rank sends to all others once a step; a row of float64."""
 
     step: float = -1.0  # the step of the eight figures below; -1: none yet
     loss_sum: float = 0.0  # over this rank's tokens
@@ -56,7 +54,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     grad_norm: float = 0.0  # gradient norm; 0 where it was not measured, or where overflowed steps are skipped
     share_grad_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 in a step that is not sampled
-    stop_request: float = 0.0  # 0, SAVE, REGROUP, LEAVE or STOP
+    stop_request: StopRequest = StopRequest.NONE
     share_weight: float = math.nan  # requested share of the batch, relative to the others'; NaN: no request
 
     def to_row(self) -> Tensor:
@@ -66,7 +64,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_rows(cls, gathered: Tensor) -> list[StepReport]:
         """Decode the reports of all ranks, by rank, from (ranks, columns)."""
-        return [cls(**dict(zip(cls.__struct_fields__, row, strict=True))) for row in gathered.tolist()]
+        rows = [dict(zip(cls.__struct_fields__, row, strict=True)) for row in gathered.tolist()]
+        return [cls(**row | {"stop_request": StopRequest(int(row["stop_request"]))}) for row in rows]
 
     @classmethod
     def merge(cls, earlier: list[StepReport], later: list[StepReport]) -> list[StepReport]:
@@ -243,7 +242,7 @@ class StepRecorder:
     def end_step(
         self,
         *,
-        stop_request: float,
+        stop_request: StopRequest = StopRequest.NONE,
         share_weight: float = math.nan,
         exchanges: Sequence[BucketCommEvent] = (),
         **facts: Any,
@@ -288,17 +287,20 @@ class StepRecorder:
     @property
     def is_regroup_requested(self) -> bool:
         """Return whether any rank requests a regroup, by reports that all have received."""
-        return any(report.stop_request in (REGROUP, LEAVE) for report in self.reports)
+        return self._is_requested(StopRequest.REGROUP) or self._is_requested(StopRequest.LEAVE)
 
     @property
     def is_save_requested(self) -> bool:
         """Return whether any rank was asked for a checkpoint."""
-        return any(report.stop_request == SAVE for report in self.reports)
+        return self._is_requested(StopRequest.SAVE)
 
     @property
     def is_leave_requested(self) -> bool:
         """Return whether a host leaves, so that the others restart without it."""
-        return any(report.stop_request == LEAVE for report in self.reports)
+        return self._is_requested(StopRequest.LEAVE)
+
+    def _is_requested(self, request: StopRequest) -> bool:
+        return any(report.stop_request == request for report in self.reports)
 
     def close(self) -> None:
         """Write what this rank knows of steps that the other ranks will not complete."""
@@ -321,7 +323,7 @@ class StepRecorder:
                 if work is not None:
                     self.spans.add_report_exchange(self._pending_steps[0].step, sent_at_s, time.perf_counter())
                 self._complete_step(self._pending_steps.popleft())
-        return any(report.stop_request == STOP for report in self.reports)
+        return self._is_requested(StopRequest.STOP)
 
     def _send_unsent_reports(self) -> None:
         """Send the reports of ended steps that could not be sent then."""
@@ -329,7 +331,10 @@ class StepRecorder:
             self._send_report(draft)
 
     def _send_report(
-        self, pending: PendingStepRecord | None, stop_request: float = 0.0, share_weight: float = math.nan
+        self,
+        pending: PendingStepRecord | None,
+        stop_request: StopRequest = StopRequest.NONE,
+        share_weight: float = math.nan,
     ) -> None:
         """Send the report of a step, or an empty report if none is due yet."""
         report = StepReport(stop_request=stop_request, share_weight=share_weight)

@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import CheckpointError, DivergedError, NonFiniteError
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE
@@ -136,12 +134,12 @@ class Checkpointer:
         if group.local_rank == 0:
             delete_rank_states_after(self._dir, step)
         on_this_host = ranks_with_state(self._dir, step)
-        available = [from_json(text, list[int]) for text in group.all_gather_bytes(msgspec.json.encode(on_this_host))]
+        available = group.all_gather(on_this_host, list[int])
         mine = load_rank_state(self._dir, group.member_rank, step) if group.member_rank in on_this_host else None
         if self._sync.drifts:
             strategy = self._sync.state_dict()["way"]
-            has_state = group.all_gather_bytes(b"1" if mine and mine["sync"].get("way") == strategy else b"")
-            if mine and all(has_state) and resume_from.world_size == group.world_size:
+            lacks_state = group.any_rank(not mine or mine["sync"].get("way") != strategy)
+            if mine and not lacks_state and resume_from.world_size == group.world_size:
                 self._training_state.load_state_dicts(mine["states"])
                 self._sync.load_rank_state_dict(mine["sync"], [])
             elif group.rank == 0:
@@ -154,7 +152,7 @@ class Checkpointer:
         others = [state["sync"] for state in orphaned if state]
         self._sync.load_rank_state_dict((mine or {}).get("sync", {}), others)
         drifted = any("states" in state for state in (mine, *orphaned) if state)
-        if any(group.all_gather_bytes(b"1" if drifted else b"")) and group.rank == 0:
+        if group.any_rank(drifted) and group.rank == 0:
             self._dir.add_event("own.dropped", step=step)
         num_missing = resume_from.num_own - len({number for numbers in available for number in numbers})
         if group.rank == 0 and num_missing > 0:
@@ -186,7 +184,7 @@ class Checkpointer:
         replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control_group)
         generators = self._group.all_gather_bytes(safetensors.torch.save(rng.get_states(self._group.device)))
         own, states = self._collect_rank_state(), self._states_to_save()
-        num_own = sum(map(bool, self._group.all_gather_bytes(b"1" if own else b"")))
+        num_own = sum(self._group.all_gather(bool(own), bool))
 
         def write() -> None:
             self._save_rank_state(step, own)
@@ -219,7 +217,7 @@ class Checkpointer:
         # these go into the per-rank state
         local = {} if self._sync.is_synced() else self._training_state.named_weights()
         bad = checkpoints.describe_non_finite(weights) or checkpoints.describe_non_finite(local)
-        problems = [text.decode() for text in self._group.all_gather_bytes(bad.encode())]
+        problems = self._group.all_gather(bad, str)
         ranks = [rank for rank, text in zip(self._group.member_ranks, problems, strict=True) if text]
         if ranks:
             raise NonFiniteError(f"after step {step}: {next(filter(None, problems))}; it is not saved", step=step - 1,
@@ -241,7 +239,7 @@ class Checkpointer:
     def verify_replicas(self, step: int) -> bool | None:
         """Return True if all replicas hold the same bits in what must be equal; None for a single rank.
 
-        Raise ReplicaMismatchError if they do not; with fixed membership each rank first writes its weights to
+        Raise DivergedError if they do not; with fixed membership each rank first writes its weights to
         RUN/replicas for `evener verify`.
         """
         if self._group.world_size == 1:
@@ -283,18 +281,18 @@ class Checkpointer:
     def _has_mixed_rounding(self) -> bool:
         """Return whether ranks may round differently, by device or by the threads that split a sum."""
         cpu = f"{local_host_info().cpu} {torch.get_num_threads()}" if self._sync.rounding_depends_on_cpu_model else ""
-        return len(set(self._group.all_gather_bytes(f"{rounding_class(self._group.device)} {cpu}".encode()))) > 1
+        return len(set(self._group.all_gather(f"{rounding_class(self._group.device)} {cpu}", str))) > 1
 
     def _reconcile(self, step: int, weights: dict[str, Tensor]) -> bool:
         """Copy rank 0's weights to all ranks where unlike devices have made them differ by rounding alone.
 
-        Raise ReplicaMismatchError if a rank differs by more than that.
+        Raise DivergedError if a rank differs by more than that.
         """
         at, difference = copy_from_rank0(weights, self._group.control_group, is_source=self._group.rank == 0)
         by_rank = [float(text) for text in self._group.all_gather_bytes(str(difference).encode())]
         difference, rank = max((value, rank) for rank, value in enumerate(by_rank))
         if not difference < ROUNDING_TOLERANCE:
-            where, numbers = self._group.all_gather_bytes(at.encode())[rank].decode(), self._group.member_ranks
+            where, numbers = self._group.all_gather(at, str)[rank], self._group.member_ranks
             # from rank 0
             far = [number for number, diff in zip(numbers, by_rank, strict=True) if not diff < ROUNDING_TOLERANCE]
             raise DivergedError(
@@ -315,8 +313,7 @@ class Checkpointer:
         states, group = self._training_state.state_dicts(), self._group
         if not self._sync.drifts:
             return states
-        messages = group.all_gather_bytes(msgspec.json.encode([self._training_state.is_learning, group.is_writer]))
-        roles = [from_json(text, tuple[bool, bool]) for text in messages]
+        roles = group.all_gather((self._training_state.is_learning, group.is_writer), tuple[bool, bool])
         learners = [rank for rank, (learns, _) in enumerate(roles) if learns]
         lacks = [rank for rank, (learns, keeps) in enumerate(roles) if keeps and not learns]
         return send_states(states, group, source=learners[0], receivers=lacks) if learners and lacks else states

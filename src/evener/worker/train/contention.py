@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
-from evener.core.base.decoding import from_json
 from evener.core.base.units import median
 from evener.core.run.rundir import Contention
 
@@ -52,7 +50,7 @@ def measure_contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention
         run.group.barrier()
         together.append(_time_work(work, run.device))
     mine = [alone[0], together[0], [2 * COPY_BYTES / alone[1][0]], [2 * COPY_BYTES / together[1][0]]]
-    all_ranks = [from_json(text, list[list[float]]) for text in run.group.all_gather_bytes(msgspec.json.encode(mine))]
+    all_ranks = run.group.all_gather(mine, list[list[float]])
     return Contention(
         alone_s=[rank[0][0] for rank in all_ranks],
         together_s=[rank[1][0] for rank in all_ranks],

@@ -16,7 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import RunError
 from evener.core.base.json_files import read_json
 from evener.core.cluster.host_info import HostInfo
@@ -38,7 +37,7 @@ HOST_LOCAL_FIELDS = ("model.init_from",)  # a path on the host; whatever it hold
 
 
 class RankFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be equal on all ranks; None where this rank does not know it."""
+    """The facts that must be equal on all ranks; None where this rank does not know one."""
 
     rank: int
     host: str
@@ -59,10 +58,7 @@ def starting_roster(
 
     Raise RunError on all ranks if the launcher's roster does not match the ranks.
     """
-    seats = [
-        from_json(text, RankSlot)
-        for text in group.all_gather_bytes(msgspec.json.encode(local_rank_slot(group, machine)))
-    ]
+    seats = group.all_gather(local_rank_slot(group, machine), RankSlot)
     check_sync_supported(spec)
     roster = read_launcher_roster()
     if roster is None:
@@ -74,11 +70,9 @@ def starting_roster(
         return roster.for_single_rank(local_member(roster, group))
     if (world := group.membership_epoch) is not None:
         detect_previous_oom(rundir, roster, group)
-        roster = largest_roster(
-            [from_json(text, Roster) for text in group.all_gather_bytes(msgspec.json.encode(roster))]
-        )
+        roster = largest_roster(group.all_gather(roster, Roster))
         epochs = [record.epoch for rank in rundir.recorded_ranks() for record in rundir.records(rank)[-1:]]
-        epoch = max(int(text) for text in group.all_gather_bytes(str(max(epochs, default=-1) + 1).encode()))
+        epoch = max(group.all_gather(max(epochs, default=-1) + 1, int))
         roster = limit_micro_batches(roster.for_hosts(world.hosts, epoch, world.why), group)
         group.member_ranks = [member.rank for member in roster.members]
     planned, actual = ([(slot.host, slot.device) for slot in slots] for slots in (roster.members, seats))
@@ -115,7 +109,7 @@ def check_rank_consistency(
 ) -> None:
     """Raise RunError on all ranks if their fingerprints differ; it names the rank that is in the minority, if any."""
     mine = rank_fingerprint(roster, group.rank, spec, resolved, training_state.named_weights().items(), first_step)
-    ranks = [from_json(text, RankFingerprint) for text in group.all_gather_bytes(msgspec.json.encode(mine))]
+    ranks = group.all_gather(mine, RankFingerprint)
     result = find_mismatch(ranks)
     if result is not None:
         check, what, where, outlier = result

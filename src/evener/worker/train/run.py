@@ -41,14 +41,14 @@ from evener.worker.membership.rollback import RegroupExit, rollback_on_failure
 from evener.worker.rank.clock import CudaClock, HostClock
 from evener.worker.rank.precision import autocast, compile_module, should_compile
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.rank.stop_signals import StopSignals
+from evener.worker.rank.stop_signals import StopRequest, StopSignals
 from evener.worker.rank.user_errors import install_excepthook
 from evener.worker.record.heartbeat import start_heartbeat
 from evener.worker.record.host_monitor import start_host_monitor
 from evener.worker.record.profiler import make_profiler
 from evener.worker.record.run_log import RunLog
 from evener.worker.record.span_recorder import SpanRecorder
-from evener.worker.record.step_recorder import STOP, StepRecorder
+from evener.worker.record.step_recorder import StepRecorder
 from evener.worker.state.checkpointer import Checkpointer
 from evener.worker.state.training_state import (
     USER_STATE_PREFIX,
@@ -85,7 +85,7 @@ def _open_run_dir(spec: RunSpec, group: ProcessGroups) -> RunWriter:
         return RunWriter(spec.out)
     launched = launcher_run_folder()
     new_path = "" if launched is not None and not RunWriter(launched).is_run() else default_run_path(spec)
-    path = group.all_gather_bytes(new_path.encode())[0].decode() or launched
+    path = group.all_gather(new_path, str)[0] or launched
     assert path is not None
     return RunWriter(path)
 
@@ -110,29 +110,6 @@ def _apply_new_roster(membership: Membership, context: TrainContext, run_log: Ru
         else:
             check_batch_norm(context.training_state.module, roster)
             run_log.log_roster_change(roster, previous)
-
-
-def _finish_run(
-    membership: Membership,
-    recorder: StepRecorder,
-    checkpointer: Checkpointer,
-    run_log: RunLog,
-    verdict: str,
-    step: int,
-    val_loss: float | None,
-    contention: Contention | None,
-) -> None:
-    """Flush records, merge and verify replicas, save and log the end; steps with nothing to do are skipped."""
-    membership.retry_after_regroup(recorder.flush)
-    if checkpointer.needs_finalize(step):
-        membership.run_collectively(checkpointer.finalize_replicas, step)
-        val_loss = None  # of the replicas before the merge
-    replicas_agree = membership.run_collectively(checkpointer.verify_replicas, step)
-    if checkpointer.history[0] != step:
-        membership.run_collectively(checkpointer.save, step, val_loss)
-    membership.run_collectively(
-        run_log.log_finish, verdict, step, recorder.last_record, val_loss, replicas_agree, contention
-    )
 
 
 class Run:
@@ -221,7 +198,7 @@ class Run:
                 yield step
                 self._current_step = None
                 step.end(
-                    stop_request=STOP
+                    stop_request=StopRequest.STOP
                     if self._stop_signals.should_stop
                     else current_stop_request(self.group, self.dir.path),
                     share_weight=self._share_weight,
@@ -313,10 +290,7 @@ class Run:
         if self.group.is_admitted:
             check_batch_norm(training_state.module, self.roster)
         # A compiled model recompiles for every batch size, and all ranks must decide alike.
-        fixed_size = (
-            self.group.all_reduce_sum(float(self._compiled or bool(batch_norm_names(training_state.module))), 0.0)[0]
-            > 0
-        )
+        fixed_size = self.group.any_rank(self._compiled or bool(batch_norm_names(training_state.module)))
         warning = self._membership.enable_adaptation(
             self.spec, self._resolved, load_planned_cluster(), fixed_micro_batch_size=fixed_size
         )
@@ -352,13 +326,22 @@ class Run:
     def _finish_after_break(self, context: TrainContext, checkpointer: Checkpointer, step: TrainStep) -> None:
         """Finish and save a run whose program left its loop early, on all ranks."""
         if step.is_updated:
-            step.end(stop_request=STOP, share_weight=math.nan)
+            step.end(stop_request=StopRequest.STOP, share_weight=math.nan)
         self._finish(checkpointer, "stopped", step.index + step.is_updated, step.val_loss)
 
     def _finish(self, checkpointer: Checkpointer, verdict: str, step: int, val_loss: float | None) -> None:
+        """Flush records, merge and verify replicas, save and log the end; steps with nothing to do are skipped."""
         assert self._recorder is not None
-        _finish_run(
-            self._membership, self._recorder, checkpointer, self._run_log, verdict, step, val_loss, self.contention
+        membership, recorder = self._membership, self._recorder
+        membership.retry_after_regroup(recorder.flush)
+        if checkpointer.needs_finalize(step):
+            membership.run_collectively(checkpointer.finalize_replicas, step)
+            val_loss = None  # of the replicas before the merge
+        replicas_agree = membership.run_collectively(checkpointer.verify_replicas, step)
+        if checkpointer.history[0] != step:
+            membership.run_collectively(checkpointer.save, step, val_loss)
+        membership.run_collectively(
+            self._run_log.log_finish, verdict, step, recorder.last_record, val_loss, replicas_agree, self.contention
         )
 
     def _require_before_steps(self, what: str) -> None:

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from evener.core.base.errors import UsageError
+from evener.core.run.peer_failure import PeersLostError
 from evener.core.run.roster import Member, Roster
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.step_cost import BLOCKED
 from evener.core.run.step_spans import FORWARD
 from evener.worker.membership import Membership
 from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.record.step_recorder import HostCopy, StepRecorder
 from evener.worker.state.training_state import TrainingState, batch_norm_names
 from evener.worker.sync import Sync
@@ -35,7 +37,7 @@ from evener.worker.train.warmup import WarmupStep
 
 @dataclass
 class TrainContext:
-    """What all steps of a run share."""
+    """The parts of a run that all its steps use."""
 
     spec: RunSpec
     group: ProcessGroups
@@ -217,7 +219,7 @@ class TrainStep:
         """Return a context for work between steps that is not training; the timeline shows it by this name."""
         return self._context.recorder.spans.record_span(name)
 
-    def end(self, *, stop_request: float, share_weight: float) -> None:
+    def end(self, *, stop_request: StopRequest, share_weight: float) -> None:
         """Record the step after the program's loop body has finished."""
         if not self.is_updated:
             problem = "there was no step.update" if self._num_passes else "no micro-batch was taken"
@@ -268,7 +270,7 @@ class TrainStep:
         averager = BufferAverager(context.training_state.module, sorted(context.changed_buffers))
         for i, samples in enumerate(micro_batches):
             if context.membership.is_epoch_lost:
-                raise RuntimeError("remote process exit: another membership epoch has begun")
+                raise PeersLostError("another membership epoch has begun")
             batch = context.dataset.load(samples, context.group.device)
             context.recorder.lap("data_s")
             self._in_micro_batch, self._is_last_micro_batch = True, i + 1 == len(micro_batches)

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 import torch
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.state import rng
@@ -39,7 +38,7 @@ LossReduction = Literal["sum", "mean", "mix of a sum and a mean"]
 
 
 class WarmupResult(msgspec.Struct, frozen=True):
-    """What the warm-up step found on one rank."""
+    """The results of the warm-up step on one rank."""
 
     mutated_buffers: list[str]  # buffers that forward changed
     # a mean or a mix; the loss of some samples, and of each of them twice
@@ -55,12 +54,10 @@ class WarmupStep:
         self, training_state: TrainingState, group: ProcessGroups, *, is_user_program: bool, is_compiled: bool
     ) -> None:
         """Save the state to restore. `is_user_program`: the loss is the user's, so its reduction must be checked."""
-        self._training_state, self._group, self._is_user_program, self._is_compiled = (
-            training_state,
-            group,
-            is_user_program,
-            is_compiled,
-        )
+        self._training_state = training_state
+        self._group = group
+        self._is_user_program = is_user_program
+        self._is_compiled = is_compiled
         self._buffers = BufferSnapshot(
             training_state.module, [name for name, _ in training_state.module.named_buffers()]
         )
@@ -126,7 +123,7 @@ class WarmupStep:
         self._training_state.load_state_dicts(self._states)
         rng.set_states(self._rng, self._group.device)
         mine = WarmupResult(moved, self._wrong_reduction, has_backward, data)
-        results = [from_json(text, WarmupResult) for text in self._group.all_gather_bytes(msgspec.json.encode(mine))]
+        results = self._group.all_gather(mine, WarmupResult)
         if not any(result.has_backward for result in results):
             raise UsageError(
                 "no step.backward in the loop over step.micro_batches(): gradients are not exchanged",
