@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from evener.core.model.shape import preset_shape
 from evener.plan.cost.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
+from evener.worker.rank import torch_private
 
 from ..tiers import exhaustively
 
@@ -101,3 +106,11 @@ def test_custom_program_gradients_are_bucketed_in_parameter_order(run_script):
     done = run_script(OF_A_PROGRAM)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [1_000_000, 7_000_000, 4_000_000]
+
+
+def test_torch_without_a_private_interface_is_refused_by_name(monkeypatch):
+    monkeypatch.delattr(DistributedDataParallel, "_remove_autograd_hooks")
+    with pytest.raises(
+        ImportError, match=rf"torch {re.escape(torch.__version__)} has no _remove_autograd_hooks: .* 2\.13"
+    ):
+        importlib.reload(torch_private)

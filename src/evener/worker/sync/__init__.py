@@ -153,6 +153,21 @@ class Sync(Protocol):
         """Load this rank's own state after `wrap`. `departed_states`: states of ranks that no longer take part."""
 
 
+class StatelessReduction:
+    """The part of a communication hook or algorithm that is lossless and keeps nothing from step to step."""
+
+    traits = CompressionTraits()
+
+    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return []
+
+    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
+        return {}
+
+    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
+        pass
+
+
 class EqualReplicas:
     """The part of a Sync that is the same for all strategies without drift: there is nothing to merge."""
 

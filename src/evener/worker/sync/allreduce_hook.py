@@ -5,35 +5,28 @@ A rank sends 2(n-1)/n · P bytes a step, P = bytes of the gradients (ring all-re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import BucketCommEvent, CompressionTraits
+from evener.worker.sync import BucketCommEvent, StatelessReduction
 
 
-class AllReduceHook:
-    """DDP's own all-reduce, summing instead of averaging. Stateless."""
+class AllReduceHook(StatelessReduction):
+    """DDP's own all-reduce, summing instead of averaging."""
 
     def __init__(self, group: ProcessGroups, clock: Clock) -> None:
         self._group, self._clock = group, clock
-        self._sent_bytes = 0
         self._comm_events: list[BucketCommEvent] = []
-
-    traits = CompressionTraits()
 
     def start(
         self, bucket: dist.GradBucket, *, is_warmup: bool, sample_gradients: bool
     ) -> torch.futures.Future[Tensor]:
         index, buffer, events, begin = bucket.index(), bucket.buffer(), self._comm_events, self._clock.mark()
         sent_bytes = ring_all_reduce_bytes(buffer.nbytes, self._group.world_size)
-        self._sent_bytes += sent_bytes
 
         def done(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             events.append(BucketCommEvent(index, begin, self._clock.mark(), buffer.nbytes, sent_bytes))
@@ -48,22 +41,9 @@ class AllReduceHook:
     def abort(self) -> None:
         pass  # Gloo's own threads end the work
 
-    def take_sent_bytes(self) -> int:
-        taken, self._sent_bytes = self._sent_bytes, 0
-        return taken
-
     def take_fidelity(self) -> Tensor | None:
         return None
 
     def take_comm_events(self) -> list[BucketCommEvent]:
         taken, self._comm_events = self._comm_events, []
         return taken
-
-    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return []
-
-    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        return {}
-
-    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        pass

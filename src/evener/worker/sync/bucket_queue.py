@@ -104,7 +104,6 @@ class BucketQueue:
         self._comm_thread = CommThread(group.device)
         self._pending: list[Future[None]] = []  # buckets that the current pass has started
         self._has_failed = False
-        self._sent_bytes = 0
         self._fidelity: Tensor | None = None
         self._num_buckets = 1
         self._samples_gradients, self._num_sampled = False, 0  # whether the current step is sampled; how many were
@@ -119,36 +118,35 @@ class BucketQueue:
         may_densify = is_warmup or self._is_first_pass
 
         def job() -> None:
-            begin, bytes_before = self._clock.mark(), self._sent_bytes
-            dense = []
+            begin, total_bytes, dense = self._clock.mark(), 0, []
             for parameter, view in zip(parameters, views, strict=True):
                 if parameter in self._embedding_tables:
                     sent_bytes, was_dense = self._sparse_all_reduce.run(view.view(parameter.shape))
-                    self._sent_bytes += sent_bytes
+                    total_bytes += sent_bytes
                     if was_dense and may_densify:  # the head is tied to it, or it has few rows: sparse never pays
                         self._embedding_tables -= {parameter}
                 else:
                     dense.append((parameter, view))
             if dense:
                 grads = GradBucketSlice(index, tuple(held for held, _ in dense), [view for _, view in dense], is_warmup)
-                self._run_algorithm(grads, sample_gradients)
-            self._comm_events.append(
-                BucketCommEvent(index, begin, self._clock.mark(), size, self._sent_bytes - bytes_before)
-            )
+                total_bytes += self._run_algorithm(grads, sample_gradients)
+            self._comm_events.append(BucketCommEvent(index, begin, self._clock.mark(), size, total_bytes))
 
         self._pending.append(self._comm_thread.submit(job))
         return completed_future(bucket)
 
-    def _run_algorithm(self, grads: GradBucketSlice, sample_gradients: bool) -> None:
-        """Run the algorithm; every few sampled steps compare a sample of one bucket, a different one each time."""
+    def _run_algorithm(self, grads: GradBucketSlice, sample_gradients: bool) -> int:
+        """Run the algorithm; every few sampled steps compare a sample of one bucket, a different one each time.
+
+        Return the bytes that this rank sent.
+        """
         turn, is_turn = divmod(self._num_sampled, COMPARE_EVERY)
         if not (
             sample_gradients and self.traits.is_lossy and not is_turn and grads.bucket_index == turn % self._num_buckets
         ):
-            self._sent_bytes += self._algorithm.run(grads)
-            return
+            return self._algorithm.run(grads)
         num_bytes, self._fidelity = run_and_measure_error(self._group, self._algorithm, grads)
-        self._sent_bytes += num_bytes
+        return num_bytes
 
     def wait_all(self) -> None:
         self._comm_thread.wait(self._pending)
@@ -159,10 +157,6 @@ class BucketQueue:
         self._has_failed = self._has_failed or bool(self._pending)
         going, self._pending = self._pending, []
         wait(going)
-
-    def take_sent_bytes(self) -> int:
-        taken, self._sent_bytes = self._sent_bytes, 0
-        return taken
 
     def take_fidelity(self) -> Tensor | None:
         taken, self._fidelity = self._fidelity, None

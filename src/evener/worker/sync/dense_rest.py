@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import CompressionTraits
+from evener.worker.sync import StatelessReduction
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import ScratchBuffer
 
 
-class DenseAllReduce:
-    """A lossless, stateless all-reduce algorithm."""
-
-    traits = CompressionTraits()
+class DenseAllReduce(StatelessReduction):
+    """An all-reduce of all gradients as one flat buffer."""
 
     def __init__(self, group: ProcessGroups) -> None:
         self._group, self._flat_buffer = group, ScratchBuffer()
@@ -33,12 +27,3 @@ class DenseAllReduce:
             for (_, begin, end), view in zip(grads.offsets(), grads.views, strict=True):
                 view.copy_(flat[begin:end])
         return ring_all_reduce_bytes(flat.nbytes, self._group.world_size)
-
-    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return []
-
-    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        return {}
-
-    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        pass

@@ -31,9 +31,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.utils import _sync_module_states
 
-from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError
 from evener.core.run.roster import Roster, SyncSpec
 from evener.core.run.step_cost import BLOCKED
@@ -41,6 +39,7 @@ from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.plan.cost.sync_traffic import averaging_efficiency, fragment_bytes
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.rank.torch_private import broadcast_module
 from evener.worker.sync import BucketCommEvent, CommStats, GradientStats, SupportsBackward
 from evener.worker.sync.bucket_queue import COMPARE_EVERY, GradBucketSlice, run_and_measure_error
 from evener.worker.sync.codecs import BlockwiseIntCodec
@@ -125,7 +124,7 @@ class DiLoCo:
                     f"--sync diloco: {name} is {parameter.dtype}: it exchanges differences of fp32 weights",
                     hint="weights in fp32, and run.autocast() around forward; or --sync ddp",
                 )
-        _sync_module_states(module, self._group.gradient_group, 250 << 20, 0, (), broadcast_buffers=True)
+        broadcast_module(module, self._group.gradient_group)
         self._fragments = []
         for parameters in self._split_fragments(list(self._names)):
             fragment = Fragment(parameters, global_params=torch.empty(0), momentum=torch.empty(0))
@@ -253,9 +252,7 @@ class DiLoCo:
             last_exchange_step=self._last_exchange_step,
             num_outer_steps=[fragment.num_outer_steps for fragment in self._fragments],
         )
-        progress = [
-            from_json(text, DiLoCoProgress) for text in group.all_gather_bytes(msgspec.json.encode(own_progress))
-        ]
+        progress = group.all_gather(own_progress, DiLoCoProgress)
         present = [rank for rank in range(group.world_size) if rank not in joining_ranks]
         self._last_exchange_step = max(progress[rank].last_exchange_step for rank in present)
         for i, fragment in enumerate(self._fragments):
@@ -387,9 +384,9 @@ class DiLoCo:
 
     def _outer_step(self, fragment: Fragment, exchange: FragmentExchange) -> None:
         """Take an outer step: SGD with Nesterov momentum, as in torch.optim.SGD. It overwrites the delta."""
-        delta, momentum = (
-            exchange.delta,
-            min(exchange.momentum, fragment.num_outer_steps / (fragment.num_outer_steps + MOMENTUM_WARMUP_ROUNDS)),
+        delta = exchange.delta
+        momentum = min(
+            exchange.momentum, fragment.num_outer_steps / (fragment.num_outer_steps + MOMENTUM_WARMUP_ROUNDS)
         )
         fragment.num_outer_steps += 1
         fragment.momentum.mul_(momentum).add_(delta)

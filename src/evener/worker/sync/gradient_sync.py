@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from evener.core.run.roster import Roster, SyncSpec
 from evener.plan.cost.sync_traffic import bucket_bytes
+from evener.worker.rank import torch_private
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import (
@@ -58,9 +59,6 @@ class CommHook(Protocol):
 
     def abort(self) -> None:
         """Wait until the reductions in flight have failed."""
-
-    def take_sent_bytes(self) -> int:
-        """Return the bytes that this rank sent since the last call."""
 
     def take_fidelity(self) -> Tensor | None:
         """Return (error, cosine) of the sums that were compared since the last call."""
@@ -116,7 +114,7 @@ class GradientSync(EqualReplicas):
 
     def abort(self) -> None:
         self._hook.abort()
-        self._ddp._remove_autograd_hooks()
+        torch_private.remove_autograd_hooks(self._ddp)
         self._sampled_buffers.clear()
         self._local_grad_sq.clear()
         self._params_with_new_grad.clear()
@@ -134,7 +132,7 @@ class GradientSync(EqualReplicas):
         before = self._params_with_new_grad.copy()
         self._params_with_new_grad.clear()
         had_residuals = self._apply_residuals()
-        self._ddp.reducer.prepare_for_backward([])
+        torch_private.prepare_for_backward(self._ddp)
         if loss is not None:
             loss.backward()
         missing = [parameter for parameter in self._parameters if parameter not in self._params_with_new_grad]
@@ -145,7 +143,7 @@ class GradientSync(EqualReplicas):
         self._hook.wait_all()
         if self._rebuilds_buckets_next:
             self._rebuilds_buckets_next = False
-            self._ddp.reducer._rebuild_buckets()
+            torch_private.rebuild_buckets(self._ddp)
         if self._sampled_buffers:
             self._global_grad_sq = _sum_of_squares(self._sampled_buffers)
             self._sampled_buffers.clear()
@@ -156,7 +154,7 @@ class GradientSync(EqualReplicas):
 
     def finish_warmup(self) -> None:
         if self._all_params_used:
-            self._ddp.reducer._rebuild_buckets()
+            torch_private.rebuild_buckets(self._ddp)
         self._is_warmup = False
 
     def take_comm_stats(self) -> CommStats:
@@ -169,15 +167,13 @@ class GradientSync(EqualReplicas):
             return union_length_s([(self._clock.elapsed_s(first, event.begin), self._clock.elapsed_s(first, event.end))
                             for event in events])  # fmt: skip
 
-        return CommStats(self._hook.take_sent_bytes(), in_flight_s, events)
+        return CommStats(sum(event.sent_bytes for event in events), in_flight_s, events)
 
     def take_gradient_stats(self) -> GradientStats:
-        local_sq, global_sq, self._local_grad_sq, self._global_grad_sq = (
-            self._local_grad_sq,
-            self._global_grad_sq,
-            [],
-            None,
-        )
+        local_sq = self._local_grad_sq
+        global_sq = self._global_grad_sq
+        self._local_grad_sq = []
+        self._global_grad_sq = None
         fidelity = self._hook.take_fidelity()
         return GradientStats(torch.stack(local_sq).sum() if global_sq is not None else None, global_sq, fidelity)
 
@@ -240,10 +236,10 @@ class GradientSync(EqualReplicas):
         without_grad = [parameter for parameter in self._parameters if parameter.grad is None]
         params_before = self._params_with_new_grad.copy()
         self._is_arranging_buckets = True
-        self._ddp.reducer.prepare_for_backward([])
+        torch_private.prepare_for_backward(self._ddp)
         _add_zero_grads(self._parameters)
         self._is_arranging_buckets = False
-        self._ddp.reducer._rebuild_buckets()
+        torch_private.rebuild_buckets(self._ddp)
         for parameter in without_grad:
             parameter.grad = None
         self._params_with_new_grad.clear()

@@ -12,15 +12,13 @@ fp32: (n-1)/n · (P/2 + P).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import CompressionTraits
+from evener.worker.sync import StatelessReduction
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import CHUNK_NUMEL, ScratchBuffer
 from evener.worker.sync.pairwise import pairwise_all_to_all
@@ -29,10 +27,8 @@ ALIGN_BYTES = 8
 FP32_LOW_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
 
 
-class PackedAllReduce:
-    """A lossless, stateless all-reduce algorithm."""
-
-    traits = CompressionTraits()
+class PackedAllReduce(StatelessReduction):
+    """An all-reduce algorithm that sends bf16 where that is exact."""
 
     def __init__(self, group: ProcessGroups) -> None:
         self._group, self._scratch = group, ScratchBuffer()
@@ -48,15 +44,6 @@ class PackedAllReduce:
                 self.add_unpacked(values, view)  # a + b is b + a
             return sent_bytes
         return self._reduce_scatter_all_gather(grads)
-
-    def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return []
-
-    def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        return {}
-
-    def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        pass
 
     def _reduce_scatter_all_gather(self, grads: GradBucketSlice) -> int:
         group, rank = self._group, self._group.rank

@@ -155,10 +155,8 @@ class QuantizedAllReduce:
         """Reduce-scatter and all-gather encoded chunks; return (sums, bytes sent)."""
         group, rank = self._group, self._group.rank
         chunks = residual.local.chunk(self._num_chunks)
-        outgoing, incoming = (
-            self._payloads(self._outgoing, residual.reduced),
-            self._payloads(self._incoming, residual.reduced),
-        )
+        outgoing = self._payloads(self._outgoing, residual.reduced)
+        incoming = self._payloads(self._incoming, residual.reduced)
         for peer, (chunk, payload) in enumerate(zip(chunks, outgoing, strict=True)):
             if peer != rank:
                 self._codec.encode(chunk, payload)

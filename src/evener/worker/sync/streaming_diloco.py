@@ -77,10 +77,8 @@ class StreamingDiLoCo(DiLoCo):
     def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         super().load_rank_state_dict(state, departed_states)
         for i, (sent, num_bytes) in state["sent"].items():
-            self._exchanges[i].params_at_send, self._exchanges[i].sum_result = (
-                sent.to(self._group.device),
-                (num_bytes, None),
-            )
+            self._exchanges[i].params_at_send = sent.to(self._group.device)
+            self._exchanges[i].sum_result = (num_bytes, None)
 
     def _load_outer_state(self, state: dict[str, Any]) -> None:
         super()._load_outer_state(state)

@@ -21,11 +21,11 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from evener.core.base.errors import UsageError
 from evener.core.run.run_spec import RunSpec
+from evener.worker.rank.torch_private import tree_leaves
 from evener.worker.train.sampling import epoch_indices
 
 NUM_SAMPLED_VALUES = 1024  # of a tensor, evenly spaced
@@ -33,7 +33,7 @@ FLOAT_TOLERANCE = 0.05  # relative to the largest value: a larger difference mea
 
 
 class Dataset(Protocol):
-    """What `Run.steps` reads: the samples of each step, their weight, and their content."""
+    """A data set that `Run.steps` reads: the samples of each step, their weight, and their content."""
 
     def global_batch(self, seed: int, step: int, num_sequences: int) -> np.ndarray:
         """Return the samples of a step's global batch; must be a pure function."""
