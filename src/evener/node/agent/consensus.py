@@ -27,6 +27,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -66,6 +67,23 @@ EPOCH_END_REASONS = {
     HostPhase.REGROUPING: "requested a regroup",
     HostPhase.PEER_LOST: "lost a peer",
 }
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """Why the current epoch should end, as one host sees it. Not both are empty."""
+
+    lost: list[str]  # members out of reach
+    ended: dict[str, HostPhase]  # the phases of members whose ranks have left, in the order in which they left
+
+    def reason(self, joining: list[str]) -> str:
+        """Return the reason in words; `joining` are the hosts that the next epoch lets in."""
+        if self.lost:  # the others' failures are its consequence
+            return ", ".join(f"{host} is out of reach" for host in self.lost)
+        first = min(self.ended, key=lambda host: [*EPOCH_END_REASONS].index(self.ended[host]))
+        if joining and self.ended[first] == HostPhase.REGROUPING:  # that is why it was requested
+            return f"{' and '.join(joining)} {'is' if len(joining) == 1 else 'are'} let in"
+        return f"{first} {EPOCH_END_REASONS[self.ended[first]]}"
 
 
 class AcceptorState(msgspec.Struct, frozen=True):
@@ -346,40 +364,21 @@ class Consensus:
 
     def _proposal(self, now: float) -> MembershipEpoch | None:
         """Return the epoch that should follow, or None while this one should continue."""
-        world, connected = self.epoch, self._connected_hosts(now)
-        if now < max(self._join_deadline, self._grace_until) or not world.is_quorum(connected):
+        if now < max(self._join_deadline, self._grace_until) or not self.epoch.is_quorum(self._connected_hosts(now)):
             return None
-        phases = {host: phase for host, phase in self._member_phases().items() if host in connected}
-        able = hosts = self._fully_connected_hosts(now)
-        lost = [
-            host for host in world.hosts if host not in hosts and not (host in connected and self._is_leaving(host))
-        ]
-        ended = {host: phases[host] for host in self._ended_at if host in phases}  # in the order in which they ended
-        gave_up = not lost and all(self._is_leaving(host) and self._leave_reason(host) for host in phases)
-        if HostPhase.DONE in phases.values() or not (lost or ended) or not (hosts or gave_up):
+        world, able = self.epoch, self._fully_connected_hosts(now)
+        end = self._epoch_end(now, able)
+        if end is None:
             return None
-        sure_at = min(self._ended_at.values(), default=now) + FAILURE_CONFIRM_S
-        if not lost and any(self._received[host][1] < sure_at for host in hosts if host != self.host):
-            return None  # no status since: the others may have failed because that host is gone
         surviving = [host for host in world.hosts if host in able and self._host_has_training_state(host)]
-        if surviving:
-            requested = {host for host in ended if (phases[host] == HostPhase.REGROUPING and host in surviving)
-                     or (self._is_leaving(host) and self._host_has_training_state(host))}  # fmt: skip
-            only_requested = not lost and requested == ended.keys()
-            if only_requested and len(requested) < len(world.hosts):
-                return None  # the others will request it as soon as they learn of it
-            hosts = surviving + (self.waiting_hosts(now) if only_requested else [])
+        hosts = self._elastic_hosts(now, end, surviving) if surviving else able
+        if hosts is None:
+            return None
         step = max(world.step, self.step, *(self._received[host][0].step for host in hosts if host != self.host))
-        has_failed = HostPhase.FAILED in ended.values() and not lost  # not as a consequence of a lost host
-        failures = 0 if step > world.step else world.failures
-        failures += has_failed
-        unreachable = [f"{host} is out of reach" for host in lost]  # the others' failures are its consequence
-        first = min(ended, key=lambda host: [*EPOCH_END_REASONS].index(phases[host]), default="")
-        joining = [host for host in hosts if host not in world.hosts]
-        reason = ", ".join(unreachable) or f"{first} {EPOCH_END_REASONS[phases[first]]}"
-        if joining and not unreachable and phases[first] == HostPhase.REGROUPING:  # that is why it was requested
-            reason = f"{' and '.join(joining)} {'is' if len(joining) == 1 else 'are'} let in"
-        is_over = failures > MAX_CONSECUTIVE_FAILURES or HostPhase.FATAL in ended.values() or not hosts
+        has_failed = HostPhase.FAILED in end.ended.values() and not end.lost  # not as a consequence of a lost host
+        failures = (0 if step > world.step else world.failures) + has_failed
+        is_over = failures > MAX_CONSECUTIVE_FAILURES or HostPhase.FATAL in end.ended.values() or not hosts
+        reason = end.reason([host for host in hosts if host not in world.hosts])
         hosts = world.hosts if is_over else hosts
         return MembershipEpoch(
             number=world.number + 1,
@@ -391,6 +390,35 @@ class Consensus:
             failures=failures,
             is_over=is_over,
         )
+
+    def _epoch_end(self, now: float, able: list[str]) -> EpochEnd | None:
+        """Return why this epoch should end, or None while it should not, or that is not sure; `able` could go on."""
+        connected = self._connected_hosts(now)
+        phases = {host: phase for host, phase in self._member_phases().items() if host in connected}
+        lost = [
+            host for host in self.epoch.hosts if host not in able and not (host in connected and self._is_leaving(host))
+        ]
+        ended = {host: phases[host] for host in self._ended_at if host in phases}
+        gave_up = not lost and all(self._is_leaving(host) and self._leave_reason(host) for host in phases)
+        if HostPhase.DONE in phases.values() or not (lost or ended) or not (able or gave_up):
+            return None
+        sure_at = min(self._ended_at.values(), default=now) + FAILURE_CONFIRM_S
+        if not lost and any(self._received[host][1] < sure_at for host in able if host != self.host):
+            return None  # no status since: the others may have failed because that host is gone
+        return EpochEnd(lost, ended)
+
+    def _elastic_hosts(self, now: float, end: EpochEnd, surviving: list[str]) -> list[str] | None:
+        """Return the hosts of the next epoch, in which the surviving ranks continue; None while requests are missing.
+
+        Others are let in only where all members have requested the epoch, and none was lost or failed.
+        """
+        requested = {host for host, phase in end.ended.items() if (phase == HostPhase.REGROUPING and host in surviving)
+                     or (self._is_leaving(host) and self._host_has_training_state(host))}  # fmt: skip
+        if end.lost or requested != end.ended.keys():
+            return surviving
+        if len(requested) < len(self.epoch.hosts):
+            return None  # the others will request it as soon as they learn of it
+        return surviving + self.waiting_hosts(now)
 
     def _is_ready(self, host: str) -> bool:
         status = self if host == self.host else self.peer_status(host)
