@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 from evener.core.run.rundir import Contention, RunDir
 from evener.core.run.runwriter import RunWriter
-from evener.node.remote import run_control
+from evener.node.remote.sockets import find_free_port
 
 from . import guard, sample_runs, tiers
 from .ranks import Server
@@ -112,7 +112,7 @@ def free_port() -> int:
     """A port of the loopback for who must know it beforehand: one that the kernel gives to nobody who takes any."""
     range_of_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     low = int(range_of_kernel.read_text().split()[0]) if range_of_kernel.exists() else 32768
-    port = run_control.find_free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
+    port = find_free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
     assert port is not None
     return port
 

@@ -20,7 +20,7 @@ from evener.doctor.firewall import (
     inspect_port_protection,
     matches_rules,
 )
-from evener.node.remote import connectivity
+from evener.ssh.fake import FakeSession
 from tests.unit.test_checks import facts, way
 
 NETWORK = ConnectivityReport(interfaces={"attic": way(36), "laptop": way(28)})
@@ -69,30 +69,20 @@ def test_modified_firewall_table_is_not_accepted(found, is_so):
     assert matches_rules(json.loads(json.dumps(found)), RULES, NETWORK) is is_so
 
 
-class Here:
-    """A host that is this process."""
-
-    def __init__(self, seen: dict[str, Any]) -> None:
-        self._seen = seen
-
-    def call(self, module: str, function: str, **args: Any) -> Any:
-        return self._seen if module == "firewall" else getattr(connectivity, function)(**args)
-
-
 def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> PortProtection:
     fleet, network = (
         Fleet(hosts={"attic": HostConfig(address="x")}),
         ConnectivityReport(interfaces={"attic": way(36, address=address)}),
     )
-    asker = HostFanout({"attic": Here(seen)}, {})  # type: ignore[dict-item]
+    asker = HostFanout({"attic": FakeSession("attic", {"firewall.read_nft_table": lambda table: seen})}, {})
     return inspect_port_protection(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
 
 
 def test_guard_state_is_derived_from_nft_output():
-    seen = {"has_nft": True, "told": True, "rules": [], "ssh_port": None}
+    seen = {"has_nft": True, "is_readable": True, "rules": [], "ssh_port": None}
     assert guard_of(seen).state == "absent"
     assert guard_of(seen | {"rules": told(mark="other")}).state == "differs"
-    assert guard_of(seen | {"has_nft": False, "told": False}).state == "none"
+    assert guard_of(seen | {"has_nft": False, "is_readable": False}).state == "none"
     assert "tcp dport 2222 accept" in guard_of(seen | {"ssh_port": 2222}).rules
 
 
@@ -104,7 +94,7 @@ def sshd() -> Iterator[Callable[[str], int]]:
 
 
 def test_guard_is_probed_by_connection_when_nft_is_unreadable(sshd, monkeypatch):
-    seen = {"has_nft": True, "told": False, "rules": []}
+    seen = {"has_nft": True, "is_readable": False, "rules": []}
     assert guard_of(seen | {"ssh_port": sshd("127.0.0.2")}, "127.0.0.2").state == "open"
     assert guard_of(seen | {"ssh_port": sshd("127.0.0.1")}, "127.0.0.1").state == "untold"  # we are of the run
     port = sshd("127.0.0.2")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from evener.node.agent import rank_processes
+from evener.node.remote import process_table
 
 # A rank whose thread has begun a program that has begun another one.
 TREE = """
@@ -34,17 +34,30 @@ def test_all_descendants_of_rank_are_counted(rank: int, kernel_tells: bool, monk
     theirs = {child.pid for child in psutil.Process(rank).children(recursive=True)}
     assert len(theirs) == 2
     if not kernel_tells:
-        monkeypatch.setattr(rank_processes, "HAS_PROC_CHILDREN", False)
-    elif not rank_processes.HAS_PROC_CHILDREN:
+        monkeypatch.setattr(process_table, "HAS_CHILD_LISTS", False)
+    elif not process_table.HAS_CHILD_LISTS:
         pytest.skip("built without CONFIG_PROC_CHILDREN")
     else:
-        monkeypatch.setattr(psutil.Process, "children", None)  # nobody asks
-    assert sorted(rank_processes._process_tree(rank)) == sorted([rank, *theirs])
-    assert len(rank_processes._children(rank)) == 1
+        monkeypatch.setattr(process_table, "list_processes", None)  # nobody asks
+    assert sorted(process_table.process_tree(rank)) == sorted([rank, *theirs])
+    assert len(process_table.children(rank)) == 1
 
 
 def test_finished_rank_has_no_children() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    assert rank_processes._children(process.pid) == []
-    assert rank_processes._cpu_s(process.pid) == 0.0
+    assert process_table.children(process.pid) == []
+    assert process_table.tree_cpu_s(process.pid) == 0.0
+
+
+@pytest.mark.skipif(not process_table.HAS_PROC, reason="compares ps with /proc")
+def test_ps_and_proc_list_the_same_processes(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no /proc the same questions go to ps."""
+    expected = process_table.read_process(rank)
+    tree = process_table.process_tree(rank)
+    monkeypatch.setattr(process_table, "HAS_PROC", False)
+    monkeypatch.setattr(process_table, "HAS_CHILD_LISTS", False)
+    process = process_table.read_process(rank)
+    assert (process.parent, process.has_terminal) == (expected.parent, expected.has_terminal)
+    assert process.command.startswith(sys.executable)
+    assert sorted(process_table.process_tree(rank)) == sorted(tree)

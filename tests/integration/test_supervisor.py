@@ -23,13 +23,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.core.cluster.fleet_file import HostConfig
-from evener.node.remote import REMOTE_DIR, run_control, supervisor
+from evener.node.remote import bundle, process_table, run_control, supervisor
 from evener.ssh.session import RemoteError, Session, open_session
 
 from ..tiers import num_examples
 
 DEADLINE_S = 120.0
-SUPERVISOR = (REMOTE_DIR / "supervisor.py").read_text()
+SUPERVISOR = bundle("supervisor")
 
 
 @pytest.fixture(scope="module")
@@ -467,14 +467,12 @@ def test_late_ranks_are_signalled_too(session: Session, tmp_path: Path) -> None:
 
 
 def test_unkillable_process_is_reported(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(supervisor, "processes_of", lambda run_id, ancestor: [os.getpid(), 4_999_999])
-    assert supervisor.end_all("hangs") == [4_999_999]
-    hangs = SUPERVISOR.replace("if __name__ ==", "def end_all(*_):\n    return [4_999_999]\n\n\nif __name__ ==")
-    started = Started(session, tmp_path / "run", python(""), program=hangs)
+    monkeypatch.setattr(process_table, "KILL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process_table, "processes_with", lambda *_: [os.getpid(), 4_999_999])
+    assert process_table.kill_processes_with("EVENER_RUN=hangs") == [4_999_999]
+    fake = "def kill_processes_with(*_):\n    return [4_999_999]\n\n\nif __name__ =="
+    started = Started(session, tmp_path / "run", python(""), program=SUPERVISOR.replace("if __name__ ==", fake))
     assert started.wait()["left"] == [4_999_999]
-    assert started.stop()["left"] == [4_999_999]
-    shutil.copy(REMOTE_DIR / "supervisor.py", tmp_path / "run/host/supervisor.py")
     assert started.stop()["left"] == []
 
 

@@ -26,7 +26,7 @@ from evener.core.run.run_plan import read_plan
 from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec
-from evener.node.remote import REMOTE_DIR
+from evener.node.remote import bundle
 from evener.ssh.session import open_session
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, num_examples
@@ -207,7 +207,7 @@ def test_any_text_crosses_ssh_unchanged(pair: EmulatedLab, arguments: list[str],
     spec = {"id": uuid.uuid4().hex, "host": "b", "first_rank": 0, "argv": argv, "cwd": run,
             "env": {"GIVEN": "".join(arguments)}, "grace_s": 0}  # fmt: skip
     with contextlib.closing(open_session("b", host)) as session:
-        session.call("run_control", "start", run=run, spec=spec, supervisor=(REMOTE_DIR / "supervisor.py").read_text())
+        session.call("run_control", "start", run=run, spec=spec, supervisor=bundle("supervisor"))
         wait_until(lambda: session.call("run_control", "status", run=run)["state"] == "ended", "it ends")
     log = Path(run, "logs", "b.log").read_text()
     assert json.loads(log.split(" O ", 1)[1]) == [arguments, "".join(arguments), run]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from evener.doctor.interfaces import (
     single_host_interface,
 )
 from evener.launch import launcher
+from evener.node.remote.facts import TRAINING_MODULES
 
 GIGABIT_BPS = 118e6
 NAMES = ("attic", "laptop")
@@ -738,3 +740,11 @@ def test_gloo_first_address_of_interface_is_tested():
 
 def test_single_host_uses_loopback():
     assert single_host_interface(facts("here", 5), HostConfig(address="local")).address == "127.0.0.1"
+
+
+def test_training_modules_exist():
+    """A process that runs another module is not detected as training."""
+    for name in TRAINING_MODULES:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, name
+        assert spec.submodule_search_locations is None or importlib.util.find_spec(f"{name}.__main__"), name

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.node import remote
+
 SOURCE = Path(__file__).parents[2] / "src" / "evener"
 TABLE = re.findall(
     r"^\| (\w+) \| [^|]+ \| ([\w, ]*)\| ([\w, ]+) \|$",
@@ -120,11 +122,18 @@ def test_import_cycle_is_detected():
 PIPED = sorted(path for path in (SOURCE / "node" / "remote").glob("*.py") if path.name != "__init__.py")
 
 
-def test_piped_scripts_need_only_python_3_8_standard_library():
-    """Its python may be 3.8, and has nothing but the standard library."""
+def test_piped_modules_need_only_python_3_8_standard_library_and_siblings():
+    """Its python may be 3.8, and has nothing but the standard library; siblings are sent first."""
     for path in PIPED:
-        ast.parse(path.read_text(), feature_version=(3, 8))
-        assert {name.split(".")[0] for name in imports(path)} <= {*sys.stdlib_module_names}, path
+        tree = ast.parse(path.read_text(), feature_version=(3, 8))
+        assert packages(path) == set(), path
+        of_evener = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)
+                     and "evener" in ast.unparse(node)]  # fmt: skip
+        for node in of_evener:
+            assert isinstance(node, ast.ImportFrom), path
+            assert node in tree.body, path
+            assert remote.REMOTE_DIR / f"{(node.module or '').removeprefix('evener.node.remote.')}.py" in PIPED, path
+        assert len(remote.siblings(path.read_text())) == len(of_evener), path
 
 
 OF_BENCH = ("bench_local.py", "bench_fleet.py")  # which `bench` calls

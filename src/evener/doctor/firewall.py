@@ -100,7 +100,7 @@ def inspect_port_protection(
         ssh_port = answer["ssh_port"] or fleet.hosts[name].port or 22
         rules = build_nft_rules(name, facts[name], network, port, ssh_port)
         state: FirewallState = "none"
-        if answer["told"]:
+        if answer["is_readable"]:
             state = "absent" if not answer["rules"] else "differs"
             state = "stands" if matches_rules(answer["rules"], rules, network) else state
         elif answer["has_nft"]:

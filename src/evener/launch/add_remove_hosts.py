@@ -165,6 +165,6 @@ def _next_version() -> int:
 def _find_free_port(session: Session, address: str, wanted: int) -> int | None:
     low = min(wanted + 1, 64_000)
     port: int | None = session.call(
-        "run_control", "find_free_port", address=address, wanted=wanted, low=low, high=low + 1000
+        "sockets", "find_free_port", address=address, wanted=wanted, low=low, high=low + 1000
     )
     return port

@@ -47,7 +47,7 @@ from evener.doctor.context import DEFAULT_MACHINE_SPEC
 from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.launch.commands import PreparedHost, ScriptProject, script_plan, train_plan
 from evener.launch.root_cause import RunFailure, first_failure
-from evener.node.remote import REMOTE_DIR
+from evener.node.remote import bundle
 from evener.ssh.session import RemoteError, Session, Sessions, open_session, parallel_map
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, send_to_hosts
 from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
@@ -108,7 +108,7 @@ def prepare_fleet(
     first = next(iter(fleet.hosts))
     low, high = preflight.facts[first].port_range
     free_port = sessions[first].call(
-        "run_control",
+        "sockets",
         "find_free_port",
         address=preflight.interfaces[first].address,
         wanted=wanted_port,
@@ -309,10 +309,9 @@ def start_on_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, at
     files = dict.fromkeys(stale_files, None) | membership_files(plan, host)
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
-    supervisor = (REMOTE_DIR / "supervisor.py").read_text()
     try:
-        session.call("run_control", "start", run=host.run_folder(rundir), spec=spec, supervisor=supervisor, files=files,
-                     timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
+        session.call("run_control", "start", run=host.run_folder(rundir), spec=spec, supervisor=bundle("supervisor"),
+                     files=files, timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
     except RemoteError as error:
         return error.message
     except HostError as error:

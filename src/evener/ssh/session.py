@@ -3,9 +3,9 @@
     with connect(fleet) as (sessions, errors):
         facts = sessions["attic"].call("facts", "collect", workdir="~/.evener")
 
-A module of `node/remote` is sent the first time it is used. Only JSON values and raw bytes are transferred: nothing is
-unpickled. A lost connection raises HostError (a transport failure); an exception in the called function raises
-RemoteError, so the two are never confused.
+A module of `node/remote` is sent the first time it is used, after those that it imports. Only JSON values and raw bytes
+are transferred: nothing is unpickled. A lost connection raises HostError (a transport failure); an exception in the
+called function raises RemoteError, so the two are never confused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from evener.core.base.errors import HostError
 from evener.core.cluster.fleet_file import Fleet, HostConfig
-from evener.node.remote import REMOTE_DIR
+from evener.node.remote import read_source, siblings
 from evener.ssh.transport import Transport, make_transport
 
 MAGIC = b"\nevener-session-1\n"
@@ -53,20 +53,20 @@ class Session:
         self._ids = itertools.count(1)
         self._replies: dict[Any, queue.SimpleQueue[tuple[dict[str, Any], bytes]]] = {}
         self._loaded_modules: set[str] = set()
-        self._lock, self._write_lock, self._load_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._write_lock, self._load_lock = threading.Lock(), threading.Lock(), threading.RLock()
         self._connection_error: HostError | None = None
         self._closing = False
         self._stderr: list[bytes] = []
         self._login_output = b""  # printed before the remote program answered
-        self._replies["hello"] = queue.SimpleQueue()
         self._stderr_thread = threading.Thread(target=self._read_stderr, daemon=True)
         self._reader_thread = threading.Thread(target=self._read_replies, daemon=True)
-        self._stderr_thread.start()
-        self._reader_thread.start()
-        program = (REMOTE_DIR / "rpc_server.py").read_bytes()
-        self._write(f"{len(program)}\n".encode() + program)
+        program = read_source("rpc_server").encode()
         try:
-            hello, _ = self._next_reply("hello", connect_timeout_s)
+            with self._expect_replies("hello"):
+                self._stderr_thread.start()
+                self._reader_thread.start()
+                self._write(f"{len(program)}\n".encode() + program)
+                hello, _ = self._next_reply("hello", connect_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -86,36 +86,18 @@ class Session:
     ) -> Iterator[Any]:
         """Yield the items of a function as they arrive, at most `timeout_s` apart. Leaving early cancels the call."""
         self._load_module(module)
-        request_id = self._send_request({"module": module, "function": function, "args": args}, body)
-        done = False
-        try:
-            while True:
-                header, content = self._next_reply(request_id, timeout_s)
-                if "done" in header:
-                    done = True
-                    return
-                if "error" in header:
-                    done = True
-                    raise RemoteError(self.name, header["error"], header["kind"], header["traceback"])
-                yield content if "size" in header else header["value"]
-        finally:
-            with self._lock:
-                self._replies.pop(request_id, None)
-            if not done and self._connection_error is None:
-                with contextlib.suppress(HostError):
-                    self._write(json.dumps({"cancel": request_id}).encode() + b"\n")
+        yield from self._request({"module": module, "function": function, "args": args}, body, timeout_s)
 
     def clock_offset_s(self, repeats: int = 5) -> tuple[float, float]:
         """Return (their clock minus ours, the error of that), from the shortest of several round trips."""
         best = (0.0, float("inf"))
         for _ in range(repeats):
             ping = f"ping-{next(self._ids)}"
-            with self._lock:
-                self._replies[ping] = queue.SimpleQueue()
-            began = time.time()
-            self._write(json.dumps({"ping": ping}).encode() + b"\n")
-            header, _ = self._next_reply(ping, CALL_TIMEOUT_S)
-            took = time.time() - began
+            with self._expect_replies(ping):
+                began = time.time()
+                self._write(json.dumps({"ping": ping}).encode() + b"\n")
+                header, _ = self._next_reply(ping, CALL_TIMEOUT_S)
+                took = time.time() - began
             if took / 2 < best[1]:
                 best = (header["time"] - (began + took / 2), took / 2)
         return best
@@ -138,21 +120,46 @@ class Session:
         with self._load_lock:
             if module in self._loaded_modules:
                 return
-            request_id = self._send_request({"module": module, "source": (REMOTE_DIR / f"{module}.py").read_text()})
-            header, _ = self._next_reply(request_id, CALL_TIMEOUT_S)
-            if "error" in header:
-                raise RemoteError(self.name, header["error"], header["kind"], header["traceback"])
+            source = read_source(module)
+            for sibling in siblings(source):
+                self._load_module(sibling)
+            for _ in self._request({"module": module, "source": source}, b"", CALL_TIMEOUT_S):
+                pass
             self._loaded_modules.add(module)
 
-    def _send_request(self, request: dict[str, Any], body: bytes = b"") -> int:
+    def _request(self, request: dict[str, Any], body: bytes, timeout_s: float | None) -> Iterator[Any]:
+        """Send a request and yield its results; cancel it where it has not ended by then."""
         request_id = next(self._ids)
+        header = request | {"id": request_id} | ({"size": len(body)} if body else {})
+        has_ended = False
+        with self._expect_replies(request_id):
+            self._write(json.dumps(header).encode() + b"\n" + body)
+            try:
+                while True:
+                    header, content = self._next_reply(request_id, timeout_s)
+                    has_ended = "done" in header or "error" in header
+                    if "error" in header:
+                        raise RemoteError(self.name, header["error"], header["kind"], header["traceback"])
+                    if has_ended:
+                        return
+                    yield content if "size" in header else header["value"]
+            finally:
+                if not has_ended and self._connection_error is None:
+                    with contextlib.suppress(HostError, OSError, ValueError):  # the connection is closed meanwhile
+                        self._write(json.dumps({"cancel": request_id}).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def _expect_replies(self, key: Any) -> Iterator[None]:
+        """Queue the replies under this key; HostError if the connection was lost before."""
         with self._lock:
-            self._replies[request_id] = queue.SimpleQueue()
             if self._connection_error is not None:
                 raise self._connection_error
-        header = request | {"id": request_id} | ({"size": len(body)} if body else {})
-        self._write(json.dumps(header).encode() + b"\n" + body)
-        return request_id
+            self._replies[key] = queue.SimpleQueue()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._replies[key]
 
     def _next_reply(self, key: Any, timeout_s: float | None) -> tuple[dict[str, Any], bytes]:
         with self._lock:

@@ -15,7 +15,6 @@ writes its `__pycache__` there. Code is copied into its tree; data and wheels ar
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from evener.core.base.errors import HostError, UsageError
 from evener.core.base.file_io import file_digest, fsync_path
 from evener.core.base.units import format_bytes
 from evener.core.cluster.fleet_file import Fleet
+from evener.node.remote import content_store
 from evener.ssh.session import RemoteError, Session, Sessions, parallel_map
 from evener.transfer.file_tree import DigestCache, FileTree, TreeFile
 
@@ -42,8 +42,6 @@ REMOTE_WORK_TIMEOUT_S = 600.0  # a host may hash or copy this long without outpu
 T = TypeVar("T")
 R = TypeVar("R")
 TransferProgress = Callable[[str, int, int], None]  # host, bytes done, bytes in total
-
-_files: Any = importlib.import_module("evener.node.remote.content_store")  # untyped: it runs on python 3.8 too
 
 
 class TransferResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +175,7 @@ class FileFetcher:
 
     def _local_path(self, file: RemoteFile) -> Path:
         """Return where a file is written here. ValueError if that is outside the target folder."""
-        path = self._target / os.fsdecode(_files.checked_relative_path(file.path))
+        path = self._target / os.fsdecode(content_store.checked_relative_path(file.path))
         if not path.parent.resolve().is_relative_to(self._target.resolve()):  # through a link
             raise ValueError(f"{path} leads out of {self._target}")
         return path

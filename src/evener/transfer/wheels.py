@@ -11,7 +11,6 @@ import base64
 import csv
 import email
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -32,11 +31,11 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 
 import evener
 from evener.core.base.errors import EvenerError, UsageError
+from evener.node.remote import venv_setup
 from evener.transfer.file_tree import cache_folder
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's builds without CUDA, for Linux
 MIN_GLIBC_MINOR = 5  # 2.5, that of manylinux1
-_remote: Any = importlib.import_module("evener.node.remote.venv_setup")  # untyped: it runs on python 3.8 too
 _download_lock = threading.Lock()
 
 
@@ -70,8 +69,9 @@ class WheelTarget(msgspec.Struct, frozen=True, kw_only=True):
 
     def pip_flags(self) -> list[str]:
         """Return the flags that make pip choose wheels for this target rather than for this machine."""
-        local = WheelTarget.from_interpreter(_remote.inspect_interpreter(sys.executable), wants_cuda=self.wants_cuda)
-        if local.key == self.key:
+        installed = venv_setup.inspect_interpreter(sys.executable)
+        assert installed is not None  # it is the interpreter that runs this
+        if WheelTarget.from_interpreter(installed, wants_cuda=self.wants_cuda).key == self.key:
             return ["--only-binary=:all:"]
         version = self.markers["python_version"]
         flags = ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}"]
@@ -240,7 +240,7 @@ def resolve_wheels(
 
 def _cpu_index_flags() -> list[str]:
     """Return pip's flags for PyTorch's CPU builds, if this machine reaches them."""
-    return ["--extra-index-url", CPU_INDEX] if _remote.can_open_url(f"{CPU_INDEX}/torch/") else []
+    return ["--extra-index-url", CPU_INDEX] if venv_setup.can_open_url(f"{CPU_INDEX}/torch/") else []
 
 
 def _download_wheels(target: WheelTarget, specifiers: list[str], folder: Path) -> None:

@@ -54,7 +54,8 @@ from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
 from evener.node.agent.consensus import TICK_INTERVAL_S, Consensus, ConsensusState, HostPhase, HostStatus
 from evener.node.agent.peer_links import PeerLinks
-from evener.node.agent.rank_processes import RankProcesses, first_rank_of, free_port, make_rendezvous
+from evener.node.agent.rank_processes import RankProcesses, first_rank_of, make_rendezvous
+from evener.node.remote.sockets import free_port
 
 SAMPLE_INTERVAL_S = 1.0  # between samples of the ranks
 # from the report of a hang until the ranks are killed: it may be a person's doing, as with a debugger

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import psutil
 
-from evener.core.base.decoding import from_json
+from evener.core.base.decoding import from_builtins, from_json
 from evener.core.base.file_io import read_file, write_atomic
 from evener.core.run.hang_detector import ProcessSample
 from evener.core.run.membership_epoch import (
@@ -35,12 +33,10 @@ from evener.core.run.membership_epoch import (
     RankStatus,
     Rendezvous,
 )
+from evener.node.remote import process_table
 
-KILL_TIMEOUT_S = 5.0  # for the kernel to remove killed processes
+REAP_TIMEOUT_S = 5.0  # for the kernel to remove a killed process
 GROUP_EXIT_S = 5.0  # within which ranks that leave together have exited
-# Some kernels are built to list a process's children in /proc; psutil instead reads every process of the machine.
-HAS_PROC_CHILDREN = any(Path("/proc/self/task").glob("*/children"))
-STATE_LETTERS = {psutil.STATUS_STOPPED: "T", psutil.STATUS_TRACING_STOP: "t", psutil.STATUS_DISK_SLEEP: "D"}
 
 
 class LaunchedRanks(Protocol):
@@ -98,8 +94,11 @@ class RankProcesses:
         """Return a sample of each rank's process, by local rank: the kernel's figures and the rank's own heartbeat."""
         samples = {}
         for local_rank, pid in self._launched.pids().items():
-            with contextlib.suppress(psutil.Error):  # it has exited
-                samples[local_rank] = _sample_process(psutil.Process(pid), self._heartbeat_folder / str(local_rank))
+            with contextlib.suppress(
+                OSError, LookupError, msgspec.MsgspecError
+            ):  # it has exited, or wrote no heartbeat
+                sample = process_table.sample_rank(pid, str(self._heartbeat_folder / str(local_rank)))
+                samples[local_rank] = from_builtins(sample, ProcessSample)
         return samples
 
     def kill(self) -> None:
@@ -108,21 +107,8 @@ class RankProcesses:
         self._launched.reap()
 
     def _kill_processes(self) -> None:
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while (processes := self._processes()) and time.monotonic() < deadline:
-            for process in processes:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.01)
-
-    def _processes(self) -> list[psutil.Process]:
-        """Return all descendants of what was started, recognized by EVENER_WORLD in their environment."""
-        processes = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # a zombie, or another user's
-                if process.environ().get("EVENER_WORLD") == self._env_marker:
-                    processes.append(process)
-        return processes
+        """Kill all descendants of what was started, recognized by EVENER_WORLD in their environment."""
+        process_table.kill_processes_with(f"EVENER_WORLD={self._env_marker}")
 
 
 class TorchrunRanks:
@@ -136,7 +122,6 @@ class TorchrunRanks:
         finally:
             os.close(write)
         self._failures_pipe = os.fdopen(read, "rb", buffering=0)
-        self._local_ranks: dict[int, int] = {}  # by pid; read once: the environment of a hung process may be unreadable
 
     def poll(self) -> int | None:
         return self._process.poll()
@@ -149,11 +134,9 @@ class TorchrunRanks:
 
     def pids(self) -> dict[int, int]:
         pids = {}
-        for pid in _children(self._process.pid):
-            with contextlib.suppress(psutil.Error, KeyError):  # it has exited, or is no rank
-                if pid not in self._local_ranks:
-                    self._local_ranks[pid] = int(psutil.Process(pid).environ()["LOCAL_RANK"])
-                pids[self._local_ranks[pid]] = pid
+        for pid in process_table.children(self._process.pid):
+            with contextlib.suppress(OSError, LookupError):  # it has exited, or is no rank
+                pids[process_table.local_rank(pid)] = pid
         return pids
 
     def reap(self) -> None:
@@ -210,51 +193,13 @@ class SubprocessRanks:
     def reap(self) -> None:
         for rank in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk, and no signal reaches it
-                rank.wait(KILL_TIMEOUT_S)
+                rank.wait(REAP_TIMEOUT_S)
 
 
 def first_rank_of(spec: AgentSpec) -> int:
     """Return the number of this host's first rank in the run, whatever its global rank in an epoch."""
     hosts = [*spec.hosts]
     return sum(spec.hosts[host].num_ranks for host in hosts[: hosts.index(spec.host)])
-
-
-def _sample_process(process: psutil.Process, pulse: Path) -> ProcessSample:
-    heartbeat = {}
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        heartbeat = from_json(read_file(pulse), dict[str, Any])
-    heartbeat = heartbeat if heartbeat.get("pid") == process.pid else {}
-    cpu_s = sum(_cpu_s(pid) for pid in _process_tree(process.pid))
-    state = STATE_LETTERS.get(process.status(), "S")
-    return ProcessSample(pid=process.pid, state=state, cpu_s=cpu_s, where=heartbeat.get("where", ""),
-                is_waiting=heartbeat.get("waits", False), moved_bytes=heartbeat.get("moved"))  # fmt: skip
-
-
-def _cpu_s(pid: int) -> float:
-    with contextlib.suppress(psutil.Error):  # it has exited
-        user, system, childrens_user, childrens_system, *_ = psutil.Process(pid).cpu_times()
-        return float(user + system + childrens_user + childrens_system)
-    return 0.0
-
-
-def _process_tree(pid: int) -> list[int]:
-    """Return the process and all its descendants."""
-    if HAS_PROC_CHILDREN:
-        return [pid, *(descendant for child in _children(pid) for descendant in _process_tree(child))]
-    with contextlib.suppress(psutil.Error):
-        return [pid, *(descendant.pid for descendant in psutil.Process(pid).children(recursive=True))]
-    return [pid]
-
-
-def _children(pid: int) -> list[int]:
-    if not HAS_PROC_CHILDREN:
-        with contextlib.suppress(psutil.Error):
-            return [child.pid for child in psutil.Process(pid).children()]
-    pids = list[int]()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has exited
-            pids += map(int, path.read_text().split())
-    return pids
 
 
 def make_rendezvous(spec: AgentSpec, epoch: MembershipEpoch, store_port: int) -> Rendezvous:
@@ -281,11 +226,3 @@ def torchrun_argv(spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> list
         f"--log-dir={folder}/host/ranks",
         *(["-m", "--", *spec.program[1:]] if spec.program[0] == "-m" else ["--", *spec.program]),
     ]  # fmt: skip
-
-
-def free_port(address: str) -> int:
-    """Return a free port of this address, for an epoch's store."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listener:
-        listener.bind((address, 0))
-        port: int = listener.getsockname()[1]
-        return port

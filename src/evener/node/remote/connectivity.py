@@ -24,6 +24,8 @@ import threading
 import time
 from typing import Any, Dict  # noqa: UP035  python 3.8
 
+from evener.node.remote.sockets import address_family
+
 TOKEN_BYTES = 32  # bytes of a secret and of an identity
 CHUNK_BYTES = 1 << 18
 STALL_TIMEOUT_S = 1.5  # a transfer without progress for this long is stalled
@@ -96,7 +98,7 @@ def close() -> None:
 
 
 def _listener(selector: selectors.BaseSelector, address: str, port: int) -> int:
-    server = socket.socket(_family(address), socket.SOCK_STREAM)
+    server = socket.socket(address_family(address), socket.SOCK_STREAM)
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((address, port))
@@ -118,7 +120,7 @@ def _try_listener(selector: selectors.BaseSelector, address: str, port: int) -> 
 
 
 def _udp_listener(address: str, secret: str, stop: threading.Event) -> int:
-    server = socket.socket(_family(address), socket.SOCK_DGRAM)
+    server = socket.socket(address_family(address), socket.SOCK_DGRAM)
     server.bind((address, 0))
     server.settimeout(0.5)
     _listeners.append(server)
@@ -249,7 +251,7 @@ def _start_connect(
     selector: selectors.BaseSelector, attempts: OpenSockets, results: list[Fields], i: int, target: Fields
 ) -> None:
     try:
-        connection = socket.socket(_family(target["address"]), socket.SOCK_STREAM)
+        connection = socket.socket(address_family(target["address"]), socket.SOCK_STREAM)
     except OSError as error:  # no IPv6 here, or too many files
         results[i].update(result="untried", detail=str(error))
         return
@@ -376,7 +378,7 @@ def _send_large_message(target: Fields, secret: str, size: int) -> str:
 
 def _find_path_mtu(target: Fields, secret: str) -> int | None:
     """Find the largest packet that arrives, by bisection; if the interface's MTU passes, one packet shows it."""
-    family = _family(target["address"])
+    family = address_family(target["address"])
     with socket.socket(family, socket.SOCK_DGRAM) as sender:
         try:
             if family == socket.AF_INET:
@@ -498,7 +500,3 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes:
         parts.append(part)
         size -= len(part)
     return b"".join(parts)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -9,22 +9,25 @@ gets the modification time `SEALED_NS`, so that one written to since is detected
 Python 3.8 or newer, Linux or macOS, standard library only.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import threading
 import time
 import uuid
+from typing import Any, AnyStr, BinaryIO, Iterator  # noqa: UP035  python 3.8
+
+from evener.node.remote.file_io import BLOCK_BYTES, absolute_path, content_digest, file_digest, write_atomic
 
 SEALED_NS = 946684800 * 10**9  # 1 January 2000: no write gives a file this time
-BLOCK_BYTES = 1 << 20
 STALE_AGE_S = 24 * 3600  # a partial upload or half-built tree untouched for this long is removed
 WRITE_TURN_TIMEOUT_S = 300
 
-_uploads = {}
+_uploads: dict[str, _PartialUpload] = {}
 _uploads_lock = threading.Lock()
 
 
@@ -32,15 +35,15 @@ class ContentError(Exception):
     """Content does not match its hash."""
 
 
-def find_missing_blobs(workdir, digests, tree):
+def find_missing_blobs(workdir: str, digests: dict[str, int], tree: str) -> dict[str, Any]:
     """Return whether the tree exists and, if not, the blobs it lacks: {digest: bytes left by an interrupted upload}."""
-    root = _resolve_workdir(workdir)
+    root = absolute_path(workdir)
     path = os.path.join(root, "trees", tree)
     if _is_tree_intact(path):
         return {"path": path, "missing": {}, "is_there": True, "free_bytes": None}
     blobs = os.path.join(root, "blobs")
     os.makedirs(blobs, exist_ok=True)
-    partial_bytes = {}
+    partial_bytes: dict[str, int] = {}
     for name in os.listdir(blobs):
         if name.endswith(".part"):
             digest, size = name.split(".")[0], _file_size(os.path.join(blobs, name))
@@ -49,14 +52,14 @@ def find_missing_blobs(workdir, digests, tree):
     return {"path": path, "missing": needed, "is_there": False, "free_bytes": shutil.disk_usage(blobs).free}
 
 
-def put_small_blobs(workdir, blobs, body=b""):
+def put_small_blobs(workdir: str, blobs: list[tuple[str, int]], body: bytes = b"") -> None:
     """Store whole blobs, concatenated in `body`: [[digest, size], …]. ContentError if one does not match its digest."""
-    folder = os.path.join(_resolve_workdir(workdir), "blobs")
+    folder = os.path.join(absolute_path(workdir), "blobs")
     position = 0
     for digest, size in blobs:
         content = body[position : position + size]
         position += size
-        if _hash(content) != digest:
+        if content_digest(content) != digest:
             raise ContentError(digest)
         if _has_blob(folder, digest, size):
             continue
@@ -67,9 +70,9 @@ def put_small_blobs(workdir, blobs, body=b""):
         os.replace(temporary, os.path.join(folder, digest))
 
 
-def open_upload(workdir, digest, size):
+def open_upload(workdir: str, digest: str, size: int) -> dict[str, Any]:
     """Start or resume the upload of a large blob: {"part": its handle, "offset": the byte to resume from}."""
-    folder = os.path.join(_resolve_workdir(workdir), "blobs")
+    folder = os.path.join(absolute_path(workdir), "blobs")
     names = [name for name in os.listdir(folder) if name.startswith(digest + ".") and name.endswith(".part")]
     names.sort(key=lambda name: -_file_size(os.path.join(folder, name)))
     for name in names:
@@ -100,25 +103,25 @@ def open_upload(workdir, digest, size):
     file.truncate(offset)
     handle = uuid.uuid4().hex
     with _uploads_lock:
-        _uploads[handle] = _PartialUpload(file, path, folder, digest, size, offset)
+        _uploads[handle] = _PartialUpload(file, path, digest, size, offset)
     return {"part": handle, "offset": offset}
 
 
-def write_upload(part, offset, body=b""):
+def write_upload(part: str, offset: int, body: bytes = b"") -> bool:
     """Append; calls may arrive out of order, each waits for its turn. False if another sender finished the blob."""
     with _uploads_lock:
         entry = _uploads[part]
     return entry.write(offset, body)
 
 
-def finish_upload(part):
+def finish_upload(part: str) -> bool:
     """Verify the upload and give it its final name. If the content is wrong, remove it and return False."""
     with _uploads_lock:
         entry = _uploads.pop(part)
     return entry.finish()
 
 
-def abort_upload(part):
+def abort_upload(part: str) -> None:
     """Abort the upload and keep what has arrived. Writers that wait for their turn raise OSError."""
     with _uploads_lock:
         entry = _uploads.pop(part, None)
@@ -127,13 +130,13 @@ def abort_upload(part):
 
 
 class _PartialUpload:
-    def __init__(self, file, path, folder, digest, size, offset):
+    def __init__(self, file: BinaryIO, path: str, digest: str, size: int, offset: int) -> None:
         self.file, self.path, self.digest, self.size, self.offset = file, path, digest, size, offset
-        self.blob, self.folder = os.path.join(folder, digest), folder
+        self.folder = os.path.dirname(path)
         self.write_turn = threading.Condition()
-        self.failure = None
+        self.failure: BaseException | None = None
 
-    def write(self, offset, body):
+    def write(self, offset: int, body: bytes) -> bool:
         with self.write_turn:
             self.write_turn.wait_for(lambda: self.offset >= offset or self.failure is not None, WRITE_TURN_TIMEOUT_S)
             try:
@@ -151,14 +154,14 @@ class _PartialUpload:
             self.write_turn.notify_all()
         return not _has_blob(self.folder, self.digest, self.size)
 
-    def abort(self, failure):
+    def abort(self, failure: BaseException) -> None:
         with self.write_turn:
             self.failure = self.failure or failure
             self.write_turn.notify_all()
             with contextlib.suppress(OSError):  # the failed write has been reported
                 self.file.close()
 
-    def finish(self):
+    def finish(self) -> bool:
         with self.file as file:
             if _has_blob(self.folder, self.digest, self.size):
                 os.unlink(self.path)
@@ -166,21 +169,21 @@ class _PartialUpload:
             file.flush()
             os.fsync(file.fileno())
             file.seek(0)
-            if _hash_file(file) != self.digest:
+            if file_digest(file) != self.digest:
                 os.unlink(self.path)
                 return False
             _seal(self.path, 0o444)
-            os.replace(self.path, self.blob)
+            os.replace(self.path, os.path.join(self.folder, self.digest))
         return True
 
 
-def build_tree(workdir, tree, linked, body=b""):
+def build_tree(workdir: str, tree: str, linked: bool, body: bytes = b"") -> str:
     """Build a tree from blobs. `body` is JSON: {"files": [[path, digest, size, executable]], "links": [[path, to]]}.
 
     With `linked` its files are hard links to the blobs (data, wheels: large, only read), else copies, which are
     verified once more.
     """
-    root = _resolve_workdir(workdir)
+    root = absolute_path(workdir)
     trees, blobs = os.path.join(root, "trees"), os.fsencode(os.path.join(root, "blobs"))
     path = os.path.join(trees, tree)
     os.makedirs(trees, exist_ok=True)
@@ -194,9 +197,7 @@ def build_tree(workdir, tree, linked, body=b""):
     try:
         os.mkdir(making)
         _populate_tree(os.fsencode(making), blobs, content, linked)
-        with open(making + ".json", "wb") as file:
-            file.write(body)
-        os.replace(making + ".json", path + ".json")
+        write_atomic(path + ".json", body)
         try:
             os.rename(making, path)
         except OSError:
@@ -207,7 +208,7 @@ def build_tree(workdir, tree, linked, body=b""):
     return path
 
 
-def _populate_tree(target, blobs, content, linked):
+def _populate_tree(target: bytes, blobs: bytes, content: dict[str, Any], linked: bool) -> None:
     made_folders = set()
     for name, digest, size, executable in content["files"]:
         target_path = os.path.join(target, checked_relative_path(name))
@@ -228,7 +229,7 @@ def _populate_tree(target, blobs, content, linked):
         else:
             with open(blob, "rb") as source:
                 blob_content = source.read()
-            if _hash(blob_content) != digest:
+            if content_digest(blob_content) != digest:
                 os.unlink(blob)
                 raise ContentError(name)
             with open(target_path, "xb") as file:  # x: on a case-insensitive disk two names may be one
@@ -240,9 +241,9 @@ def _populate_tree(target, blobs, content, linked):
         os.symlink(_encode_path(to), target_path)
 
 
-def discard_tree(workdir, tree):
+def discard_tree(workdir: str, tree: str) -> None:
     """Remove a tree that is no longer needed, and those of its blobs that no other tree links to."""
-    root = _resolve_workdir(workdir)
+    root = absolute_path(workdir)
     path = os.path.join(root, "trees", tree)
     try:
         with open(path + ".json", "rb") as file:
@@ -257,7 +258,7 @@ def discard_tree(workdir, tree):
             os.unlink(blob)
 
 
-def hash_files(path, names):
+def hash_files(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
     """Hash these files of a folder, as far as they still exist: yields {path, digest, size, executable} of each."""
     for name in names:
         place = _place_in(path, name)
@@ -265,21 +266,21 @@ def hash_files(path, names):
             with contextlib.suppress(FileNotFoundError), open(place, "rb") as file:
                 state = os.fstat(file.fileno())
                 executable = bool(state.st_mode & 0o100)
-                yield {"path": name, "digest": _hash_file(file), "size": state.st_size, "executable": executable}
+                yield {"path": name, "digest": file_digest(file), "size": state.st_size, "executable": executable}
 
 
-def read_range(path, name, offset, length):
+def read_range(path: str, name: str, offset: int, length: int) -> bytes:
     """Return bytes of a file in a folder."""
     with open(_place_in(path, name), "rb") as file:
         file.seek(offset)
         return file.read(length)
 
 
-def _place_in(folder, name):
-    return os.path.join(os.fsencode(_resolve_workdir(folder)), checked_relative_path(name))
+def _place_in(folder: str, name: str) -> bytes:
+    return os.path.join(os.fsencode(absolute_path(folder)), checked_relative_path(name))
 
 
-def _is_tree_intact(path):
+def _is_tree_intact(path: str) -> bool:
     """Return whether a tree exists with every file unmodified."""
     try:
         with open(path + ".json", "rb") as file:
@@ -299,7 +300,7 @@ def _is_tree_intact(path):
         return False
 
 
-def _has_blob(folder, digest, size):
+def _has_blob(folder: str, digest: str, size: int) -> bool:
     """Return whether a blob exists, unmodified since it was verified; remove a modified one."""
     path = os.path.join(folder, digest)
     try:
@@ -312,7 +313,7 @@ def _has_blob(folder, digest, size):
     return False
 
 
-def _remove_stale_parts(trees, blobs):
+def _remove_stale_parts(trees: str, blobs: str) -> None:
     """Remove partial uploads and half-built trees that interrupted senders left long ago."""
     paths = [os.path.join(trees, name) for name in os.listdir(trees) if name.startswith("making-")]
     paths += [os.path.join(blobs, name) for name in os.listdir(blobs) if name.endswith(".part")]
@@ -324,7 +325,7 @@ def _remove_stale_parts(trees, blobs):
             pass
 
 
-def remove_path(place):
+def remove_path(place: str | os.PathLike[str]) -> None:
     """Remove a file, a link or a folder, if it exists."""
     if os.path.isdir(place) and not os.path.islink(place):
         shutil.rmtree(place, ignore_errors=True)
@@ -332,12 +333,12 @@ def remove_path(place):
         os.unlink(place)
 
 
-def _seal(path, mode):
+def _seal(path: AnyStr, mode: int) -> None:
     os.chmod(path, mode)
     os.utime(path, ns=(SEALED_NS, SEALED_NS))
 
 
-def _try_lock(file):
+def _try_lock(file: BinaryIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # another process holds it, or the file system has no locks
@@ -345,21 +346,21 @@ def _try_lock(file):
     return True
 
 
-def _is_same_file(file, path):
+def _is_same_file(file: BinaryIO, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:
         return False
 
 
-def _file_size(path):
+def _file_size(path: str) -> int:
     try:
         return os.stat(path).st_size
     except OSError:
         return 0
 
 
-def checked_relative_path(name):
+def checked_relative_path(name: str) -> bytes:
     """Return a relative path as bytes; ValueError if it leads outside its folder. No other path is written or read."""
     parts = _encode_path(name).split(b"/")
     if any(part in (b"", b".", b"..") or b"\0" in part for part in parts):
@@ -367,22 +368,5 @@ def checked_relative_path(name):
     return b"/".join(parts)
 
 
-def _encode_path(text):
+def _encode_path(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-def _resolve_workdir(workdir):
-    return os.path.abspath(os.path.expanduser(workdir))
-
-
-def _hash(content):
-    return hashlib.blake2b(content, digest_size=32).hexdigest()
-
-
-def _hash_file(file):
-    digest = hashlib.blake2b(digest_size=32)
-    while True:
-        block = file.read(BLOCK_BYTES)
-        if not block:
-            return digest.hexdigest()
-        digest.update(block)

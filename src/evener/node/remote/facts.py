@@ -20,16 +20,21 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Dict, Tuple  # noqa: UP035  python 3.8
+from typing import Any, Dict  # noqa: UP035  python 3.8
+
+from evener.node.remote.file_io import read_link, read_text
+from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
+from evener.node.remote.programs import find_program, run_program, run_with_error
 
 LINUX = sys.platform.startswith("linux")
 RELEVANT_VARIABLES = re.compile(
     r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH)$"
 )
 SECRET_VARIABLES = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
-TRAINING_MODULES = re.compile(
-    r"^torch\.distributed\.(run|launch)$|^evener\.(worker|worker\.torchrun|node\.agent)$"
-)  # after python -m
+# after python -m
+TRAINING_MODULES = (
+    "torch.distributed.run", "torch.distributed.launch", "evener.worker", "evener.worker.torchrun", "evener.node.agent",
+)  # fmt: skip
 RANK_ENVIRONMENT = re.compile(r"(?:^|\0)(?:TORCHELASTIC_RUN_ID|EVENER_RUN)=|(?:^|\0)MASTER_ADDR=.*\0WORLD_SIZE=|"
                      r"(?:^|\0)WORLD_SIZE=.*\0MASTER_ADDR=", re.DOTALL)  # fmt: skip
 SUPERVISOR_SCRIPT = re.compile(r"/host/supervisor\.py$")
@@ -39,7 +44,6 @@ IMPORT_TIMEOUT_S = 8.0  # timeout of importing torch, perhaps from a cold disk
 CPU_BUSY_S = 0.05  # for which one core is kept busy before its frequency is read
 
 Facts = Dict[str, Any]  # noqa: UP006
-ProcessTable = Dict[int, Tuple[int, bool, Any]]  # noqa: UP006  pid: (parent, has a terminal, argv)
 
 # Files in which users set a variable for all their sessions; the first that sets it counts.
 ENVIRONMENT_FILES = (
@@ -125,9 +129,9 @@ def collect_devices() -> Facts:
 
 def _collect_identity() -> Facts:
     uname = os.uname()
-    boot = _read_file("/proc/sys/kernel/random/boot_id") or _run_program(["sysctl", "-n", "kern.bootsessionuuid"])
+    boot = read_text("/proc/sys/kernel/random/boot_id") or run_program(["sysctl", "-n", "kern.bootsessionuuid"])
     # A container, and a host of a lab, has the machine's boot id but its own network namespace.
-    network = _read_link("/proc/self/ns/net") or ""
+    network = read_link("/proc/self/ns/net") or ""
     return {
         "hostname": socket.gethostname(),
         "system": f"{uname.sysname} {uname.release}",
@@ -146,13 +150,13 @@ def _find_training_python(home: str, python: str | None) -> str:
         return venv if os.path.exists(venv) else sys.executable
     path = os.path.expanduser(python)
     path = shutil.which(path) or os.path.abspath(path)
-    return venv if os.path.exists(venv) and _read_file(os.path.join(home, "venv", "evener-made-of")) == path else path
+    return venv if os.path.exists(venv) and read_text(os.path.join(home, "venv", "evener-made-of")) == path else path
 
 
 def _collect_versions(python: str) -> Facts:
     """Return the versions of a python; if it starts only in isolated mode (-I), also its error without that."""
     for isolation in ([], ["-I"]):
-        output, error = _run_with_error([python, *isolation, "-c", VERSIONS_PROGRAM], timeout_s=12)
+        output, error = run_with_error([python, *isolation, "-c", VERSIONS_PROGRAM], timeout_s=12)
         try:
             versions = json.loads(output.strip().splitlines()[-1])
         except (ValueError, IndexError):
@@ -186,7 +190,7 @@ def _find_shadowed_modules() -> dict[str, str]:
 
 def import_torch(python: str) -> str | None:
     """Return the error of the python that trains when it imports torch; None if it succeeds or takes too long."""
-    output, error = _run_with_error(
+    output, error = run_with_error(
         [python, "-c", "import torch.distributed.run; print('imported')"], timeout_s=IMPORT_TIMEOUT_S
     )
     return None if "imported" in output else error
@@ -198,7 +202,7 @@ def import_torch(python: str) -> str | None:
 def _collect_cpu() -> Facts:
     flags = set()
     model = None
-    for line in (_read_file("/proc/cpuinfo") or "").splitlines():
+    for line in (read_text("/proc/cpuinfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):
             flags = set(value.split())
@@ -208,8 +212,8 @@ def _collect_cpu() -> Facts:
             break
     are_flags_known = bool(flags)
     if not LINUX:
-        model = (_run_program(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip() or None
-        output = (_run_program(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) or "").strip()
+        model = (run_program(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip() or None
+        output = (run_program(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) or "").strip()
         are_flags_known, flags = output != "", {"bf16"} if output == "1" else set()
     units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
     return {
@@ -217,8 +221,8 @@ def _collect_cpu() -> Facts:
         "cores": _count_usable_cores(),
         "cores_installed": os.cpu_count(),
         "bf16_units": units if are_flags_known else None,
-        "cpu_max_MHz": _parse_kilo(_read_file("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")),
-        "cpu_limit_MHz": _parse_kilo(_read_file("/sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq")),
+        "cpu_max_MHz": _parse_kilo(read_text("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")),
+        "cpu_limit_MHz": _parse_kilo(read_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq")),
     }
 
 
@@ -227,11 +231,11 @@ def _count_usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for folder in _cgroup_folders("cpu"):
-        fields = (_read_file(folder + "/cpu.max") or "").split()
+        fields = (read_text(folder + "/cpu.max") or "").split()
         if len(fields) != 2:
             fields = [
-                _read_file(folder + "/cpu.cfs_quota_us") or "max",
-                _read_file(folder + "/cpu.cfs_period_us") or "1",
+                read_text(folder + "/cpu.cfs_quota_us") or "max",
+                read_text(folder + "/cpu.cfs_period_us") or "1",
             ]
         quota, period = _parse_number(fields[0]), _parse_number(fields[1])
         if quota and period and quota > 0:
@@ -242,7 +246,7 @@ def _count_usable_cores() -> int:
 def _cgroup_folders(controller: str) -> list[str]:
     """Return the folders of our cgroup and of all its ancestors, in version 2 and in version 1."""
     folders = []
-    for line in (_read_file("/proc/self/cgroup") or "").splitlines():
+    for line in (read_text("/proc/self/cgroup") or "").splitlines():
         number, names, path = [*line.split(":", 2), "", ""][:3]
         if number == "0":
             roots = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
@@ -264,8 +268,7 @@ def _sample_activity() -> Facts:
     while time.monotonic() < busy_until:
         sum(range(1000))
     busy = [
-        _parse_kilo(_read_file(path))
-        for path in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq")
+        _parse_kilo(read_text(path)) for path in glob.glob("/sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq")
     ]
     after, elapsed_s = _read_counters(), time.monotonic() - began
     page = resource.getpagesize()
@@ -281,12 +284,12 @@ def _sample_activity() -> Facts:
 
 def _read_counters() -> dict[str, int | None]:
     swapped = None
-    for line in (_read_file("/proc/vmstat") or "").splitlines():
+    for line in (read_text("/proc/vmstat") or "").splitlines():
         name, _, value = line.partition(" ")
         if name in ("pswpin", "pswpout"):
             swapped = (swapped or 0) + int(value)
     paths = glob.glob("/sys/devices/system/cpu/cpu*/thermal_throttle/*_throttle_count")
-    counts = [_parse_number(_read_file(path)) for path in paths]
+    counts = [_parse_number(read_text(path)) for path in paths]
     return {"swapped": swapped, "throttled": sum(filter(None, counts)) if counts else None}
 
 
@@ -302,7 +305,7 @@ def _read_load() -> Facts:
 
 def _collect_memory() -> Facts:
     total = free = swap = None
-    for line in (_read_file("/proc/meminfo") or "").splitlines():
+    for line in (read_text("/proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         if name in ("MemTotal", "MemAvailable", "SwapTotal"):
             size = int(value.split()[0]) * 1024
@@ -312,17 +315,17 @@ def _collect_memory() -> Facts:
                 size if name == "SwapTotal" else swap,
             )
     if total is None:
-        total = _parse_number(_run_program(["sysctl", "-n", "hw.memsize"]))
-        pages = dict(re.findall(r"Pages (\w+):\s+(\d+)", _run_program(["vm_stat"]) or ""))
+        total = _parse_number(run_program(["sysctl", "-n", "hw.memsize"]))
+        pages = dict(re.findall(r"Pages (\w+):\s+(\d+)", run_program(["vm_stat"]) or ""))
         if pages:
             kinds = ("free", "inactive", "speculative", "purgeable")
             free = sum(int(pages.get(kind, 0)) for kind in kinds) * resource.getpagesize()
     for folder in _cgroup_folders("memory"):
-        limit = _parse_number(_read_file(folder + "/memory.max") or _read_file(folder + "/memory.limit_in_bytes"))
-        used = _parse_number(_read_file(folder + "/memory.current") or _read_file(folder + "/memory.usage_in_bytes"))
+        limit = _parse_number(read_text(folder + "/memory.max") or read_text(folder + "/memory.limit_in_bytes"))
+        used = _parse_number(read_text(folder + "/memory.current") or read_text(folder + "/memory.usage_in_bytes"))
         if limit and total and limit < total:
             cache = re.search(
-                r"^(?:total_)?inactive_file (\d+)$", _read_file(folder + "/memory.stat") or "", re.MULTILINE
+                r"^(?:total_)?inactive_file (\d+)$", read_text(folder + "/memory.stat") or "", re.MULTILINE
             )
             available = limit - (used or 0) + (int(cache.group(1)) if cache else 0)
             total, free = limit, available if free is None else min(free, available)
@@ -396,20 +399,20 @@ IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # the same on Linux and macO
 
 def _collect_network() -> Facts:
     low, high = 32768, 60999  # Linux's default
-    fields = (_read_file("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
+    fields = (read_text("/proc/sys/net/ipv4/ip_local_port_range") or "").split()
     if len(fields) == 2:
         low, high = int(fields[0]), int(fields[1])
     elif not LINUX:
-        low = int(_parse_number(_run_program(["sysctl", "-n", "net.inet.ip.portrange.first"])) or 49152)
-        high = int(_parse_number(_run_program(["sysctl", "-n", "net.inet.ip.portrange.last"])) or 65535)
-    control = _read_file("/proc/sys/net/ipv4/tcp_congestion_control") or _run_program(
+        low = int(_parse_number(run_program(["sysctl", "-n", "net.inet.ip.portrange.first"])) or 49152)
+        high = int(_parse_number(run_program(["sysctl", "-n", "net.inet.ip.portrange.last"])) or 65535)
+    control = read_text("/proc/sys/net/ipv4/tcp_congestion_control") or run_program(
         ["sysctl", "-n", "net.inet.tcp.cc.algorithm"]
     )
     return {
         "interfaces": interfaces(),
         "port_range": [low, high],
         "congestion_control": control.strip() if control else None,
-        "queue_discipline": (_read_file("/proc/sys/net/core/default_qdisc") or "").strip() or None,
+        "queue_discipline": (read_text("/proc/sys/net/core/default_qdisc") or "").strip() or None,
         "sysctls": _read_sysctls(),
         "has_infiniband": bool(glob.glob("/sys/class/infiniband/*")),
     }
@@ -417,7 +420,7 @@ def _collect_network() -> Facts:
 
 def _read_sysctls() -> dict[str, str]:
     """Return the sysctls that TCP throughput may depend on, as `sysctl` prints them; empty where it is not Linux."""
-    values = {name: _read_file("/proc/sys/" + name.replace(".", "/")) for name in SYSCTLS}
+    values = {name: read_text("/proc/sys/" + name.replace(".", "/")) for name in SYSCTLS}
     return {name: " ".join(text.split()) for name, text in values.items() if text is not None}
 
 
@@ -447,7 +450,7 @@ def interfaces() -> list[Facts]:
         interface["up"] = bool(flags & IFF_UP) and bool(flags & IFF_RUNNING)
         interface.update(_classify_interface(interface["name"], bool(flags & IFF_LOOPBACK), wireless))
         if LINUX:
-            interface["mtu"] = _parse_number(_read_file(f"/sys/class/net/{interface['name']}/mtu"))
+            interface["mtu"] = _parse_number(read_text(f"/sys/class/net/{interface['name']}/mtu"))
     return list(by_name.values())
 
 
@@ -463,7 +466,7 @@ def _decode_address(family: int, pointer: Any, netmask: Any) -> Facts:
 def _classify_interface(name: str, is_loopback: bool, wireless: set[str]) -> Facts:
     """Return an interface's kind, speed and duplex: as the kernel reports them, else judged by the name."""
     folder = f"/sys/class/net/{name}/"
-    kind_of_device = re.search(r"^DEVTYPE=(\w+)", _read_file(folder + "uevent") or "", re.MULTILINE)
+    kind_of_device = re.search(r"^DEVTYPE=(\w+)", read_text(folder + "uevent") or "", re.MULTILINE)
     devtype = kind_of_device.group(1) if kind_of_device else ""
     physical = os.path.exists(folder + "device")
     ports = glob.glob(folder + "brif/*") if devtype == "bridge" else []
@@ -488,12 +491,12 @@ def _classify_interface(name: str, is_loopback: bool, wireless: set[str]) -> Fac
         kind = "virtual"
     else:
         kind = "wired"
-    speed = _parse_number(_read_file(folder + "speed"))
-    duplex = (_read_file(folder + "duplex") or "").strip()
+    speed = _parse_number(read_text(folder + "speed"))
+    duplex = (read_text(folder + "duplex") or "").strip()
     return {
         "kind": kind,
         "is_physical": physical or not LINUX,
-        "mac": (_read_file(folder + "address") or "").strip() or None,
+        "mac": (read_text(folder + "address") or "").strip() or None,
         "speed_Mbit": int(speed) if speed and speed > 0 else None,
         "duplex": duplex if duplex in ("full", "half") else None,
     }
@@ -502,7 +505,7 @@ def _classify_interface(name: str, is_loopback: bool, wireless: set[str]) -> Fac
 def _macos_wireless_interfaces() -> set[str]:
     if LINUX:
         return set()
-    ports = _run_program(["networksetup", "-listallhardwareports"]) or ""
+    ports = run_program(["networksetup", "-listallhardwareports"]) or ""
     return set(re.findall(r"Hardware Port: Wi-Fi\s+Device: (\w+)", ports))
 
 
@@ -544,9 +547,9 @@ def _collect_environment() -> Facts:
 
 def _find_defining_file(name: str) -> str | None:
     """Return the file that sets a variable for every session: the one with the current value, else the first."""
-    path_by_is_current = {}
+    path_by_is_current: dict[bool, str] = {}
     for path in ENVIRONMENT_FILES:
-        for line in (_read_file(os.path.expanduser(path)) or "").splitlines():
+        for line in (read_text(os.path.expanduser(path)) or "").splitlines():
             if re.match(rf"\s*(export +)?{name}=", line):
                 path_by_is_current.setdefault(os.environ[name] in line, path)
     return path_by_is_current.get(True, path_by_is_current.get(False))
@@ -571,19 +574,19 @@ def _find_port_holder(port: int) -> Facts:
     pid = None
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in (_read_file(table) or "").splitlines()[1:]:
+        for line in (read_text(table) or "").splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{fields[9]}]")
     for path in glob.iglob("/proc/[0-9]*/fd/*") if inodes else ():
-        if _read_link(path) in inodes:
+        if read_link(path) in inodes:
             pid = int(path.split("/")[2])
             break
     if not LINUX:
-        pid = _parse_number((_run_program(["lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t"]) or "").split("\n")[0])
+        pid = _parse_number((run_program(["lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-t"]) or "").split("\n")[0])
     if pid is None:
         return {"pid": None, "owner": None, "age_s": None, "command": None, "run": None}
-    return _describe_process(int(pid), _read_process_table().get(int(pid)))
+    return _describe_process(int(pid), _read_argv(int(pid), list_processes()))
 
 
 # --- processes ---------------------------------------------------------------------------------------------------
@@ -591,22 +594,24 @@ def _find_port_holder(port: int) -> Facts:
 
 def _find_training_processes() -> Facts:
     """Find orphaned training processes, and those attached to a terminal or ssh session."""
-    table = _read_process_table()
-    training = {pid for pid, entry in table.items() if pid != os.getpid() and _is_training(pid, entry[2])}
+    own_namespace = read_link("/proc/self/ns/pid")  # processes of other containers do not count
+    table = {pid: process for pid, process in list_processes().items()
+             if own_namespace is None or read_link(f"/proc/{pid}/ns/pid") in (None, own_namespace)}  # fmt: skip
+    argvs = {pid: _read_argv(pid, table) for pid in table}
+    training = {pid for pid in table if pid != os.getpid() and _is_training(pid, argvs[pid])}
     stale, attached = [], []
     for pid in sorted(training):
-        parent, tty, _ = table[pid]
-        ancestors = _ancestors(table, parent)
+        ancestors = _ancestors(table, table[pid].parent)
         if training.intersection(ancestors):
             continue  # judged with the training process that started it
-        commands = [os.path.basename(table[ancestor][2][0]) if table[ancestor][2] else "" for ancestor in ancestors]
-        supervised = any(SUPERVISOR_SCRIPT.search(word) for ancestor in ancestors for word in table[ancestor][2])
+        commands = [os.path.basename(argvs[ancestor][0]) if argvs[ancestor] else "" for ancestor in ancestors]
+        supervised = any(SUPERVISOR_SCRIPT.search(word) for ancestor in ancestors for word in argvs[ancestor])
         if supervised or any(TERMINAL_MULTIPLEXERS.match(command) for command in commands):
             continue
-        if any(command.startswith("sshd") for command in commands) or tty:
-            attached.append(_describe_process(pid, table[pid]))
+        if any(command.startswith("sshd") for command in commands) or table[pid].has_terminal:
+            attached.append(_describe_process(pid, argvs[pid]))
         elif all(command in ("systemd", "init", "launchd") for command in commands):  # or empty: its parent is pid 1
-            stale.append(_describe_process(pid, table[pid]))
+            stale.append(_describe_process(pid, argvs[pid]))
     return {"stale": stale, "attached": attached}
 
 
@@ -637,7 +642,7 @@ def _is_training(pid: int, argv: list[str]) -> bool:
     words = iter(argv[1:])
     for word in words:
         if word == "-m":
-            if TRAINING_MODULES.search(next(words, "")):
+            if next(words, "") in TRAINING_MODULES:
                 return True
             break
         if not word.startswith("-"):
@@ -646,44 +651,29 @@ def _is_training(pid: int, argv: list[str]) -> bool:
             break
         if word == "-c":
             break
-    return RANK_ENVIRONMENT.search(_read_file(f"/proc/{pid}/environ") or "") is not None
+    return RANK_ENVIRONMENT.search(read_text(f"/proc/{pid}/environ") or "") is not None
 
 
-def _read_process_table() -> ProcessTable:
-    """Return {pid: (parent, has a terminal, argv)} of all visible processes that are not another container's."""
-    table = {}
-    if not LINUX:
-        for line in (_run_program(["ps", "-axwwo", "pid=,ppid=,tty=,command="]) or "").splitlines():
-            fields = line.split(None, 3)
-            if len(fields) == 4:
-                table[int(fields[0])] = (int(fields[1]), fields[2] != "??", fields[3].split())
-        return table
-    own_ns = _read_link("/proc/self/ns/pid")
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        stat = (_read_file(f"/proc/{name}/stat") or "").rpartition(") ")[2].split()
-        ns = _read_link(f"/proc/{name}/ns/pid")
-        if not stat or stat[0] in "ZX" or (ns is not None and own_ns is not None and ns != own_ns):
-            continue
-        argv = (_read_file(f"/proc/{name}/cmdline") or "").split("\0")[:-1]
-        table[int(name)] = (int(stat[1]), stat[4] != "0", argv)
-    return table
+def _read_argv(pid: int, table: dict[int, Process]) -> list[str]:
+    """Return the arguments of a process; none if it has ended."""
+    if not HAS_PROC:
+        return table[pid].command.split() if pid in table else []
+    return (read_text(f"/proc/{pid}/cmdline") or "").split("\0")[:-1]
 
 
-def _ancestors(table: ProcessTable, pid: int) -> list[int]:
+def _ancestors(table: dict[int, Process], pid: int) -> list[int]:
     """Return the ancestors from `pid` upwards, without pid 1."""
     ancestors = []
     while pid > 1 and pid in table and pid not in ancestors:
         ancestors.append(pid)
-        pid = table[pid][0]
+        pid = table[pid].parent
     return ancestors
 
 
-def _describe_process(pid: int, entry: tuple[int, bool, list[str]] | None) -> Facts:
+def _describe_process(pid: int, argv: list[str]) -> Facts:
     run = owner = age = None
     if LINUX:
-        run_ids = re.findall(r"(?:^|\0)EVENER_RUN=([^\0]*)", _read_file(f"/proc/{pid}/environ") or "")
+        run_ids = re.findall(r"(?:^|\0)EVENER_RUN=([^\0]*)", read_text(f"/proc/{pid}/environ") or "")
         run = run_ids[0] if run_ids else None
         try:
             import pwd
@@ -694,20 +684,18 @@ def _describe_process(pid: int, entry: tuple[int, bool, list[str]] | None) -> Fa
         except (KeyError, OSError):
             pass
         try:
-            start = int((_read_file(f"/proc/{pid}/stat") or "").rpartition(") ")[2].split()[19]) / os.sysconf(
-                "SC_CLK_TCK"
-            )
-            age = max(0.0, float((_read_file("/proc/uptime") or "").split()[0]) - start)
-        except (IndexError, ValueError):
+            start_s = int(read_process(pid).start_time) / os.sysconf("SC_CLK_TCK")
+            age = max(0.0, float((read_text("/proc/uptime") or "").split()[0]) - start_s)
+        except (OSError, LookupError, ValueError):
             pass
     else:
-        owner = (_run_program(["ps", "-o", "user=", "-p", str(pid)]) or "").strip() or None
-        elapsed = (_run_program(["ps", "-o", "etime=", "-p", str(pid)]) or "").strip()
+        owner = (run_program(["ps", "-o", "user=", "-p", str(pid)]) or "").strip() or None
+        elapsed = (run_program(["ps", "-o", "etime=", "-p", str(pid)]) or "").strip()
         parts = re.match(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", elapsed)
         if parts:
             day, hour, minute, second = [int(part or 0) for part in parts.groups()]
             age = float(((day * 24 + hour) * 60 + minute) * 60 + second)
-    command = " ".join(entry[2])[:200] if entry else None
+    command = " ".join(argv)[:200] or None
     return {"pid": pid, "owner": owner, "age_s": age, "command": command, "run": run}
 
 
@@ -719,15 +707,15 @@ def _detect_firewall() -> Facts:
     kind, chain = None, None
     running = set()
     for path in glob.glob("/proc/[0-9]*/comm"):
-        running.add((_read_file(path) or "").strip())
-    if re.search(r"^ENABLED=yes", _read_file("/etc/ufw/ufw.conf") or "", re.MULTILINE):
+        running.add((read_text(path) or "").strip())
+    if re.search(r"^ENABLED=yes", read_text("/etc/ufw/ufw.conf") or "", re.MULTILINE):
         kind = "ufw"
     elif "firewalld" in running or os.path.isdir("/run/firewalld"):
         kind = "firewalld"
     elif not LINUX:
         kind = "macos"
     elif os.getuid() == 0:
-        rules = _run_program([_find_program("nft") or "nft", "-j", "list", "chains"], timeout_s=3)
+        rules = run_program([find_program("nft") or "nft", "-j", "list", "chains"], timeout_s=3)
         try:
             chains = [item["chain"] for item in json.loads(rules or "{}").get("nftables", []) if "chain" in item]
         except ValueError:
@@ -746,12 +734,12 @@ def _collect_gpus() -> Facts:
     """Return the GPUs that the driver reports; an NVIDIA card on the bus without a working driver is an error."""
     cards = 0
     for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        device_class = _read_file(os.path.dirname(path) + "/class") or ""
-        if (_read_file(path) or "").strip() == "0x10de" and device_class.startswith("0x03"):
+        device_class = read_text(os.path.dirname(path) + "/class") or ""
+        if (read_text(path) or "").strip() == "0x10de" and device_class.startswith("0x03"):
             cards += 1
     result: Facts = {"gpus": [], "gpu_capabilities": [], "gpu_driver": None, "gpu_error": None, "gpu_cards": cards,
                     "gpu_iommu": None}  # fmt: skip
-    tool = _find_program("nvidia-smi")
+    tool = find_program("nvidia-smi")
     if tool is None:
         if cards:
             result["gpu_error"] = "nvidia-smi is not installed"
@@ -773,7 +761,7 @@ def _collect_gpus() -> Facts:
     result["gpu_capabilities"] = [float(row[2]) for row in rows if re.fullmatch(r"\d+\.\d+", row[2])]
     result["gpu_driver"] = rows[0][1] if rows else None
     if len(rows) > 1:  # a translating IOMMU between cards is what freezes NCCL's peer-to-peer copies
-        groups = [_read_file(path + "/iommu_group/type") for path in glob.glob("/sys/bus/pci/drivers/nvidia/0*")]
+        groups = [read_text(path + "/iommu_group/type") for path in glob.glob("/sys/bus/pci/drivers/nvidia/0*")]
         result["gpu_iommu"] = any((group or "").startswith("DMA") for group in groups)
     return result
 
@@ -782,31 +770,31 @@ def _collect_power() -> Facts:
     """Return whether the machine runs on battery, and whether a closed lid or idling suspends it."""
     result: Facts = {"has_battery": None, "on_battery": None, "lid_suspends": None, "idle_sleeps": None}
     if not LINUX:
-        output = _run_program(["pmset", "-g", "batt"]) or ""
+        output = run_program(["pmset", "-g", "batt"]) or ""
         if output:
             result.update(has_battery="InternalBattery" in output, on_battery="Battery Power" in output)
-        idle = re.search(r"^\s*sleep\s+(\d+)", _run_program(["pmset", "-g"]) or "", re.MULTILINE)
+        idle = re.search(r"^\s*sleep\s+(\d+)", run_program(["pmset", "-g"]) or "", re.MULTILINE)
         result.update(idle_sleeps=bool(idle and int(idle.group(1))), lid_suspends=result["has_battery"])
         return result
     supplies = glob.glob("/sys/class/power_supply/*")
-    kinds = {path: (_read_file(path + "/type") or "").strip() for path in supplies}
+    kinds = {path: (read_text(path + "/type") or "").strip() for path in supplies}
     batteries = [
         path for path in supplies
-        if kinds[path] == "Battery" and (_read_file(path + "/scope") or "").strip() != "Device"  # a mouse has one too
+        if kinds[path] == "Battery" and (read_text(path + "/scope") or "").strip() != "Device"  # a mouse has one too
     ]  # fmt: skip
-    mains = [_read_file(path + "/online") for path in supplies if kinds[path] in ("Mains", "USB")]
+    mains = [read_text(path + "/online") for path in supplies if kinds[path] in ("Mains", "USB")]
     result["has_battery"] = bool(batteries)
     if not batteries:
         return result
-    discharging = any((_read_file(path + "/status") or "").strip() == "Discharging" for path in batteries)
+    discharging = any((read_text(path + "/status") or "").strip() == "Discharging" for path in batteries)
     result["on_battery"] = discharging and not any((online or "").strip() == "1" for online in mains)
     settings: dict[str, str] = {}
     drop_ins = [path for root in ("/usr/lib", "/run", "/etc")
                 for path in sorted(glob.glob(root + "/systemd/logind.conf.d/*"))]  # fmt: skip
     for path in ["/usr/lib/systemd/logind.conf", "/etc/systemd/logind.conf", *drop_ins]:
-        settings.update(re.findall(r"^(HandleLidSwitch\w*|IdleAction)=(\S+)", _read_file(path) or "", re.MULTILINE))
+        settings.update(re.findall(r"^(HandleLidSwitch\w*|IdleAction)=(\S+)", read_text(path) or "", re.MULTILINE))
     masked = all(
-        any(_read_link(f"{root}/systemd/system/{name}.target") == "/dev/null" for root in ("/etc", "/run"))
+        any(read_link(f"{root}/systemd/system/{name}.target") == "/dev/null" for root in ("/etc", "/run"))
         for name in ("sleep", "suspend")
     )
     lid = settings.get("HandleLidSwitch", "suspend")
@@ -818,46 +806,6 @@ def _collect_power() -> Facts:
 
 
 # --- small things ------------------------------------------------------------------------------------------------
-
-
-def _read_file(path: str) -> str | None:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except (OSError, ValueError):
-        return None
-
-
-def _read_link(path: str) -> str | None:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return None
-
-
-def _run_program(argv: list[str], timeout_s: float = 5) -> str | None:
-    """Return a program's output: empty if it takes too long, None if it is not installed or fails."""
-    output, error = _run_with_error(argv, timeout_s)
-    return output if error is None else None
-
-
-def _run_with_error(argv: list[str], timeout_s: float) -> tuple[str, str | None]:
-    """Return (a program's output, its error); one that takes too long counts as no failure with empty output."""
-    try:
-        process = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, cwd="/", check=False
-        )
-    except subprocess.TimeoutExpired:
-        return "", None
-    except (OSError, ValueError) as error:
-        return "", str(error)
-    lines = process.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {process.returncode}"]
-    return process.stdout.decode(errors="replace"), "\n".join(lines[-3:]) if process.returncode else None
-
-
-def _find_program(name: str) -> str | None:
-    """Return a program's path, also from folders missing in the PATH of a session without a login shell."""
-    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/local/bin:/usr/local/cuda/bin")
 
 
 def _parse_number(text: str | None) -> Any:

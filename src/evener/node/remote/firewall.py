@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from typing import Any
 
-PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+from evener.node.remote.programs import find_program
 
 
 def read_nft_table(table: str) -> dict[str, Any]:
-    """Return {"has_nft", "told": may we read it?, "rules": nft's own JSON, empty without such a table, "ssh_port"}."""
+    """Return {"has_nft", "is_readable", "rules": nft's own JSON, empty without such a table, "ssh_port"}.
+
+    It is readable by root, or by sudo without a password.
+    """
     ssh_connection = os.environ.get("SSH_CONNECTION", "").split()
-    answer: dict[str, Any] = {"has_nft": False, "told": False, "rules": [],
+    answer: dict[str, Any] = {"has_nft": False, "is_readable": False, "rules": [],
                              "ssh_port": int(ssh_connection[3]) if len(ssh_connection) == 4 else None}  # fmt: skip
-    nft = shutil.which("nft", path=PATH)
+    nft = find_program("nft")
     if not sys.platform.startswith("linux") or nft is None:
         return answer
     answer["has_nft"] = True
@@ -26,9 +28,11 @@ def read_nft_table(table: str) -> dict[str, Any]:
         done = subprocess.run([*privilege, nft, "-j", "list", "table", "inet", table], stdin=subprocess.DEVNULL,
                               capture_output=True, timeout=5, check=False)  # fmt: skip
         if done.returncode == 0:
-            answer.update(told=True, rules=json.loads(done.stdout.decode())["nftables"])
+            answer.update(is_readable=True, rules=json.loads(done.stdout.decode())["nftables"])
         else:
-            answer["told"] = b"No such file or directory" in done.stderr  # nft's message if there is no such table
+            answer["is_readable"] = (
+                b"No such file or directory" in done.stderr
+            )  # nft's message if there is no such table
     except (OSError, subprocess.SubprocessError, ValueError, LookupError):
         pass
     return answer

@@ -5,7 +5,9 @@ on, then their result; `send` and `ping` connect to it; `receive_bursts` and `se
 Options of a single socket (congestion control, buffers) can be tried; no setting of the machine is changed.
 """
 
-import ctypes
+from __future__ import annotations
+
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +17,10 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any, Callable, Dict, Generator, Iterator, Optional, Tuple, TypeVar  # noqa: UP035  python 3.8
+
+from evener.node.remote.programs import end_with_parent
+from evener.node.remote.sockets import address_family, free_port
 
 CHUNK_BYTES = 1 << 18
 CHUNKS_PER_CALL = 4  # buffers handed to the kernel in one call
@@ -27,15 +33,21 @@ SND_CWND, TOTAL_RETRANS, BUSY_TIME, RWND_LIMITED = 80, 100, 168, 176  # offsets 
 LARGE_BUFFER_BYTES = 1 << 26  # a buffer larger than any system allows by default
 HOST_NETWORK_SYSCTL = "/proc/sys/net/core/default_qdisc"  # exists only in the host's own network namespace
 FIRST_SEND_BYTES = 1 << 14  # bytes of a burst that fit in any congestion window
-PR_SET_PDEATHSIG = 1  # prctl's PR_SET_PDEATHSIG
+
+Item = Dict[str, Any]  # noqa: UP006  one of those that a function yields
+# retransmits, congestion control, share of the time in which the receiver's window was the limit
+Sent = Tuple[Optional[int], Optional[str], Optional[float]]  # noqa: UP006, UP045
+T = TypeVar("T")
 
 
-def receive(address, streams, warm_s, seconds, buffer_bytes=None):
+def receive(
+    address: str, streams: int, warm_s: float, seconds: float, buffer_bytes: int | None = None
+) -> Iterator[Item]:
     """Count what `streams` connections deliver in `seconds`, after `warm_s` in which TCP's window grows.
 
     Yields {"port"}, then {"mean_Bps", "tenths_Bps"}: goodput overall and per 0.1 s, in bytes per second.
     """
-    with socket.socket(_address_family(address), socket.SOCK_STREAM) as server:
+    with socket.socket(address_family(address), socket.SOCK_STREAM) as server:
         if buffer_bytes is not None:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
         server.bind((address, 0))
@@ -44,26 +56,33 @@ def receive(address, streams, warm_s, seconds, buffer_bytes=None):
         yield {"port": server.getsockname()[1]}
         connections = [server.accept()[0] for _ in range(streams)]
     begins = time.perf_counter() + warm_s
-    results = [None] * streams
     bins = [0] * (int(seconds / BIN_S) + 1)
-    _run_threads(lambda i: _count_received(connections[i], begins, begins + seconds, results, i, bins), streams)
-    failed = [result for result in results if isinstance(result, str)]
-    if failed:
-        raise OSError(failed[0])
+    results = _run_threads(lambda i: _count_received(connections[i], begins, begins + seconds, bins), streams)
     yield {
         "mean_Bps": sum(num_bytes / took_s for num_bytes, took_s in results),
         "tenths_Bps": [count / BIN_S for count in bins[: int(seconds / BIN_S)]],
     }
 
 
-def send(address, port, source, streams, seconds, congestion=None, buffer_bytes=None):
+def send(
+    address: str, port: int, source: str, streams: int, seconds: float, congestion: str | None = None,
+    buffer_bytes: int | None = None,
+) -> Item:  # fmt: skip
     """Send as fast as TCP allows, until the receiver closes the connections or `seconds` are over."""
-    results = [None] * streams
     until = time.perf_counter() + seconds
-    _run_threads(lambda i: _send_stream(address, port, source, until, results, i, congestion, buffer_bytes), streams)
-    failed = [result for result in results if isinstance(result, str)]
-    if failed:
-        raise OSError(failed[0])
+
+    def send_stream(_: int) -> Sent:
+        with socket.socket(address_family(address), socket.SOCK_STREAM) as connection:
+            if congestion is not None and not _try_congestion_control(connection, congestion):
+                raise OSError("the system does not allow the congestion control " + congestion)
+            if buffer_bytes is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            connection.bind((source, 0))
+            connection.connect((address, port))
+            return _send_until(connection, until)
+
+    results = _run_threads(send_stream, streams)
     retransmits = [result[0] for result in results]
     return {
         "retransmits": None if None in retransmits else sum(retransmits),
@@ -72,7 +91,7 @@ def send(address, port, source, streams, seconds, congestion=None, buffer_bytes=
     }
 
 
-def socket_tcp_options():
+def socket_tcp_options() -> Item:
     """Return the options a socket may set here: congestion controls, and the largest buffers that it gets.
 
     Only congestion controls that can also become the default: in another network namespace than the host's (a
@@ -92,9 +111,9 @@ def socket_tcp_options():
         }
 
 
-def _accept_one(address, seconds):
+def _accept_one(address: str, seconds: float) -> Generator[Item, None, socket.socket]:
     """Yield the port, then accept and return one connection."""
-    with socket.socket(_address_family(address), socket.SOCK_STREAM) as server:
+    with socket.socket(address_family(address), socket.SOCK_STREAM) as server:
         server.bind((address, 0))
         server.listen(1)
         server.settimeout(ACCEPT_TIMEOUT_S)
@@ -105,7 +124,7 @@ def _accept_one(address, seconds):
     return connection
 
 
-def receive_bursts(address, seconds):
+def receive_bursts(address: str, seconds: float) -> Iterator[Item]:
     """Receive bursts, each preceded by its size (8 bytes), and acknowledge each with one byte when it is complete."""
     buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS_PER_CALL))
     with (yield from _accept_one(address, seconds)) as connection:
@@ -122,18 +141,20 @@ def receive_bursts(address, seconds):
             connection.sendall(b"x")
 
 
-def send_bursts(address, port, source, size, pauses_s, rounds, seconds):
+def send_bursts(
+    address: str, port: int, source: str, size: int, pauses_s: list[float], rounds: int, seconds: float
+) -> list[list[Item]]:
     """Send bursts of `size` bytes after each of these pauses; return [{"took_s", "window"}] per round and pause.
 
     `window` is the congestion window, in segments, at the start of the burst; None where the kernel does not report it.
     """
-    rounds_by_pause = [[] for _ in pauses_s]
+    rounds_by_pause: list[list[Item]] = [[] for _ in pauses_s]
     data = memoryview(bytearray(size))
     with socket.create_connection((address, port), CONNECT_TIMEOUT_S, (source, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(seconds + STALL_TIMEOUT_S)
 
-        def send_burst():
+        def send_burst() -> Item:
             began = time.perf_counter()
             connection.sendall(struct.pack("!Q", size) + data[:FIRST_SEND_BYTES])
             window = _tcp_info_field(connection, "I", SND_CWND)
@@ -151,7 +172,7 @@ def send_bursts(address, port, source, size, pauses_s, rounds, seconds):
     return rounds_by_pause
 
 
-def echo(address, seconds):
+def echo(address: str, seconds: float) -> Iterator[Item]:
     """Send back every message of one connection."""
     with (yield from _accept_one(address, seconds)) as connection:
         while True:
@@ -161,9 +182,9 @@ def echo(address, seconds):
             connection.sendall(message)
 
 
-def ping(address, port, source, seconds, at_most):
+def ping(address: str, port: int, source: str, seconds: float, at_most: int) -> list[float]:
     """Return the seconds of each round trip of a small message, without the first tenth, in which caches warm up."""
-    trips = []
+    trips: list[float] = []
     with socket.create_connection((address, port), CONNECT_TIMEOUT_S, (source, 0)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         until = time.perf_counter() + seconds
@@ -180,19 +201,19 @@ def ping(address, port, source, seconds, at_most):
     return trips[len(trips) // 10 :]
 
 
-def has_iperf3():
+def has_iperf3() -> bool:
     """Return whether iperf3 is installed."""
     return shutil.which("iperf3") is not None
 
 
-def iperf3_receive(address, seconds):
+def iperf3_receive(address: str, seconds: float) -> Iterator[Item]:
     """Run an iperf3 server for one test; yields its port."""
-    with socket.socket(_address_family(address), socket.SOCK_STREAM) as free:
-        free.bind((address, 0))
-        port = free.getsockname()[1]
+    port, parent = free_port(address), os.getpid()
     argv = ["iperf3", "--server", "--one-off", "--bind", address, "--port", str(port)]
     devnull = subprocess.DEVNULL
-    server = subprocess.Popen(argv, stdin=devnull, stdout=devnull, stderr=devnull, preexec_fn=_kill_with_parent)
+    server = subprocess.Popen(
+        argv, stdin=devnull, stdout=devnull, stderr=devnull, preexec_fn=lambda: end_with_parent(parent)
+    )
     try:
         yield {"port": port}
         server.wait(seconds + ACCEPT_TIMEOUT_S)
@@ -201,92 +222,78 @@ def iperf3_receive(address, seconds):
         server.wait()
 
 
-def iperf3_send(address, port, source, warm_s, seconds):
+def iperf3_send(address: str, port: int, source: str, warm_s: float, seconds: float) -> float:
     """Return the payload that an iperf3 server received, in bytes per second."""
     argv = ["iperf3", "--client", address, "--port", str(port), "--bind", source, "--json"]
     argv += ["--omit", str(int(warm_s + 0.999)), "--time", str(max(1, int(seconds)))]
+    parent, errors = os.getpid(), b""
+    report: Item = {}
     for attempt in range(20):  # the server may need a moment
         timeout_s = warm_s + seconds + 2 * ACCEPT_TIMEOUT_S
         process = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, preexec_fn=_kill_with_parent
-        )
-        report = json.loads(process.stdout or b"{}")
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False,
+            preexec_fn=lambda: end_with_parent(parent),
+        )  # fmt: skip
+        report, errors = json.loads(process.stdout or b"{}"), process.stderr
         if process.returncode == 0:
-            return report["end"]["sum_received"]["bits_per_second"] / 8
+            return float(report["end"]["sum_received"]["bits_per_second"]) / 8
         if "refused" not in report.get("error", ""):
             break
         time.sleep(0.1 * (attempt < 19))
-    raise OSError("iperf3: " + report.get("error", process.stderr.decode(errors="replace").strip() or "it failed"))
+    raise OSError("iperf3: " + report.get("error", errors.decode(errors="replace").strip() or "it failed"))
 
 
-def _count_received(connection, begins, ends, results, i, bins):
-    """Set results[i] to (bytes, seconds) from the first arrival after `begins` to the last one before `ends`."""
+def _count_received(connection: socket.socket, begins: float, ends: float, bins: list[int]) -> tuple[int, float]:
+    """Return (bytes, seconds) from the first arrival after `begins` to the last one before `ends`."""
     buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS_PER_CALL))
     first = last = None
     total = 0
-    try:
-        with connection:
-            connection.settimeout(STALL_TIMEOUT_S)
-            while True:
-                num_bytes = connection.recv_into(buffer)
-                now = time.perf_counter()
-                if not num_bytes:
-                    raise OSError("the sender closed the connection")
-                if now >= ends:
-                    break
-                if now < begins:
-                    continue
-                if first is None:
-                    first = now
-                else:
-                    total, last = total + num_bytes, now
-                bins[min(int((now - begins) / BIN_S), len(bins) - 1)] += num_bytes
-        if last is None:
-            raise OSError("nothing arrived in time")
-        results[i] = (total, last - first)
-    except OSError as error:
-        results[i] = str(error) or type(error).__name__
+    with connection:
+        connection.settimeout(STALL_TIMEOUT_S)
+        while True:
+            num_bytes = connection.recv_into(buffer)
+            now = time.perf_counter()
+            if not num_bytes:
+                raise OSError("the sender closed the connection")
+            if now >= ends:
+                break
+            if now < begins:
+                continue
+            if first is None:
+                first = now
+            else:
+                total, last = total + num_bytes, now
+            bins[min(int((now - begins) / BIN_S), len(bins) - 1)] += num_bytes
+    if first is None or last is None:
+        raise OSError("nothing arrived in time")
+    return total, last - first
 
 
-def _send_stream(address, port, source, until, results, i, congestion, buffer_bytes):
+def _send_until(connection: socket.socket, until: float) -> Sent:
+    """Send until a time, or until the receiver has measured enough and closes the connection."""
     retransmits = window_limited = None
-    try:
-        with socket.socket(_address_family(address), socket.SOCK_STREAM) as connection:
-            if congestion is not None and not _try_congestion_control(connection, congestion):
-                raise OSError("the system does not allow the congestion control " + congestion)
-            if buffer_bytes is not None:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-            connection.settimeout(CONNECT_TIMEOUT_S)
-            connection.bind((source, 0))
-            connection.connect((address, port))
-            connection.settimeout(STALL_TIMEOUT_S)
-            congestion = _congestion_control(connection)
-            buffers = [memoryview(bytearray(CHUNK_BYTES))] * CHUNKS_PER_CALL
-            try:
-                while time.perf_counter() < until:
-                    connection.sendmsg(buffers)
-                    retransmits = _tcp_info_field(connection, "I", TOTAL_RETRANS)
-                    busy_us, limited_us = (
-                        _tcp_info_field(connection, "Q", BUSY_TIME),
-                        _tcp_info_field(connection, "Q", RWND_LIMITED),
-                    )
-                    window_limited = limited_us / busy_us if busy_us and limited_us is not None else None
-            except ConnectionError:
-                pass  # the receiver has measured enough
-        results[i] = (retransmits, congestion, window_limited)
-    except OSError as error:
-        results[i] = str(error) or type(error).__name__
+    connection.settimeout(STALL_TIMEOUT_S)
+    congestion = _congestion_control(connection)
+    buffers = [memoryview(bytearray(CHUNK_BYTES))] * CHUNKS_PER_CALL
+    with contextlib.suppress(ConnectionError):
+        while time.perf_counter() < until:
+            connection.sendmsg(buffers)
+            retransmits = _tcp_info_field(connection, "I", TOTAL_RETRANS)
+            busy_us = _tcp_info_field(connection, "Q", BUSY_TIME)
+            limited_us = _tcp_info_field(connection, "Q", RWND_LIMITED)
+            window_limited = limited_us / busy_us if busy_us and limited_us is not None else None
+    return retransmits, congestion, window_limited
 
 
-def _tcp_info_field(connection, kind, offset):
+def _tcp_info_field(connection: socket.socket, kind: str, offset: int) -> int | None:
     """Return a field of the kernel's tcp_info of this connection, or None where the system does not provide it."""
     if not sys.platform.startswith("linux"):
         return None
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return struct.unpack_from(kind, info, offset)[0] if len(info) >= offset + struct.calcsize(kind) else None
+    return int(struct.unpack_from(kind, info, offset)[0]) if len(info) >= offset + struct.calcsize(kind) else None
 
 
-def _try_congestion_control(connection, name):
+def _try_congestion_control(connection: socket.socket, name: str) -> bool:
     """Set the socket's congestion control; return whether the system allows it."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return False
@@ -297,31 +304,35 @@ def _try_congestion_control(connection, name):
     return True
 
 
-def _max_buffer_bytes(connection, option):
+def _max_buffer_bytes(connection: socket.socket, option: int) -> int:
     """Return the buffer size that the kernel grants a socket that asks for a very large one."""
     connection.setsockopt(socket.SOL_SOCKET, option, LARGE_BUFFER_BYTES)
     return connection.getsockopt(socket.SOL_SOCKET, option)
 
 
-def _congestion_control(connection):
+def _congestion_control(connection: socket.socket) -> str | None:
     """Return the congestion control in use, such as "cubic"."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return None
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0].decode()
 
 
-def _run_threads(work, num):
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(num)]
+def _run_threads(work: Callable[[int], T], num: int) -> list[T]:
+    """Return work(0), …, work(num - 1), each of its own thread; OSError if one raised it."""
+    results: dict[int, T] = {}
+    failures: list[str] = []
+
+    def run(i: int) -> None:
+        try:
+            results[i] = work(i)
+        except OSError as error:
+            failures.append(str(error) or type(error).__name__)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(num)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def _address_family(address):
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _kill_with_parent():
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)
+    if failures:
+        raise OSError(failures[0])
+    return [results[i] for i in range(num)]

@@ -5,29 +5,37 @@ next start. WORKDIR/projects/NAME.json records the files sent: {path: [digest, s
 Python 3.8 or newer, Linux or macOS, standard library only.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
 import os
 import shutil
+from typing import Any, Dict, List  # noqa: UP035  python 3.8
 
-BLOCK_BYTES = 1 << 20
+from evener.node.remote.file_io import BLOCK_BYTES, absolute_path, write_atomic
+from evener.node.remote.process_table import HAS_PROC, list_processes, read_environment
+
 GENERATED_FOLDERS = ("__pycache__",)  # folders whose content Python regenerates
 
+SentFiles = Dict[str, List[Any]]  # noqa: UP006  path: [digest, size, mtime, ctime]
 
-def sync(tree, folder):
+
+def sync(tree: str, folder: str) -> list[int]:
     """Synchronize a project's folder with a tree of the content store; return the pids of runs active in it (Linux).
 
     A file that was sent and is no longer in the tree is removed. One that a program modified stays, unless it has
     changed at the sender, too: then the program's version becomes NAME~, or NAME~2, …
     """
-    tree, folder = _absolute_path(tree), _absolute_path(folder)
+    tree, folder = absolute_path(tree), absolute_path(folder)
     with open(tree + ".json", "rb") as file:
         content = json.loads(file.read().decode())
     os.makedirs(folder, exist_ok=True)
     with open(folder + ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        sent, recorded = _read_sent_files(folder), {}
+        sent = _read_sent_files(folder)
+        recorded: SentFiles = {}
         new = {path: (digest + "+x" * executable, executable) for path, digest, _, executable in content["files"]}
         new.update({path: ("-> " + to, False) for path, to in content["links"]})
         for path in sent:
@@ -46,17 +54,19 @@ def sync(tree, folder):
             if facts is not None and facts != record[1:]:
                 os.replace(target_path, _free_backup_name(target_path))
             _write_entry(tree, path, target_path, digest, executable)
-            recorded[path] = [digest, *_stat_facts(target_path)]
+            recorded[path] = [digest, *(_stat_facts(target_path) or [])]
         _write_sent_files(folder, recorded)
     return _runs_working_in(folder)
 
 
-def list_script_outputs(folder, since, until=None, run=None):
+def list_script_outputs(
+    folder: str, since: float, until: float | None = None, run: str | None = None
+) -> list[dict[str, Any]]:
     """List the files that programs wrote there from one Unix time to another: [{"path", "size"}], by path.
 
     The run directory that a script may have joined is left out: it is copied as the run's records.
     """
-    folder = _absolute_path(folder)
+    folder = absolute_path(folder)
     sent, entries, joined = _read_sent_files(folder), [], None
     with contextlib.suppress(OSError), open(os.path.join(run or "", "host", "joined"), "rb") as file:
         joined = os.path.realpath(file.read())
@@ -77,7 +87,7 @@ def list_script_outputs(folder, since, until=None, run=None):
     return entries
 
 
-def _write_entry(tree, path, place, digest, executable):
+def _write_entry(tree: str, path: str, place: bytes, digest: str, executable: bool) -> None:
     os.makedirs(os.path.dirname(place), exist_ok=True)
     temporary = os.path.join(os.path.dirname(place), b".evener." + os.path.basename(place) + b".tmp")
     with contextlib.suppress(FileNotFoundError):
@@ -91,7 +101,7 @@ def _write_entry(tree, path, place, digest, executable):
     os.replace(temporary, place)
 
 
-def _free_backup_name(place):
+def _free_backup_name(place: bytes) -> bytes:
     """Return an unused backup name for a file."""
     number = 1
     while os.path.lexists(place + (b"~" if number == 1 else b"~%d" % number)):
@@ -99,18 +109,19 @@ def _free_backup_name(place):
     return place + (b"~" if number == 1 else b"~%d" % number)
 
 
-def _runs_working_in(folder):
+def _runs_working_in(folder: str) -> list[int]:
     """Return the pids of processes of runs whose working directory this is."""
     pids = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else []:
-        if name.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if os.readlink(f"/proc/{name}/cwd") == os.path.realpath(folder) and b"EVENER_RUN=" in file.read():
-                    pids.append(int(name))
+    for pid in list_processes() if HAS_PROC else ():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/cwd") == os.path.realpath(folder) and any(
+                entry.startswith("EVENER_RUN=") for entry in read_environment(pid)
+            ):
+                pids.append(pid)
     return pids
 
 
-def _stat_facts(place):
+def _stat_facts(place: bytes) -> list[int] | None:
     """Return [size, mtime, ctime] of a path, not following a link; None if it does not exist."""
     try:
         state = os.lstat(place)
@@ -119,21 +130,20 @@ def _stat_facts(place):
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
-def _read_sent_files(folder):
+def _read_sent_files(folder: str) -> SentFiles:
     try:
         with open(folder + ".json", "rb") as file:
-            return json.loads(file.read().decode())
+            sent: SentFiles = json.loads(file.read().decode())
+            return sent
     except (OSError, ValueError):
         return {}
 
 
-def _write_sent_files(folder, sent):
-    with open(folder + ".json.tmp", "wb") as file:
-        file.write(json.dumps(sent).encode())
-    os.replace(folder + ".json.tmp", folder + ".json")
+def _write_sent_files(folder: str, sent: SentFiles) -> None:
+    write_atomic(folder + ".json", json.dumps(sent).encode())
 
 
-def _remove_empty_folders(place, top):
+def _remove_empty_folders(place: bytes, top: str) -> None:
     while place != os.fsencode(top):
         try:
             os.rmdir(place)
@@ -142,10 +152,6 @@ def _remove_empty_folders(place, top):
         place = os.path.dirname(place)
 
 
-def _join_path(folder, path):
+def _join_path(folder: str, path: str) -> bytes:
     """Join a folder and a path as bytes: a file name need not be text."""
     return os.path.join(os.fsencode(folder), path.encode("utf-8", "surrogateescape"))
-
-
-def _absolute_path(path):
-    return os.path.abspath(os.path.expanduser(path))

@@ -2,7 +2,7 @@
 
 Frames in both directions: a line of JSON, then as many raw bytes as its "size" says.
 
-    request   {"id": 1, "source": …}                                    a module, under the name in "module"
+    request   {"id": 1, "module": "facts", "source": …}                 a module, after its siblings
               {"id": 2, "module": "facts", "function": "collect", "args": {…}, "size": 0}
               {"cancel": 2}
     reply     {"id": 2, "value": …} | {"id": 2, "size": 4096} + bytes   any number of them
@@ -12,6 +12,8 @@ Requests run concurrently, each in a thread. When the connection closes, this pr
 Python 3.8 or newer, Linux or macOS.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -19,17 +21,18 @@ import threading
 import time
 import traceback
 import types
+from typing import Any
 
 MAGIC = b"\nevener-session-1\n"
+PACKAGE = "evener.node.remote"  # the modules sent stand in sys.modules under their names in it, for their siblings
 
 _reply_pipe = os.fdopen(os.dup(1), "wb")
 _request_pipe = sys.stdin.buffer
 _write_lock = threading.Lock()
-_loaded_modules = {}
-_cancel_events = {}
+_cancel_events: dict[Any, threading.Event] = {}
 
 
-def _send_frame(header, body=b""):
+def _send_frame(header: dict[str, Any], body: bytes = b"") -> None:
     if body:
         header["size"] = len(body)
     with _write_lock:
@@ -37,23 +40,21 @@ def _send_frame(header, body=b""):
         _reply_pipe.flush()
 
 
-def _send_value(request_id, value):
+def _send_value(request_id: Any, value: Any) -> None:
     if isinstance(value, (bytes, bytearray, memoryview)):
         _send_frame({"id": request_id, "size": len(value)}, bytes(value))
     else:
         _send_frame({"id": request_id, "value": value})
 
 
-def _handle_request(request, body):
-    request_id = request["id"]
+def _handle_request(request: dict[str, Any], body: bytes) -> None:
+    request_id, name = request["id"], f"{PACKAGE}.{request['module']}"
     try:
         if "source" in request:
-            module = types.ModuleType(request["module"])
-            module.__dict__["SOURCE"] = request["source"]
-            exec(compile(request["source"], f"<evener {request['module']}>", "exec"), module.__dict__)  # noqa: S102
-            _loaded_modules[request["module"]] = module
+            sys.modules[name] = types.ModuleType(name)
+            exec(compile(request["source"], f"<{name}>", "exec"), sys.modules[name].__dict__)  # noqa: S102
         else:
-            function = getattr(_loaded_modules[request["module"]], request["function"])
+            function = getattr(sys.modules[name], request["function"])
             if body:
                 request["args"]["body"] = body
             value = function(**request["args"])
@@ -74,7 +75,7 @@ def _handle_request(request, body):
         _cancel_events.pop(request_id, None)
 
 
-def _serve_requests():
+def _serve_requests() -> None:
     os.dup2(2, 1)  # so that nothing printed corrupts the frames
     with _write_lock:
         _reply_pipe.write(MAGIC)

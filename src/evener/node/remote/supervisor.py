@@ -20,6 +20,8 @@ locked) is asked to end when that program is gone, for whatever reason.
 Standard library only, Python 3.8 or newer, Linux or macOS.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import errno
@@ -34,12 +36,17 @@ import signal
 import subprocess
 import sys
 import time
+from types import FrameType
+from typing import Any, BinaryIO
+
+from evener.node.remote.file_io import write_atomic
+from evener.node.remote.process_table import children, kill_processes_with, send_signal
 
 POLL_S = 0.05
 QUIET_POLL_S = 0.2  # after `LOG_SCAN_INTERVAL_S` without output, while no end is requested
 LOG_SCAN_INTERVAL_S = 1.0  # between scans for the files of ranks that started late
-KILL_TIMEOUT_S = 5.0  # from SIGTERM to SIGKILL
-FAST_KILL_TIMEOUT_S = 1.0  # the same after a second request
+TERM_TIMEOUT_S = 5.0  # from SIGTERM to SIGKILL
+FAST_TERM_TIMEOUT_S = 1.0  # the same after a second request
 LOCK_TIMEOUT_S = 1.0  # that other programs may hold the lock while they check whether the run is alive
 MAX_PARTIAL_LINE_BYTES = 1 << 16  # of a line without its newline
 MAX_PARTIAL_LINE_S = 1.0
@@ -50,18 +57,18 @@ RUN_ID_VARIABLE = "EVENER_RUN"
 
 TIMESTAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
 
-_guard_pids = set()  # pids: the only children of ours that are not the run's
+_guard_pids: set[int] = set()  # pids: the only children of ours that are not the run's
 
 
 class TimestampedLog:
     """A log file of timestamped lines, fed with bytes; nothing is dropped or reordered."""
 
-    def __init__(self, path):
+    def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._partial_lines = {"O": bytearray(), "E": bytearray()}
         self._partial_since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest arrived
 
-    def add(self, stream, data):
+    def add(self, stream: str, data: bytes) -> None:
         """Append output of a stream, O or E."""
         rest = self._partial_lines[stream]
         if not rest:
@@ -76,23 +83,23 @@ class TimestampedLog:
         if len(rest) > MAX_PARTIAL_LINE_BYTES:
             self._write_partial(stream)
 
-    def flush_stale(self):
+    def flush_stale(self) -> None:
         """Write partial lines that have waited too long for their newline: a progress bar sends none for hours."""
         for stream, rest in self._partial_lines.items():
             if rest and time.monotonic() - self._partial_since[stream] >= MAX_PARTIAL_LINE_S:
                 self._write_partial(stream)
 
-    def close(self):
+    def close(self) -> None:
         for stream, rest in self._partial_lines.items():
             if rest:
                 self._write_partial(stream)
         os.close(self._file)
 
-    def _write_partial(self, stream):
+    def _write_partial(self, stream: str) -> None:
         self._write(_timestamp() + stream.lower().encode() + b" " + self._partial_lines[stream] + b"\n")
         self._partial_lines[stream].clear()
 
-    def _write(self, data):
+    def _write(self, data: bytes) -> None:
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -107,14 +114,15 @@ class RankLogs:
     `sizes` are those of the logs when an earlier start began: what the logs hold beyond them is in the files, too.
     """
 
-    def __init__(self, folder, logs, host, first_rank, sizes=None):
+    def __init__(self, folder: str, logs: str, host: str, first_rank: int, sizes: dict[str, int] | None = None) -> None:
         self.folder, self._logs_folder = folder, logs
         self._host, self._first_rank, self._sizes = host, first_rank, sizes
-        self._open = {}  # path: (file, stream, log)
-        self._logs = {}  # local rank: (log, bytes of each stream it held when opened)
+        self._open: dict[str, tuple[BinaryIO, str, TimestampedLog]] = {}  # path: (file, stream, log)
+        # local rank: (log, bytes of each stream it held when opened)
+        self._logs: dict[int, tuple[TimestampedLog, dict[str, int]]] = {}
         self._next_scan = 0.0
 
-    def read(self, last=False):
+    def read(self, last: bool = False) -> bool:
         """Copy new output to the logs; return whether there was any."""
         has_new = False
         if last or time.monotonic() >= self._next_scan:
@@ -132,21 +140,23 @@ class RankLogs:
             log.flush_stale()
         return has_new
 
-    def close(self):
+    def close(self) -> None:
         for log, _ in self._logs.values():
             log.close()
         for file, _, _ in self._open.values():
             file.close()
 
-    def _open_rank_file(self, path):
+    def _open_rank_file(self, path: str) -> None:
         stream = "O" if os.path.basename(path) == "stdout.log" else "E"
-        local_rank = int(os.path.basename(os.path.dirname(path)))
-        if local_rank not in self._logs:
-            name = log_name(self._host, self._first_rank + local_rank)
-            log = os.path.join(self._logs_folder, name)
-            held_bytes = {"O": 0, "E": 0} if self._sizes is None else count_logged_bytes(log, self._sizes.get(name, 0))
-            self._logs[local_rank] = TimestampedLog(log), held_bytes
-        log, held_bytes = self._logs[local_rank]
+        rank = int(os.path.basename(os.path.dirname(path)))
+        if rank not in self._logs:
+            name = log_name(self._host, self._first_rank + rank)
+            path_of_log = os.path.join(self._logs_folder, name)
+            held_bytes = (
+                {"O": 0, "E": 0} if self._sizes is None else count_logged_bytes(path_of_log, self._sizes.get(name, 0))
+            )
+            self._logs[rank] = TimestampedLog(path_of_log), held_bytes
+        log, held_bytes = self._logs[rank]
         file = open(path, "rb")  # noqa: SIM115
         skipped = min(held_bytes[stream], os.fstat(file.fileno()).st_size)
         held_bytes[stream] -= skipped
@@ -154,17 +164,17 @@ class RankLogs:
         self._open[path] = file, stream, log
 
 
-def _natural_sort_key(path):
+def _natural_sort_key(path: str) -> list[Any]:
     """Sort numbers by value: epoch 10 after epoch 2."""
     return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", path)]
 
 
-def log_name(host, rank=None):
+def log_name(host: str, rank: int | None = None) -> str:
     """Return the file name of the log of the program, or of one of its ranks."""
     return f"{host}.log" if rank is None else f"{host}.{rank}.log"
 
 
-def count_logged_bytes(path, since):
+def count_logged_bytes(path: str, since: int) -> dict[str, int]:
     """Return the bytes of each stream that a log holds from an offset on; drop a line cut short by a killed writer."""
     counts = {"O": 0, "E": 0}
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
@@ -183,7 +193,7 @@ def count_logged_bytes(path, since):
     return counts
 
 
-def recover_rank_logs(run):
+def recover_rank_logs(run: str) -> None:
     """Copy to the logs the ranks' output of an earlier start that its supervisor, killed, did not copy.
 
     What the logs hold is counted from the logs themselves, so this can be interrupted and repeated: no byte is lost or
@@ -207,25 +217,31 @@ def recover_rank_logs(run):
 class Supervisor:
     """The supervisor of one run on this host."""
 
-    def __init__(self, run):
+    def __init__(self, run: str) -> None:
         self.run = run
         self.folder = os.path.join(run, "host")
         with open(os.path.join(self.folder, "spec.json")) as file:
-            self.spec = json.load(file)
-        self.state = {"state": "running", "supervisor": os.getpid(), "pid": None, "started": None, "ended": None,
-                      "status": None, "signal": None, "stopped": False, "failures": []}  # fmt: skip
+            self.spec: dict[str, Any] = json.load(file)
+        self.state: dict[str, Any] = {
+            "state": "running", "supervisor": os.getpid(), "pid": None, "started": None, "ended": None,
+            "status": None, "signal": None, "stopped": False, "failures": [],
+        }  # fmt: skip
         self.num_stop_requests = 0
-        self.stop_requested_at = None
+        self.stop_requested_at: float | None = None
         self.escalation = 0
-        self.signalled_pids = set()  # pids of the ranks that got SIGTERM
-        self.ranks_alive_at = None  # when ranks were last alive, since the request to stop
-        self.next_rank_scan = 0.0
+        self.signalled_pids: set[int] = set()  # pids of the ranks that got SIGTERM
+        self.ranks_alive_at: float | None = None  # when ranks were last alive, since the request to stop
+        self.next_rank_scan = self.program_signalled_at = 0.0
         self.is_rank = self.spec.get("is_rank", False)  # the program itself is the rank
         self.log_name = log_name(self.spec["host"], self.spec["first_rank"] if self.is_rank else None)
         attached = self.spec.get("attached")
         self.launcher = None if attached is None else os.open(attached, os.O_RDONLY)
 
-    def main(self):
+        self.num_oom_kills, self.next_health_check = count_oom_kills(), 0.0
+        self.oom_at: float | None = None
+        self.disk_full_at: float | None = None
+
+    def main(self) -> None:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._handle_stop_signal)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -235,7 +251,6 @@ class Supervisor:
         guard = start_guard(self.run, self.spec["id"], held_lock if self.spec.get("has_agent") else None)
         recover_rank_logs(self.run)
         self.state["started"] = time.time()  # every line stamped from now on belongs to this start
-        self.num_oom_kills, self.oom_at, self.disk_full_at, self.next_health_check = count_oom_kills(), None, None, 0.0
         self._reserve_disk()
         ranks = self._open_rank_logs()
         log = TimestampedLog(os.path.join(self.run, "logs", self.log_name))
@@ -276,22 +291,24 @@ class Supervisor:
         self._record_end(status, surviving_pids)
         os.write(guard, b"done")
 
-    def _open_rank_logs(self):
+    def _open_rank_logs(self) -> RankLogs:
         """Prepare the ranks' output files and return their logs; begun.json is for `recover_rank_logs`."""
         folder, logs = os.path.join(self.folder, "ranks"), os.path.join(self.run, "logs")
         for path in (folder, logs):
             os.makedirs(path, exist_ok=True)
-        begun = {"host": self.spec["host"], "first_rank": self.spec["first_rank"]}
+        begun: dict[str, Any] = {"host": self.spec["host"], "first_rank": self.spec["first_rank"]}
         sizes = {name: os.path.getsize(os.path.join(logs, name)) for name in os.listdir(logs)}
-        write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes, log=self.log_name))
+        _write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes, log=self.log_name))
         return RankLogs(folder, logs, **begun)
 
-    def _follow_program(self, child, log, ranks):
+    def _follow_program(self, child: subprocess.Popen[bytes], log: TimestampedLog, ranks: RankLogs) -> list[int]:
         """Follow the program until it exits, then kill all its descendants; return the pids that SIGKILL did not end.
 
         Its output is read to the end, even if a grandchild still holds the pipe.
         """
         selector = selectors.DefaultSelector()
+        assert child.stdout is not None
+        assert child.stderr is not None
         for stream, pipe in (("O", child.stdout), ("E", child.stderr)):
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ, stream)
@@ -313,7 +330,7 @@ class Supervisor:
             self._check_host_health()
             _reap_orphans(child.pid)
             if status is not None:
-                surviving_pids = end_all(self.spec["id"], os.getpid())
+                surviving_pids = self._kill_all()
                 for key in list(selector.get_map().values()):
                     chunk = _read_pipe(key.fd)
                     while chunk:
@@ -325,12 +342,16 @@ class Supervisor:
                 self.num_stop_requests += 1
             self._escalate_stop(child)
 
-    def _reserve_disk(self):
+    def _kill_all(self) -> list[int]:
+        """SIGKILL all processes of the run; return the pids that it did not end."""
+        return kill_processes_with(f"{RUN_ID_VARIABLE}={self.spec['id']}", os.getpid(), _guard_pids)
+
+    def _reserve_disk(self) -> None:
         """Reserve 1 MiB on the run's disk, for the state that must be written once the disk is full."""
         with contextlib.suppress(OSError), open(os.path.join(self.folder, "room"), "wb") as file:
             file.write(os.urandom(RESERVED_DISK_BYTES))  # random, so that no file system compresses it
 
-    def _check_host_health(self, last=False):
+    def _check_host_health(self, last: bool = False) -> None:
         """Note when the kernel last killed a process for lack of memory, and when the disk was last full.
 
         The time tells whether the killed process was the run's.
@@ -351,10 +372,10 @@ class Supervisor:
             if last or self.disk_full_at is not None:
                 os.remove(room)
 
-    def _handle_stop_signal(self, signum, frame):
+    def _handle_stop_signal(self, signum: int, frame: FrameType | None) -> None:
         self.num_stop_requests += 1
 
-    def _escalate_stop(self, child):
+    def _escalate_stop(self, child: subprocess.Popen[bytes]) -> None:
         """Carry out a request to stop: SIGTERM to the ranks, then to the program, then SIGKILL to all."""
         if not self.num_stop_requests:
             return
@@ -367,12 +388,12 @@ class Supervisor:
         grace = self.spec["grace_s"] if self.num_stop_requests == 1 else 0
         if self.escalation == 0 and now >= self.next_rank_scan:
             self.next_rank_scan = now + LOG_SCAN_INTERVAL_S
-            ranks = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
+            ranks: set[int] = set() if not grace else {child.pid} if self.is_rank else set(children(child.pid))
             if self.spec.get("has_agent") and self.spec.get("has_launcher"):  # its children are launchers
                 ranks = {rank for launcher in ranks for rank in children(launcher)}
             self.ranks_alive_at = now if ranks or self.ranks_alive_at is None else self.ranks_alive_at
             for pid in ranks - self.signalled_pids:
-                _send_signal(pid, signal.SIGTERM)
+                send_signal(pid, signal.SIGTERM)
             self.signalled_pids |= ranks
         # A program without ranks yet gets SIGTERM itself; so does an agent without ranks for longer than it lingers.
         is_idle = (
@@ -383,15 +404,15 @@ class Supervisor:
         if self.escalation == 0 and (waited >= grace or not self.signalled_pids or is_idle):
             self.escalation = 1
             self.program_signalled_at = now
-            _send_signal(child.pid, signal.SIGTERM)
+            send_signal(child.pid, signal.SIGTERM)
         elif self.escalation == 1 and now - self.program_signalled_at >= (
-            KILL_TIMEOUT_S if self.num_stop_requests == 1 else FAST_KILL_TIMEOUT_S
+            TERM_TIMEOUT_S if self.num_stop_requests == 1 else FAST_TERM_TIMEOUT_S
         ):
             self.escalation = 2
-            end_all(self.spec["id"], os.getpid())
-            _send_signal(child.pid, signal.SIGKILL)
+            self._kill_all()
+            send_signal(child.pid, signal.SIGKILL)
 
-    def _record_end(self, status, left):
+    def _record_end(self, status: int, left: list[int]) -> None:
         ended = time.time()
         failures = []
         if self.is_rank and status:
@@ -404,11 +425,11 @@ class Supervisor:
         self.state.update(oom_at=self.oom_at, full_at=self.disk_full_at)
         self._save_state()
 
-    def _save_state(self):
-        write_json(os.path.join(self.folder, "state.json"), self.state)
+    def _save_state(self) -> None:
+        _write_json(os.path.join(self.folder, "state.json"), self.state)
 
 
-def count_oom_kills():
+def count_oom_kills() -> int:
     """Return how many processes the kernel has killed for lack of memory: in our cgroups, or on this machine. Linux."""
     num_killed = 0
     paths = ["/proc/vmstat"]
@@ -426,13 +447,13 @@ def count_oom_kills():
     return num_killed
 
 
-def acquire_lock(path, descriptor=None):
+def acquire_lock(path: str, descriptor: int | None = None) -> int:
     """Take the lock that shows others that this program or its guard is alive; return its descriptor.
 
     With a `descriptor` the lock is held already. BlockingIOError if another program holds it.
     """
     is_held = descriptor is not None
-    descriptor = descriptor if is_held else os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600) if descriptor is None else descriptor
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while not is_held:
         try:
@@ -448,7 +469,7 @@ def acquire_lock(path, descriptor=None):
     return descriptor
 
 
-def is_locked(descriptor):
+def is_locked(descriptor: int) -> bool:
     """Return whether another program holds this file's lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -458,7 +479,7 @@ def is_locked(descriptor):
     return False
 
 
-def start_guard(run, run_id, held_lock):
+def start_guard(run: str, run_id: str, held_lock: int | None) -> int:
     """Fork a process that kills the run's processes if the supervisor is killed; return the pipe that dismisses it.
 
     With `held_lock`, which keeps other programs out meanwhile, the guard then restarts the supervisor.
@@ -476,12 +497,12 @@ def start_guard(run, run_id, held_lock):
     if os.read(read, 16) != b"done":
         folder = os.path.join(run, "host")
         open(os.path.join(folder, "lock"), "w").close()  # the pid in it may soon be another process's
-        surviving_pids = end_all(run_id)
+        surviving_pids = kill_processes_with(f"{RUN_ID_VARIABLE}={run_id}")
         with contextlib.suppress(OSError):
             os.remove(os.path.join(folder, "room"))
         with contextlib.suppress(OSError):
             recover_rank_logs(run)
-        state = {"started": None, "failures": [], "stopped": False}
+        state: dict[str, Any] = {"started": None, "failures": [], "stopped": False}
         with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
         begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
@@ -490,96 +511,16 @@ def start_guard(run, run_id, held_lock):
             argv = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
             os.execv(sys.executable, argv)  # noqa: S606
         state.update(state="ended", ended=time.time(), status=None, signal=None, left=surviving_pids)
-        write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
+        _write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
     os._exit(0)
 
 
-def is_stop_requested(run):
+def is_stop_requested(run: str) -> bool:
     """Return whether the end of the run was requested, even if no supervisor received it."""
     return os.path.exists(os.path.join(run, "host", "stopped"))
 
 
-def end_all(run_id, ancestor=None):
-    """SIGKILL all processes of a run, by `processes_of`, until there are none.
-
-    Return the pids that are still alive after `KILL_TIMEOUT_S`: they hang in the kernel.
-    """
-    deadline = time.monotonic() + KILL_TIMEOUT_S
-    while True:
-        pids = [pid for pid in processes_of(run_id, ancestor) if pid != os.getpid()]
-        if not pids or time.monotonic() >= deadline:
-            return pids
-        for pid in pids:
-            _send_signal(pid, signal.SIGKILL)
-        time.sleep(0.01)
-
-
-def processes_of(run_id, ancestor=None):
-    """Return the pids with the run's id in their environment or descended from `ancestor`; zombies do not count."""
-    if not os.path.isdir("/proc/self"):
-        return _processes_by_ps(run_id, ancestor)
-    mark = (f"{RUN_ID_VARIABLE}={run_id}").encode()
-    parents, marked = {}, set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b") ")[2].split()
-            if fields[0] in (b"Z", b"X"):
-                continue
-            parents[int(name)] = int(fields[1])
-            with open(f"/proc/{name}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
-                    marked.add(int(name))
-        except OSError:
-            continue
-    return _with_descendants(parents, marked, ancestor)
-
-
-def _processes_by_ps(run_id, ancestor):
-    text = subprocess.run(["ps", "-axwwE", "-o", "pid=,ppid=,stat=,command="], capture_output=True, check=False).stdout
-    parents, marked = {}, set()
-    for line in text.decode(errors="replace").splitlines():
-        fields = line.split(None, 3)
-        if len(fields) < 4 or fields[2].startswith("Z"):
-            continue
-        parents[int(fields[0])] = int(fields[1])
-        if f"{RUN_ID_VARIABLE}={run_id}" in fields[3].split():
-            marked.add(int(fields[0]))
-    return _with_descendants(parents, marked, ancestor)
-
-
-def _with_descendants(parents, marked, ancestor):
-    pids = set(marked)
-    grew = True
-    while grew:
-        grew = False
-        for pid, parent in parents.items():
-            if pid not in pids and pid not in _guard_pids and (parent in pids or (ancestor and parent == ancestor)):
-                pids.add(pid)
-                grew = True
-    return sorted(pids)
-
-
-def children(pid):
-    """Return the pids of the direct children of a process."""
-    if os.path.isdir("/proc/self"):
-        pids = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/stat", "rb") as file:
-                        if int(file.read().rpartition(b") ")[2].split()[1]) == pid:
-                            pids.append(int(name))
-                except OSError:
-                    continue
-        return pids
-    text = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, check=False).stdout.decode()
-    return [int(line.split()[0]) for line in text.splitlines() if int(line.split()[1]) == pid]
-
-
-def signal_name(status):
+def signal_name(status: int | None) -> str | None:
     """Return the signal name of a negative exit status, else None. The numbers depend on the system: call it here."""
     if status is None or status >= 0:
         return None
@@ -589,21 +530,18 @@ def signal_name(status):
         return f"signal {-status}"
 
 
-def write_json(path, value):
-    """Replace a file in one step."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w") as file:
-        json.dump(value, file)
-    os.replace(temporary, path)
+def _write_json(path: str, value: Any) -> None:
+    """Replace a file, without waiting for a disk that may not answer."""
+    write_atomic(path, json.dumps(value).encode(), is_durable=False)
 
 
-def _become_subreaper():
+def _become_subreaper() -> None:
     """On Linux, adopt the run's orphans as our children, so that none escapes when its parent dies."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def _reap_orphans(but):
+def _reap_orphans(but: int) -> None:
     """Reap adopted children that have exited; `but` is waited for elsewhere."""
     while sys.platform.startswith("linux"):  # elsewhere there are none
         try:
@@ -615,7 +553,7 @@ def _reap_orphans(but):
         os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _read_pipe(descriptor):
+def _read_pipe(descriptor: int) -> bytes | None:
     """Return what a pipe holds: b"" at its end, None while it is empty."""
     try:
         return os.read(descriptor, 1 << 18)
@@ -625,12 +563,7 @@ def _read_pipe(descriptor):
         return b""
 
 
-def _send_signal(pid, signum):
-    with contextlib.suppress(OSError):
-        os.kill(pid, signum)
-
-
-def _timestamp():
+def _timestamp() -> bytes:
     now = time.time()
     return (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z ").encode()
 

@@ -5,8 +5,9 @@ change, the file VENV/evener-unfinished exists, so that the next setup detects a
 only, Python 3.8 or newer, Linux or macOS.
 """
 
+from __future__ import annotations
+
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -14,17 +15,19 @@ import queue
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
+from typing import Any, Dict, Iterable, Iterator, Sequence, TextIO  # noqa: UP035  python 3.8
+
+from evener.node.remote.file_io import absolute_path, read_text
+from evener.node.remote.programs import end_with_parent, find_program
 
 MIN_PYTHON_VERSION = (3, 11)
 BASE_PYTHON_FILE = "evener-made-of"  # in a venv: the path of the interpreter that it replaces
 UNFINISHED_FILE = "evener-unfinished"
 PROGRESS_INTERVAL_S = 5  # interval of the sign of life while pip prints nothing
 PROGRAM_FOLDERS = ("~/.local/bin", "/usr/local/bin", "/opt/homebrew/bin", "/usr/bin")
-PR_SET_PDEATHSIG = 1
 
 # Runs in the interpreter in question: the versions that it would import. No package's code is executed.
 INSTALLED_PROGRAM = r"""
@@ -74,16 +77,20 @@ print(json.dumps({
 }))
 """
 
-_held_locks = {}
+Item = Dict[str, Any]  # noqa: UP006  one of those that a function yields
+
+_held_locks: dict[str, TextIO] = {}
 
 
-def inspect_setup(workdir, python=None, default_python=None, preferred=()):
+def inspect_setup(
+    workdir: str, python: str | None = None, default_python: str | None = None, preferred: Sequence[str] = ()
+) -> dict[str, Any]:
     """Inspect what is installed.
 
     `python`: the interpreter that the fleet file names, or that WORKDIR/venv was made of; `default_python`: the one to
     use if there is no venv.
     """
-    home = _resolve_workdir(workdir)
+    home = absolute_path(workdir)
     venv_python = os.path.join(home, "venv", "bin", "python")
     target = (
         _resolve_program(python)
@@ -92,9 +99,9 @@ def inspect_setup(workdir, python=None, default_python=None, preferred=()):
         if default_python is None or os.path.exists(venv_python)
         else default_python
     )
-    if os.path.exists(venv_python) and _read_file(os.path.join(home, "venv", BASE_PYTHON_FILE)) == target:
+    if os.path.exists(venv_python) and read_text(os.path.join(home, "venv", BASE_PYTHON_FILE)) == target:
         target = venv_python
-    result = {
+    result: dict[str, Any] = {
         "home": home,
         "python": target,
         "is_own": target == venv_python,
@@ -115,9 +122,9 @@ def inspect_setup(workdir, python=None, default_python=None, preferred=()):
     return result
 
 
-def lock_setup(workdir):
+def lock_setup(workdir: str) -> str | None:
     """Lock the host for this setup, until `finish_setup` or the end of the connection; return None, or who holds it."""
-    home = _resolve_workdir(workdir)
+    home = absolute_path(workdir)
     os.makedirs(home, exist_ok=True)
     file = open(os.path.join(home, "setup.lock"), "a+")  # noqa: SIM115
     try:
@@ -134,13 +141,13 @@ def lock_setup(workdir):
     return None
 
 
-def mark_unfinished(prefix, what):
+def mark_unfinished(prefix: str, what: str) -> None:
     """Mark an environment as unfinished: "packages", or "evener" alone."""
     with open(os.path.join(prefix, UNFINISHED_FILE), "w") as file:
         file.write(what)
 
 
-def finish_setup(prefix=None):
+def finish_setup(prefix: str | None = None) -> None:
     """Unlock the host; with `prefix` mark its environment as finished."""
     if prefix is not None:
         os.unlink(os.path.join(prefix, UNFINISHED_FILE))
@@ -150,12 +157,12 @@ def finish_setup(prefix=None):
         file.close()
 
 
-def make_venv(workdir, base, named=None):
+def make_venv(workdir: str, base: str, named: str | None = None) -> Iterator[Item]:
     """Create WORKDIR/venv of an interpreter, after removing an earlier one. Yields as `_run_streaming` does.
 
     `named`: the interpreter that the fleet file names, and that the venv replaces from now on.
     """
-    folder = os.path.join(_resolve_workdir(workdir), "venv")
+    folder = os.path.join(absolute_path(workdir), "venv")
     shutil.rmtree(folder, ignore_errors=True)
     is_made = False
     try:
@@ -172,7 +179,7 @@ def make_venv(workdir, base, named=None):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_pip(python, arguments, forget=()):
+def run_pip(python: str, arguments: Sequence[str], forget: Iterable[str] = ()) -> Iterator[Item]:
     """Run pip; yields as `_run_streaming` does. `forget`: .dist-info folders of half-installed packages, to remove."""
     for path in forget:
         if path.endswith(".dist-info") and os.path.isdir(path):
@@ -181,13 +188,14 @@ def run_pip(python, arguments, forget=()):
     yield from _run_streaming([*base, *arguments])
 
 
-def try_worker_import(python):
+def try_worker_import(python: str) -> Iterator[Item]:
     """Import what a worker imports. Yields as `_run_streaming` does, and last {"works": versions} on success."""
     code = (
         "import json, torch, evener.worker.train.run; "
         "print(json.dumps({'torch': torch.__version__, 'cuda': torch.cuda.is_available()}))"
     )
-    lines, status = [], None
+    lines: list[str] = []
+    status = None
     for item in _run_streaming([python, "-c", code]):
         lines += [item["line"]] if "line" in item else []
         status = item.get("status", status)
@@ -196,7 +204,7 @@ def try_worker_import(python):
         yield {"works": json.loads(lines[-1])}
 
 
-def can_open_url(url, timeout_s=5.0):
+def can_open_url(url: str, timeout_s: float = 5.0) -> bool:
     """Return whether this machine can open a URL."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=timeout_s):  # noqa: S310
@@ -205,17 +213,18 @@ def can_open_url(url, timeout_s=5.0):
         return False
 
 
-def inspect_interpreter(python):
+def inspect_interpreter(python: str) -> dict[str, Any] | None:
     """Return what an interpreter would import, or None if it does not start."""
     argv = [python, "-c", INSTALLED_PROGRAM]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, cwd="/", check=False)
-        return json.loads(done.stdout.decode().strip().splitlines()[-1])
+        installed: dict[str, Any] = json.loads(done.stdout.decode().strip().splitlines()[-1])
+        return installed
     except (OSError, ValueError, IndexError):
         return None
 
 
-def _find_base_python(names):
+def _find_base_python(names: Iterable[str]) -> dict[str, Any]:
     """Return the first of these interpreters that can make a venv, or why none can."""
     path = os.pathsep.join([os.environ.get("PATH", "")] + [os.path.expanduser(place) for place in PROGRAM_FOLDERS])
     code = (
@@ -223,7 +232,8 @@ def _find_base_python(names):
         "has_venv = find('venv') is not None and find('ensurepip') is not None; "
         "print(json.dumps([sys.version_info[:3], has_venv, sys.executable]))"
     )
-    rejected, without = [], None
+    rejected: list[str] = []
+    without: dict[str, Any] | None = None
     for name in dict.fromkeys(names):
         program = shutil.which(name, path=path)
         if program is None:
@@ -243,19 +253,21 @@ def _find_base_python(names):
     return without or {"python": None, "seen": rejected}
 
 
-def _run_streaming(argv):
+def _run_streaming(argv: list[str]) -> Iterator[Item]:
     """Run a program that dies with this process; yields {"line": …} or {"alive": seconds}, last {"status": …}."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     environment["PYTHONUNBUFFERED"] = "1"
-    parent, libc = os.getpid(), ctypes.CDLL(None)
+    parent = os.getpid()
     process = subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, cwd="/",
-        start_new_session=True, preexec_fn=lambda: _kill_with_parent(parent, libc),
+        start_new_session=True, preexec_fn=lambda: end_with_parent(parent),
     )  # fmt: skip
-    lines = queue.Queue()
+    assert process.stdout is not None
+    output = process.stdout
+    lines: queue.Queue[str | None] = queue.Queue()
 
-    def read():
-        for line in process.stdout:
+    def read() -> None:
+        for line in output:
             lines.put(line.decode(errors="replace").rstrip())
         lines.put(None)
 
@@ -279,19 +291,12 @@ def _run_streaming(argv):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         reader.join(1)
-        process.stdout.close()
+        output.close()
 
 
-def _kill_with_parent(parent, libc):
-    if sys.platform.startswith("linux"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-def _has_gpu():
+def _has_gpu() -> bool:
     """Return whether NVIDIA's driver reports a GPU."""
-    tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path="/usr/bin:/usr/local/bin:/usr/local/cuda/bin")
+    tool = find_program("nvidia-smi")
     if tool is None:
         return False
     try:
@@ -302,24 +307,12 @@ def _has_gpu():
     return done.returncode == 0 and b"GPU " in done.stdout
 
 
-def _free_bytes(folder):
+def _free_bytes(folder: str) -> int:
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     return shutil.disk_usage(folder).free
 
 
-def _read_file(path):
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return None
-
-
-def _resolve_program(python):
+def _resolve_program(python: str) -> str:
     path = os.path.expanduser(python)
     return shutil.which(path) or os.path.abspath(path)
-
-
-def _resolve_workdir(workdir):
-    return os.path.abspath(os.path.expanduser(workdir))

@@ -1,0 +1,33 @@
+"""Free ports and address families on this host. Standard library only, Python 3.8 or newer, Linux or macOS."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+NUM_TRIES = 64
+
+
+def address_family(address: str) -> socket.AddressFamily:
+    """Return the address family of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def free_port(address: str, wanted: int = 0) -> int:
+    """Return `wanted` if it is free on this address, or one that the kernel chooses; OSError if there is none."""
+    with socket.socket(address_family(address)) as listener:
+        if wanted:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, wanted))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def find_free_port(address: str, wanted: int, low: int, high: int) -> int | None:
+    """Return a port free on this address: the wanted one, else one of the range, else None."""
+    for port in [wanted, *random.sample(range(low, high), NUM_TRIES)]:
+        try:
+            return free_port(address, port)
+        except OSError:
+            continue
+    return None
