@@ -17,6 +17,7 @@ from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.run_plan import HostPlan, Plan, write_plan
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
+from evener.ssh.fake import FakeSession
 from evener.ssh.session import RemoteError
 from evener.transfer.mirror import HostMirror, RunMirror, StaleOffsetError, record_controller_event
 
@@ -176,22 +177,13 @@ def test_returning_host_is_restarted_when_run_continues_elsewhere(
     states = iter(
         [running | {"state": "ended", "lost": "the host went down"}, running | {"state": "ended", "status": 0}]
     )
-    known, called = iter([None, None, True]), []
-
-    class There:
-        def call(self, *words: str, **more: object) -> dict[str, Any]:
-            called.append(words)
-            return running
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("evener.transfer.mirror.open_session", lambda *args: There())
+    known, there = iter([None, None, True]), FakeSession("there", {"run_control.restart_run": lambda run: running})
+    monkeypatch.setattr("evener.transfer.mirror.open_session", lambda *args: there)
     monkeypatch.setattr(HostMirror, "_copy", lambda self, *args, **more: setattr(self, "state", next(states)))
     mirror = make()
     mirror._is_restart_wanted = lambda: next(known)
     mirror.follow(lambda: None)
-    assert called == [("run_control", "restart_run")]
+    assert there.calls == ["run_control.restart_run"]
     assert (mirror.state or {})["status"] == 0
 
 

@@ -42,8 +42,7 @@ from evener.core.run.step_spans import (
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.verbs import make_verb_corpus
 from evener.launch import launcher, local_run, torch_subprocess
-from evener.node.remote import run_control as remote_runs
-from evener.ssh.session import RemoteError
+from evener.ssh.fake import FakeSession
 from evener.transfer import checkpoint_transfer, mirror
 from tests.sample_runs import write_run
 
@@ -120,30 +119,11 @@ class Started(Exception):
     """The input was taken for good, and work would begin."""
 
 
-class HereSession:
-    """A host that is this process: what runs there reads its files here. Others cannot be reached."""
-
-    def __init__(self, name: str, host: HostConfig, *_: object) -> None:
-        if not host.is_local:
-            raise HostError(f"{name}: cannot be reached", check="ssh.unreachable", host=name, hint="is it on?")
-        self.name = name
-
-    def stream(self, module: str, function: str, *, timeout_s: float = 0, **args: Any) -> Iterator[Any]:
-        assert module == "run_control"
-        try:
-            value = getattr(remote_runs, function)(**args)
-            yield from value if isinstance(value, Iterator) else [value]
-        except Exception as error:
-            raise RemoteError(self.name, str(error), type(error).__name__, traceback.format_exc()) from None
-
-    def call(self, module: str, function: str, **args: Any) -> Any:
-        value = None
-        for item in self.stream(module, function, **args):
-            value = item
-        return value
-
-    def close(self) -> None:
-        """Nothing is open."""
+def open_here(name: str, host: HostConfig, *_: object) -> FakeSession:
+    """Open a host that is this process. Others cannot be reached."""
+    if not host.is_local:
+        raise HostError(f"{name}: cannot be reached", check="ssh.unreachable", host=name, hint="is it on?")
+    return FakeSession(name)
 
 
 def make_world(folder: Path) -> None:
@@ -376,7 +356,7 @@ def nothing_begins() -> Iterator[None]:
     """Hosts are this process, and what would train, load weights or end a process does not."""
     with contextlib.ExitStack() as stack:
         for place in (launcher, mirror, checkpoint_transfer):
-            stack.enter_context(mock.patch.object(place, "open_session", HereSession))
+            stack.enter_context(mock.patch.object(place, "open_session", open_here))
         stack.enter_context(mock.patch("evener.ssh.session.connect", side_effect=Started))
         stack.enter_context(mock.patch.object(local_run, "open_local_session", side_effect=Started))
         stack.enter_context(mock.patch.object(torch_subprocess, "program_lines", side_effect=Started))
