@@ -19,8 +19,15 @@ import psutil
 
 from evener.core.base.json_files import read_json
 from evener.core.run.hang_detector import ProcessSample
-from evener.core.run.membership_epoch import AGENT_SPEC_FILE, AgentSpec, HostEntry, RankStatus, Rendezvous
-from evener.node.agent.__main__ import SIGTERM_EXIT_STATUS, HostAgent
+from evener.core.run.membership_epoch import (
+    AGENT_SPEC_FILE,
+    EXIT_TERMINATED,
+    AgentSpec,
+    HostEntry,
+    RankStatus,
+    Rendezvous,
+)
+from evener.node.agent.__main__ import HostAgent
 from evener.node.agent.consensus import TICK_INTERVAL_S, HostStatus
 
 from .conftest import ENV, TIMEOUT_S, free_port
@@ -334,7 +341,7 @@ class SimulatedRanks:
             return 1 if code else 0
         others = (one for one in self._hosts.ranks.values() if one._meeting.epoch == self._meeting.epoch)
         failed = [one._failed_at for one in others if one._failed_at is not None]
-        return SIGTERM_EXIT_STATUS if failed and self._hosts.now - min(failed) > self.HEARS_S else None
+        return EXIT_TERMINATED if failed and self._hosts.now - min(failed) > self.HEARS_S else None
 
     def failures(self) -> list[dict[str, Any]]:
         """Return how it failed, if it did itself."""

@@ -41,7 +41,7 @@ class ConnectAttempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairConnectivity(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured from one host to another."""
+    """The measurements from one host to another."""
 
     source: str
     target: str
@@ -68,7 +68,7 @@ class PairConnectivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectivityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured between the hosts."""
+    """The measurements between all hosts."""
 
     interfaces: dict[str, SocketInterface]  # by host
     pairs: list[PairConnectivity] = []

@@ -9,7 +9,7 @@ import msgspec
 
 from evener.core.base.errors import HostError
 from evener.core.cluster.finding import Finding, Severity
-from evener.core.cluster.fleet_file import Fleet
+from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, Fleet
 from evener.core.run.roster import RankSlot, rank_devices, requested_device
 from evener.core.run.run_spec import MachineSpec
 from evener.doctor.connectivity import ConnectivityReport
@@ -18,7 +18,6 @@ from evener.doctor.firewall import PortProtection
 from evener.doctor.interfaces import KIND_PREFERENCE, SocketInterface
 from evener.ssh.transport import HOST_KEY_CHANGED
 
-DEFAULT_SSH_PORT = 22
 DEFAULT_MACHINE_SPEC = MachineSpec()  # of a run that asks nothing of its machines beyond the fleet file
 
 

@@ -21,13 +21,12 @@ from typing import Any, Literal
 import msgspec
 
 from evener.core.cluster.finding import Finding, Severity
-from evener.core.cluster.fleet_file import RENDEZVOUS_PORT, Fleet
-from evener.doctor.connectivity import ConnectivityReport, HostFanout
+from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, RENDEZVOUS_PORT, Fleet
+from evener.doctor.connectivity import CONNECT_TIMEOUT_S, ConnectivityReport, HostFanout
 from evener.doctor.facts import HostFacts
 from evener.doctor.interfaces import SocketInterface
 
 NFT_TABLE = "evener_private"
-CONNECT_TIMEOUT_S = 2.2  # as between hosts: a lost packet must not look like a firewall
 ALTERNATIVE_HINT = "a network of its own, or WireGuard's or Tailscale's interface in the fleet file, protects it too"
 
 FirewallState = Literal["stands", "differs", "absent", "closed", "open", "untold", "none"]
@@ -97,7 +96,7 @@ def inspect_port_protection(
     for name, answer in answers.items():
         if answer is None:
             continue
-        ssh_port = answer["ssh_port"] or fleet.hosts[name].port or 22
+        ssh_port = answer["ssh_port"] or fleet.hosts[name].port or DEFAULT_SSH_PORT
         rules = build_nft_rules(name, facts[name], network, port, ssh_port)
         state: FirewallState = "none"
         if answer["is_readable"]:

@@ -48,7 +48,7 @@ Direction = tuple[str, str]  # (source, target)
 
 
 class LinkProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured from one host to another: the fleet file's Link, and figures for the reader only."""
+    """The measurements from one host to another: the fleet file's Link, and figures for the reader only."""
 
     source: str
     target: str

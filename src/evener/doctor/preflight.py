@@ -17,7 +17,7 @@ import msgspec
 
 from evener.core.base.errors import HostError
 from evener.core.cluster.finding import Finding, sort_by_severity
-from evener.core.cluster.fleet_file import RENDEZVOUS_PORT, Fleet
+from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, RENDEZVOUS_PORT, Fleet
 from evener.core.run.run_spec import MachineSpec
 from evener.core.run.rundir import code_hash
 from evener.doctor.checks import names_to_resolve, run_checks
@@ -27,8 +27,6 @@ from evener.doctor.facts import HostFacts, decode_facts
 from evener.doctor.firewall import inspect_port_protection
 from evener.doctor.interfaces import SocketInterface, candidate_interfaces, single_host_interface
 from evener.ssh.session import Sessions
-
-DEFAULT_SSH_PORT = 22
 
 
 class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):

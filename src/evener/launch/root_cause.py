@@ -18,7 +18,7 @@ import msgspec
 
 from evener.core.base import errors
 from evener.core.base.errors import EvenerError, RunError, UsageError
-from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED
+from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, EXIT_TERMINATED
 from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
@@ -31,7 +31,6 @@ STOP_RACE_S = 10.0  # a failure this long before a stop was not caused by it; ho
 DISK_FULL_PATTERN = re.compile("No space left on device|Disk quota exceeded")
 DISK_CHECK_S = 5.0  # between a rank's exit and the next check of the disk
 OOM_CHECK_S = 10.0  # between a check of the kernel's counter and a rank's exit
-SIGTERM_EXIT_STATUS = 143  # of an agent that killed its ranks because another host's had failed
 
 OOM_HINT = (
     "use less memory there: a smaller --micro-batch, --recompute, fewer ranks; evener plan shows what a rank needs"
@@ -154,7 +153,7 @@ def _host_failures(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSt
             message = f"{host}: {state['lost']}"
         elif status is not None and not has_exited_cleanly(plan.host(host), state) and not state.get("failures"):
             message = f"the launcher on {host} {_exit_description(status, state.get('signal'))}"
-            is_independent = status != SIGTERM_EXIT_STATUS
+            is_independent = status != EXIT_TERMINATED
             if reason := _partition_reason(tail_log(log, SHOWN_LINES, _started_at(state))):
                 message = f"run.cut-off: {host} ended its ranks: {reason}"
             elif is_disk_full(state, ended):

@@ -35,6 +35,7 @@ T = TypeVar("T")
 DEFAULT_FLEET = "fleet.toml"
 DEFAULT_WORKDIR = "~/.evener"
 RENDEZVOUS_PORT = 29500
+DEFAULT_SSH_PORT = 22
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 HostName = Annotated[str, Meta(pattern=f"^{HOST_NAME.pattern}$")]

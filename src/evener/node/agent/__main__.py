@@ -30,7 +30,7 @@ import msgspec
 from evener.core.base.errors import CheckpointError
 from evener.core.base.file_io import write_atomic
 from evener.core.base.json_files import read_json
-from evener.core.run.hang_detector import Hang, HangDetector, describe_hang
+from evener.core.run.hang_detector import describe_hang
 from evener.core.run.membership_epoch import (
     AGENT_SPEC_FILE,
     CONSENSUS_STATE_FILE,
@@ -41,6 +41,7 @@ from evener.core.run.membership_epoch import (
     EXIT_PEER_FAILED,
     EXIT_REGROUP,
     EXIT_RUN_FAILED,
+    EXIT_TERMINATED,
     JOIN_PENDING_FILE,
     KILLED_RANKS_FILE,
     NEEDED_BYTES_FILE,
@@ -53,13 +54,11 @@ from evener.core.run.membership_epoch import (
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
 from evener.node.agent.consensus import TICK_INTERVAL_S, Consensus, ConsensusState, HostPhase, HostStatus
+from evener.node.agent.hang_monitor import HangMonitor
 from evener.node.agent.peer_links import PeerLinks
 from evener.node.agent.rank_processes import RankProcesses, first_rank_of, make_rendezvous
 from evener.node.remote.sockets import free_port
 
-SAMPLE_INTERVAL_S = 1.0  # between samples of the ranks
-# from the report of a hang until the ranks are killed: it may be a person's doing, as with a debugger
-HANG_GRACE_S = 10.0
 WRITE_ERROR_TIMEOUT_S = 600.0  # that writes may fail before the agent gives up
 # After the disk was too full for checkpoints: delay before the next try, doubling up to a limit; and the free space to
 # wait for beyond today's, when a rank could not even write down how much it needs.
@@ -68,7 +67,6 @@ LINGER_S = 10.0  # that an agent stays for others that may not know yet that the
 # Delay before standby ranks that exited are restarted, doubling up to a limit; reset after they trained for this long.
 RESTART_BACKOFF_S, MAX_RESTART_BACKOFF_S, BACKOFF_RESET_S = 1.0, 60.0, 2.0
 MAX_HOST_FAILURES = 3  # epochs in a row that the ranks of one host may break; after one more it leaves
-SIGTERM_EXIT_STATUS = 143  # 128 + SIGTERM: a launcher whose ranks were healthy until another host's failed
 
 
 class HostAgent:
@@ -118,9 +116,7 @@ class HostAgent:
         self._have_ranks_joined = False  # this host's ranks have been in an epoch
         self._restart_at, self._num_failed_starts = 0.0, 0  # when standby ranks may be started; starts that failed
         self._training_since = math.inf  # since when this host's ranks have been training
-        self._hang_detector = self._make_hang_detector(saved.world)
-        self._hang: Hang | None = None  # of this host's ranks
-        self._hang_since = self._next_sample_at = 0.0
+        self._hang_monitor = HangMonitor(spec, folder, saved.world.hosts)
 
     async def run(self) -> int:
         """Take part until the run ends or continues without this host; return the exit status."""
@@ -188,26 +184,9 @@ class HostAgent:
         now, council = self._clock(), self._consensus
         self._check_disk_space(now)
         self._reload_spec()
-        if self._is_spec_unsaved:  # before any epoch that names these hosts is saved
-            write_atomic(self._spec_path, msgspec.json.encode(self._spec))
-            self._is_spec_unsaved = False
-        if council.tick(now):
-            print(
-                f"evener: {council.epoch.why}: world {council.epoch.number} is {', '.join(council.epoch.hosts)}",
-                flush=True,
-            )
-            if council.epoch.is_cold_start or (self._have_ranks_joined and not council.is_member):
-                self._kill_ranks()
-            self._hang_detector.set_members(council.epoch.hosts)
-        if council.state != self._saved_state:
-            write_atomic(self._state_path, msgspec.json.encode(council.state))  # before it is broadcast
-            self._saved_state = council.state
+        self._advance_consensus(now)
         if council.epoch.is_over:
-            if not self._can_exit(now):
-                return None
-            if "EVENER_FAILURES" in os.environ:
-                os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
-            return EXIT_RUN_FAILED
+            return self._report_failed_run() if self._can_exit(now) else None
         if council.is_run_finished and council.phase not in (HostPhase.RUNNING, HostPhase.FATAL, HostPhase.DONE):
             council.phase = HostPhase.DONE  # by then all members had taken the last step
             self._kill_ranks()
@@ -215,10 +194,8 @@ class HostAgent:
             case HostPhase.WAITING | HostPhase.READY if self._regroup_phase() == HostPhase.LEAVING:
                 council.phase = HostPhase.LEAVING
             case HostPhase.LEAVING if not council.is_member and self._required_bytes is None and self._can_exit(now):
-                print(
-                    f"evener: this host has left the run: {self._leave_reason or self._exclusion_path.read_text()}",
-                    flush=True,
-                )
+                reason = self._leave_reason or self._exclusion_path.read_text()
+                print(f"evener: this host has left the run: {reason}", flush=True)
                 return EXIT_HOST_LEFT
             case HostPhase.WAITING if council.is_member and not council.has_lost_quorum(now):
                 self._join_epoch()
@@ -230,12 +207,33 @@ class HostAgent:
                 waiting = self._folder / JOIN_PENDING_FILE
                 waiting.touch() if council.waiting_hosts(now) else waiting.unlink(missing_ok=True)
                 self._monitor_ranks(now)
-                if now >= self._next_sample_at and council.phase == HostPhase.RUNNING:
-                    self._next_sample_at = now + SAMPLE_INTERVAL_S
+                if council.phase == HostPhase.RUNNING and self._hang_monitor.is_sample_due(now):
                     self._detect_hang(now)
-            case HostPhase.DONE:
-                return 0 if self._can_exit(now) else None
+            case HostPhase.DONE if self._can_exit(now):
+                return 0
         return None
+
+    def _advance_consensus(self, now: float) -> None:
+        """Take part in the decision on the next epoch, and save what must not be forgotten before it is broadcast."""
+        council = self._consensus
+        if self._is_spec_unsaved:  # before any epoch that names these hosts is saved
+            write_atomic(self._spec_path, msgspec.json.encode(self._spec))
+            self._is_spec_unsaved = False
+        if council.tick(now):
+            epoch = council.epoch
+            print(f"evener: {epoch.why}: world {epoch.number} is {', '.join(epoch.hosts)}", flush=True)
+            if epoch.is_cold_start or (self._have_ranks_joined and not council.is_member):
+                self._kill_ranks()
+            self._hang_monitor.set_members(epoch.hosts)
+        if council.state != self._saved_state:
+            write_atomic(self._state_path, msgspec.json.encode(council.state))
+            self._saved_state = council.state
+
+    def _report_failed_run(self) -> int:
+        """Pass the failures of this host's ranks on to the supervisor; return the exit status."""
+        if "EVENER_FAILURES" in os.environ:
+            os.write(int(os.environ["EVENER_FAILURES"]), json.dumps(self._failures).encode())
+        return EXIT_RUN_FAILED
 
     def _leave_for_disk_space(self) -> None:
         """Leave until the disk has room for what the ranks save; the others continue without this host meanwhile."""
@@ -281,13 +279,8 @@ class HostAgent:
         if version <= self._spec.version or not hosts.keys() >= needed:
             return False
         self._spec = msgspec.structs.replace(self._spec, hosts=hosts, version=version)
-        self._hang_detector = self._make_hang_detector(self._consensus.epoch)
+        self._hang_monitor.set_hosts(hosts, self._consensus.epoch.hosts)
         return True
-
-    def _make_hang_detector(self, epoch: MembershipEpoch) -> HangDetector:
-        watch = HangDetector({name: part.num_ranks for name, part in self._spec.hosts.items()})
-        watch.set_members(epoch.hosts)
-        return watch
 
     def _join_epoch(self) -> None:
         """Start this host's ranks in the epoch, or move them into it, once the port of its store is known."""
@@ -362,7 +355,7 @@ class HostAgent:
             self._leave_for_disk_space()
         elif status == 0:
             council.phase = HostPhase.DONE
-        elif codes == {EXIT_REGROUP} or status == SIGTERM_EXIT_STATUS:
+        elif codes == {EXIT_REGROUP} or status == EXIT_TERMINATED:
             council.phase = self._regroup_phase()
         else:
             self._on_rank_failure(failures, codes)
@@ -420,36 +413,12 @@ class HostAgent:
             council.phase = self._regroup_phase()
 
     def _detect_hang(self, now: float) -> None:
-        """Detect a rank of this host that hangs and blocks the others: report it, and kill the ranks if it lasts."""
+        """Sample this host's ranks, and kill them if one hangs and blocks the others for too long."""
         assert self._ranks is not None
-        council, me = self._consensus, self._spec.host
-        first = first_rank_of(self._spec)
+        council, first = self._consensus, first_rank_of(self._spec)
         council.process_samples = {first + local: sample for local, sample in self._ranks.sample_processes().items()}
         council.sampled_at = now
-        self._hang_detector.observe(me, now, council.process_samples)
-        for host in council.epoch.hosts:
-            if host != me:
-                status = council.peer_status(host)
-                self._hang_detector.observe(
-                    host, status.sampled_at if status else now, status.process_samples if status else {}
-                )
-        hang, previous = self._hang_detector.detect_hang(), self._hang
-        hang = self._hang = hang if hang is not None and hang.host == me else None
-        # Not "disk": a process that waits for its disk cannot be killed.
-        is_killable = hang is not None and hang.cause in ("stopped", "idle", "crossed")
-        rundir = RunWriter(self._folder)
-        if previous is not None and (hang is None or hang.identity != previous.identity):
-            rundir.add_event("run.goes-on", after_s=now - self._hang_since)
-        if hang is not None and (previous is None or hang.identity != previous.identity):
-            self._hang_since = now
-            action = (
-                "its ranks are killed and restarted"
-                if self._spec.is_elastic
-                else "all hosts restart from the newest checkpoint"
-            )
-            hint = hang.fix + (f"; in {HANG_GRACE_S:.0f} s {action}" if is_killable else "")
-            rundir.add_event("run.hang", host=me, peer=None, rank=hang.rank, error=describe_hang(hang), hint=hint)
-        if hang is not None and is_killable and now - self._hang_since >= HANG_GRACE_S:
+        if (hang := self._hang_monitor.observe(now, council)) is not None:
             self._kill_ranks()
             council.phase, council.reason = HostPhase.FAILED, describe_hang(hang)
 
@@ -464,7 +433,8 @@ class HostAgent:
         self._training_since = math.inf
         if self._ranks is not None:
             self._ranks.kill()
-            self._ranks = self._hang = None
+            self._ranks = None
+            self._hang_monitor.forget_hang()
         self._have_ranks_joined = self._consensus.has_training_state = False
 
     def _can_exit(self, now: float) -> bool:

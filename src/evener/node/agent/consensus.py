@@ -71,7 +71,7 @@ EPOCH_END_REASONS = {
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """Why the current epoch should end, as one host sees it. Not both are empty."""
+    """The reason why the current epoch should end, as one host sees it: one of the two at least is not empty."""
 
     lost: list[str]  # members out of reach
     ended: dict[str, HostPhase]  # the phases of members whose ranks have left, in the order in which they left
@@ -87,7 +87,7 @@ class EpochEnd:
 
 
 class AcceptorState(msgspec.Struct, frozen=True):
-    """What a host promised and accepted as a Paxos acceptor, for the epoch after its own."""
+    """The promise of a host as a Paxos acceptor, and the value it accepted, for the epoch after its own."""
 
     promised: Ballot = NO_BALLOT  # it ignores lower ballots
     accepted: Ballot = NO_BALLOT
@@ -260,7 +260,7 @@ class Consensus:
             self._grace_until = now + self._host_timeout_s
 
     def _adopt_newer_epoch(self) -> None:
-        """A host in a later epoch learned it from a quorum, so adopt it."""
+        """Adopt the newest epoch that another host is in: it learned it from a quorum."""
         newest = max((statement.consensus_state.world for statement, _ in self._received.values()), default=self.epoch,
                      key=lambda world: world.number)  # fmt: skip
         if newest.number > self.epoch.number:
