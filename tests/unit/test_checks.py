@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.cli import fleet_training
 from evener.core.base.errors import HostError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink
 from evener.core.model.shape import preset_shape
 from evener.core.run.prediction import Job
 from evener.core.run.run_spec import MachineSpec, parse_args
+from evener.core.run.rundir import RunDir
 from evener.doctor.checks import run_checks
 from evener.doctor.connectivity import ConnectAttempt, ConnectivityReport, PairConnectivity
 from evener.doctor.context import CheckContext
@@ -36,7 +36,7 @@ from evener.doctor.interfaces import (
     order_candidates,
     single_host_interface,
 )
-from evener.launch import launcher
+from evener.launch import prepare_hosts, start_training
 from evener.node.remote.facts import TRAINING_MODULES
 
 GIGABIT_BPS = 118e6
@@ -583,12 +583,13 @@ def test_train_surveys_hosts_with_its_own_machine_options(monkeypatch):
     def survey(*_: Any, machine: MachineSpec, **__: Any) -> Any:
         raise Looked(machine)
 
-    monkeypatch.setattr(launcher, "run_preflight", survey)
+    monkeypatch.setattr(prepare_hosts, "run_preflight", survey)
     spec = parse_args(["--device=cpu", "--ranks=2", "--out=runs/x"])
     job = Job(spec=spec, shape=preset_shape("tiny", 256))
-    resolved: Any = SimpleNamespace(spec=spec, job=job, resume=None)
+    resolved: Any = SimpleNamespace(spec=spec, job=job, resume=None, rundir=RunDir("runs/x"))
+    hosts = prepare_hosts.ConnectedHosts(fleet=Fleet(hosts=World().hosts), sessions={}, errors={})
     with pytest.raises(Looked) as looked:
-        fleet_training.plan_fleet_training(Fleet(hosts=World().hosts), {}, {}, resolved)
+        start_training.plan_on_hosts(hosts, resolved, print)
     assert looked.value.args == (spec.machine,)
 
 

@@ -14,6 +14,7 @@ from evener.core.run.run_plan import Plan, read_plan, write_plan
 from evener.core.run.run_spec import RunSpec, parse_args
 from evener.core.run.rundir import RunDir
 from evener.launch.commands import (
+    PreparedFleet,
     PreparedHost,
     ScriptProject,
     choose_membership,
@@ -43,7 +44,11 @@ def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: boo
 def train(places: list[PreparedHost], *flags: str) -> Plan:
     data = {one.name: f"{one.workdir}/trees/d" for one in places}
     spec = parse_args(["--membership=fixed", *flags])
-    return train_plan("1d", places, 29500, spec, roster_of(places, spec), data, {}, resume=False, key="k")
+    return train_plan(prepared(places), spec, roster_of(places, spec), data, {}, resume=False, key="k")
+
+
+def prepared(places: list[PreparedHost], port: int = 29500) -> PreparedFleet:
+    return PreparedFleet(id="1d", hosts=places, port=port, findings=[])
 
 
 def roster_of(places: list[PreparedHost], spec: RunSpec) -> Roster:
@@ -143,7 +148,7 @@ def test_local_run_uses_run_directory_and_given_paths() -> None:
     flags = parse_args(["--out=runs/x", "--data=data/verbs"])
     places = [here(2)]
     plan = train_plan(
-        "1d", places, 0, flags, roster_of(places, flags), {"a": flags.data.data}, {}, resume=False, key="k"
+        prepared(places, port=0), flags, roster_of(places, flags), {"a": flags.data.data}, {}, resume=False, key="k"
     )
     (host,) = plan.hosts
     assert plan.is_local_run
@@ -157,7 +162,7 @@ def test_single_local_rank_runs_without_torchrun() -> None:
     flags = parse_args(["--out=runs/x"])
     places = [here(1)]
     (host,) = train_plan(
-        "1d", places, 0, flags, roster_of(places, flags), {"a": "data/verbs"}, {}, resume=False, key="k"
+        prepared(places, port=0), flags, roster_of(places, flags), {"a": "data/verbs"}, {}, resume=False, key="k"
     ).hosts
     assert host.argv[:3] == ["/python", "-m", "evener.worker"]
     assert host.is_rank
@@ -166,7 +171,7 @@ def test_single_local_rank_runs_without_torchrun() -> None:
 
 
 def test_local_script_runs_in_its_own_folder() -> None:
-    plan = script_plan("1d", [here(2)], 0, ["train.py", "a b"], {}, None)
+    plan = script_plan(prepared([here(2)], port=0), ["train.py", "a b"], {}, None)
     assert plan.hosts[0].code is None
     assert (plan.hosts[0].cwd, plan.hosts[0].argv[-2:]) == ("/home/me", ["train.py", "a b"])
 
@@ -188,9 +193,7 @@ ENVIRONMENT = {
 
 def test_only_listed_environment_variables_are_copied() -> None:
     plan = script_plan(
-        "1d",
-        [place("a")],
-        29500,
+        prepared([place("a")]),
         ["train.py", "it's", "$x"],
         ENVIRONMENT,
         ScriptProject("/here/mine", "c0de", "mine-1234"),
@@ -251,7 +254,7 @@ def test_agents_run_only_with_several_hosts() -> None:
     spec = parse_args([])
     for of_run, outlives in ((places, True), (places[:1], False)):
         data = dict.fromkeys("ab", "d")
-        plan = train_plan("1d", of_run, 29500, spec, roster_of(of_run, spec), data, {}, resume=False, key="k")
+        plan = train_plan(prepared(of_run), spec, roster_of(of_run, spec), data, {}, resume=False, key="k")
         assert (plan.has_dynamic_membership, [host.agent is not None for host in plan.hosts]) == (
             outlives,
             [outlives] * len(of_run),
@@ -263,7 +266,7 @@ def test_joining_host_is_appended_and_known_to_all_agents() -> None:
     places = [place("a", ranks=2), place("b")]
     spec = parse_args(["--batch", "12", "--data", "d"])
     plan = train_plan(
-        "1d", places, 29500, spec, roster_of(places, spec), dict.fromkeys("ab", "d"), {}, resume=False, key="k"
+        prepared(places), spec, roster_of(places, spec), dict.fromkeys("ab", "d"), {}, resume=False, key="k"
     )
     joined = plan_with_added_host(plan, place("c", ranks=2), "/c/trees/d", 7)
     assert joined.roster is not None

@@ -41,7 +41,7 @@ from evener.core.run.step_spans import (
 )
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.verbs import make_verb_corpus
-from evener.launch import launcher, local_run, torch_subprocess
+from evener.launch import launcher, prepare_hosts, torch_subprocess
 from evener.ssh.fake import FakeSession
 from evener.transfer import checkpoint_transfer, mirror
 from tests.sample_runs import write_run
@@ -358,7 +358,7 @@ def nothing_begins() -> Iterator[None]:
         for place in (launcher, mirror, checkpoint_transfer):
             stack.enter_context(mock.patch.object(place, "open_session", open_here))
         stack.enter_context(mock.patch("evener.ssh.session.connect", side_effect=Started))
-        stack.enter_context(mock.patch.object(local_run, "open_local_session", side_effect=Started))
+        stack.enter_context(mock.patch.object(prepare_hosts, "connect", side_effect=Started))
         stack.enter_context(mock.patch.object(torch_subprocess, "program_lines", side_effect=Started))
         stack.enter_context(mock.patch.object(os, "kill", side_effect=Started))
         yield

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from evener.cli.follow_output import display_progress
 from evener.cli.live_display import LiveDisplay, ProgressSnapshot
-from evener.cli.start_run import RankLogPrinter
+from evener.cli.run_output import RankLogPrinter
 from evener.core.base.file_io import write_atomic
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.progress import HostStepTime, RunProgress, StragglerDetector

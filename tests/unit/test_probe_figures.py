@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.cli.probe import _buffer_sizes, _merge_ranks, _parse_bytes, _resolve_backend
+from evener.cli.probe import _buffer_sizes, _parse_bytes
 from evener.cli.probe_output import COLLECTIVES_COLUMNS, format_collectives_header, format_collectives_row
 from evener.core.base.errors import UsageError
 from evener.core.cluster.collective_results import (
@@ -27,7 +27,8 @@ from evener.core.cluster.host_probe import MicroBatchTiming, SustainedThroughput
 from evener.core.cluster.link import LinkModel
 from evener.core.model.shape import preset_shape
 from evener.doctor.link_probe import estimate_duration_s, measure_duplex, schedule_rounds
-from evener.launch.commands import PreparedHost
+from evener.launch.commands import PreparedFleet, PreparedHost
+from evener.launch.probe_hosts import _choose_backend, _merge_ranks
 from evener.plan.cost.collective_cost import (
     Ring,
     bus_factor,
@@ -261,13 +262,15 @@ def test_all_hosts_use_one_backend(gpus, device, backend, settled):
         )
         for name, num in zip("ab", gpus, strict=True)
     ]
-    spec = _resolve_backend(CollectiveBenchSpec(device=device, backend=backend), places)
+    both = PreparedFleet(id="", hosts=places, port=0, findings=[])
+    spec = _choose_backend(CollectiveBenchSpec(device=device, backend=backend), both)
     assert (spec.device, spec.backend) == settled
-    alone = [msgspec.structs.replace(places[0], host=HostConfig(address="a", ranks=2))]
-    shared = _resolve_backend(CollectiveBenchSpec(device=device, backend=backend), alone)
+    two_ranks = msgspec.structs.replace(places[0], host=HostConfig(address="a", ranks=2))
+    alone = msgspec.structs.replace(both, hosts=[two_ranks])
+    shared = _choose_backend(CollectiveBenchSpec(device=device, backend=backend), alone)
     assert (shared.device, shared.backend) == ("cpu", "gloo")  # two ranks, and one GPU at most
     with pytest.raises(UsageError, match="two ranks or more"):
-        _resolve_backend(CollectiveBenchSpec(), places[:1])
+        _choose_backend(CollectiveBenchSpec(), msgspec.structs.replace(both, hosts=places[:1]))
 
 
 def test_unwritable_fleet_file_is_a_one_line_error(tmp_path: Path):

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from evener.cli import bench_fleet, doctor, lab, probe_output
-from evener.cli.start_run import print_findings
-from evener.cli.terminal import print_table, print_text
+from evener.cli.terminal import print_findings, print_table, print_text
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostLink, Rates
 from evener.core.cluster.host_probe import DeviceProbeResult

@@ -27,7 +27,7 @@ from evener.core.run.roster import RankSlot, initial_roster
 from evener.core.run.run_spec import FLAGS, RunSpec, parse_args
 from evener.core.run.rundir import Checkpoint, Manifest, RankProcess
 from evener.core.run.runwriter import RunWriter
-from evener.launch import local_run
+from evener.launch import launcher
 from evener.worker import __main__ as worker
 from evener.worker.train import loop
 
@@ -92,7 +92,7 @@ def world(tmp_path_factory):
 def call(*args: str) -> tuple[int, str]:
     """Exit status and stderr of `evener args`."""
     out, err = io.StringIO(), io.StringIO()
-    refuse = mock.patch.object(local_run, "run_attached", side_effect=Launched)
+    refuse = mock.patch.object(launcher, "start", side_effect=Launched)
     argv = mock.patch.object(sys, "argv", ["evener", *args])
     with refuse, argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

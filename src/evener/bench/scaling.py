@@ -21,10 +21,10 @@ from evener.core.base.file_io import write_atomic
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import resolve
 from evener.core.run.run_spec import RunSpec
-from evener.core.run.rundir import RunDir
 from evener.core.run.step_cost import StepRecord
-from evener.launch.launcher import plan_training
-from evener.launch.local_run import open_local_session, prepare_local, run_attached
+from evener.launch.follow_run import follow_run
+from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
+from evener.launch.start_run import plan_training, started
 from evener.report.read.run_summary import RunSummary, summarize_run
 
 FORMAT = 1
@@ -78,19 +78,17 @@ def train_series(
     if (out / "bench.json").exists():
         raise UsageError(f"{out}: holds a bench already", hint="use another --out, or --force")
     summaries: dict[str, list[RunSummary]] = {}
-    with open_local_session() as sessions:
+    with connect_hosts(None) as hosts:
         for corpus, runs in series.items():
             for spec in runs:
-                assert spec.out is not None
-                rundir = RunDir(spec.out)
-                prepared = prepare_local(sessions, rundir, ranks=spec.machine.ranks)
-                resolved, prediction = resolve(spec), predict(spec)
-                plan, _ = plan_training(prepared, resolved, prepared.initial_roster(resolved), resume=False)
-                plan = msgspec.structs.replace(plan, prediction=prediction)
-                ended = run_attached(rundir, plan, sessions, make_observer(spec))
+                resolved = resolve(spec)
+                prepared = prepare_hosts(hosts.with_ranks(spec.machine.ranks), resolved.rundir)
+                run = plan_training(prepared, resolved, prepared.initial_roster(resolved), predict(spec))
+                with started(run, hosts.sessions, lambda text: None):
+                    ended = follow_run(run.rundir, run.plan, make_observer(spec))
                 if any(state["stopped"] for state in ended.values()):
                     raise KeyboardInterrupt
-                summaries.setdefault(corpus, []).append(summarize_run(rundir))
+                summaries.setdefault(corpus, []).append(summarize_run(run.rundir))
     names = {corpus: [Path(summary.run_dir).name for summary in runs] for corpus, runs in summaries.items()}
     write_atomic(
         out / "bench.json", msgspec.json.format(msgspec.json.encode(ScalingBenchIndex(series=names)), indent=2)

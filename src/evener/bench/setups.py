@@ -15,10 +15,11 @@ from evener.core.base.units import pluralize
 from evener.core.run.prediction import Job
 from evener.core.run.resolve import check_sync_for_shape
 from evener.core.run.roster import parse_sync
-from evener.core.run.run_spec import RunSpec
+from evener.core.run.run_spec import DataSpec, EvalSpec, ModelSpec, RunSpec, TrainSpec
 from evener.plan.choice.options import is_applicable
 
 MAX_PROCESSES = 8  # on one host's CPU
+MAX_STEPS = 10_000  # more than fit in any time limit, which ends a run
 DEFAULT_SYNC_STRATEGIES = ("ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:10", "diloco:10:int8",
          "diloco:10:int8:streamed", "diloco:10:int4:streamed", "diloco:30", "ddp+sparse", "packed+sparse",
          "int8+sparse")  # fmt: skip
@@ -38,10 +39,31 @@ class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
         return re.sub(r"[^\w.+]+", "-", self.label).strip("-")
 
 
+def fleet_bench_spec(data: str, model: str, batch: int, seconds: float) -> RunSpec:
+    """Return the spec of all runs of a fleet bench: a time limit, and an evaluation of only one block, at the end."""
+    train = TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20)
+    return _comparable_spec(data, model, train, EvalSpec(eval_every=0, eval_tokens=1))
+
+
+def strategies_bench_spec(data: str, model: str, batch: int, steps: int) -> RunSpec:
+    """Return the spec of all runs of a bench of sync strategies: the same steps, and an evaluation at the end."""
+    return _comparable_spec(data, model, TrainSpec(steps=steps, batch=batch), EvalSpec(eval_every=0))
+
+
+def _comparable_spec(data: str, model: str, train: TrainSpec, evaluation: EvalSpec) -> RunSpec:
+    """Return a spec without dropout, so that the losses of its runs can be compared."""
+    return RunSpec(
+        data=DataSpec(data=data),
+        model=ModelSpec(model=model, dropout=0.0, compile="off"),
+        train=train,
+        eval=evaluation,
+    )
+
+
 def single_host_setups(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[BenchSetup]:
     """Return the set-ups of one host by itself: CPU processes, then GPUs.
 
-    >>> from evener.core.run.run_spec import RunSpec
+    >>> from evener.core.run.run_spec import DataSpec, EvalSpec, ModelSpec, RunSpec, TrainSpec
     >>> [setup.name for setup in single_host_setups(RunSpec(), "attic", 4, 1)]
     ['attic-1-process', 'attic-4-processes', 'attic-GPU']
     """

@@ -25,7 +25,7 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
 
     The host finishes its step first, and no synchronized step is lost. Not possible with --membership fixed.
     """
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.base.errors import UsageError
     from evener.launch import add_remove_hosts, launcher
 
@@ -35,13 +35,13 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
     remaining = [name for name in rundir.manifest().roster.hosts if name != host] if rundir.is_run() else []
     if not remaining:
         raise UsageError(f"{host} is the only host of {rundir}", hint=f"evener stop {rundir} ends it")
-    start_run.print_status(f"{host} leaves; its step is finished first")
+    run_output.print_status(f"{host} leaves; its step is finished first")
     state = add_remove_hosts.remove_host(rundir, plan, host)
     launcher.mirror_once(rundir, plan)
     if state.get("status") == 0:
-        start_run.print_status(f"the run ended before {host} left it")
+        run_output.print_status(f"the run ended before {host} left it")
     else:
-        start_run.print_status(
+        run_output.print_status(
             f"{host} has left; {', '.join(remaining)} go on\nadd it again:  evener add {rundir} --host {host}"
         )
     return 0
@@ -53,7 +53,7 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     A new host must be in the fleet file and set up (evener setup). It receives the corpus and starts its ranks while
     the others train, and joins between two steps.
     """
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.base.errors import UsageError
     from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
     from evener.launch import add_remove_hosts
@@ -66,24 +66,24 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
         if host not in known.hosts:
             hint = f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --hosts {host}"
             raise UsageError(f"{known.file} names no host {host}, but {', '.join(known.hosts)}", hint=hint)
-        add_remove_hosts.add_host(rundir, known, host, start_run.print_status)
+        add_remove_hosts.add_host(rundir, known, host, run_output.print_status)
     agent = plan.hosts[0].agent
     when = (
         "between two steps, as soon as its ranks are ready" if agent and agent.is_elastic else "at the next checkpoint"
     )
-    start_run.print_status(f"{host} joins {when}\nfollow:  evener logs -f {rundir}")
+    run_output.print_status(f"{host} joins {when}\nfollow:  evener logs -f {rundir}")
     return 0
 
 
 def _load_elastic_run(run: str) -> tuple[RunDir, Plan]:
     """Fetch the records of a running job; return it and its plan. UsageError if it has ended or its hosts are fixed."""
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.base.errors import UsageError
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
     from evener.launch import launcher
 
-    rundir = RunDir(start_run.find_run(run))
+    rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
     launcher.mirror_once(rundir, plan)
     if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":

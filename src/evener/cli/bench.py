@@ -35,7 +35,7 @@ def bench(
     steps: tokens/s against loss. Prints a table and an explanation, and writes a picture and a page. On a fleet a
     stopped bench continues where it was.
     """
-    from evener.cli import bench_local, start_run
+    from evener.cli import bench_local
     from evener.core.base.errors import UsageError, did_you_mean
 
     preset = preset or ("scaling" if fleet is None else "fleet")
@@ -44,16 +44,19 @@ def bench(
     if preset not in ("fleet", "strategies"):
         presets = ["scaling", "fleet", "strategies"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
+    from evener.bench.setups import fleet_bench_spec, strategies_bench_spec
     from evener.cli import bench_fleet
-    from evener.core.cluster.fleet_file import load_fleet, select_hosts
+    from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
 
-    path = start_run.fleet_path(fleet)
+    path = fleet_path(fleet)
     if path is None:
         raise UsageError(f"--preset {preset} needs a fleet", hint="--fleet FILE; evener lab up makes one")
     if data and len(data) > 1:
         raise UsageError(f"--preset {preset} takes one corpus")
-    select_hosts(load_fleet(path), hosts)  # report mistakes before preparing a corpus
+    chosen = select_hosts(load_fleet(path), hosts)  # report mistakes before preparing a corpus
     corpus = data[0] if data else bench_local.ensure_corpus(bench_local.DEFAULT_CORPORA[0])
     if preset == "fleet":
-        return bench_fleet.run_fleet_bench(path, hosts, corpus, out, seconds, model, batch or 8, as_json)
-    return bench_fleet.run_strategies_bench(path, hosts, corpus, out, steps, syncs, model, batch or 16, as_json)
+        spec = fleet_bench_spec(corpus, model, batch or 8, seconds)
+        return bench_fleet.run_fleet_bench(chosen, spec, out, as_json)
+    spec = strategies_bench_spec(corpus, model, batch or 16, steps)
+    return bench_fleet.run_strategies_bench(chosen, spec, syncs, out, as_json)

@@ -15,16 +15,15 @@ from rich.console import Console
 from evener.bench import scaling as bench
 from evener.cli import follow_output
 from evener.cli.terminal import make_console, print_table, print_text
-from evener.core.base.decoding import json_decoder
 from evener.core.base.errors import UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, Rates
 from evener.core.cluster.host_info import local_host_info, usable_cores
-from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
+from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import resolve
 from evener.core.run.run_spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.core.run.rundir import RunDir
-from evener.launch.distributed_program import local_program_lines
+from evener.launch.probe_hosts import probe_devices
 from evener.plan.choice.cluster import build_cluster
 from evener.plan.choice.search import predict
 from evener.report.explain.explain_run import explain_scaling, max_loss_difference
@@ -117,11 +116,8 @@ def _probe_local_rates(spec: RunSpec, screen: Console) -> dict[str, Rates]:
         dropout=model.dropout,
         device=spec.machine.device,
     )
-    decode = json_decoder(ProbeMessage).decode
-    messages = map(
-        decode, local_program_lines(1, "evener.worker.probe.device_probe", msgspec.json.encode(request).decode())
-    )
-    return {item.device: item.rates for item in messages if isinstance(item, DeviceProbeResult)}
+    messages = probe_devices(None, request, lambda findings: None)
+    return {item.device: item.rates for _, item in messages if isinstance(item, DeviceProbeResult)}
 
 
 def ensure_corpus(corpus: str) -> str:

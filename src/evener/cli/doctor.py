@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from evener.cli.start_run import fleet_path
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -22,7 +20,6 @@ MAX_MATRIX_HOSTS = 16  # hosts; more than that get no matrix
 CELL_WIDTH, ROW_HEADER_WIDTH = 20, 14  # columns, if cells have figures
 MISSING, UNREACHABLE, BLOCKED, STALLED, CLOSED_MARK = "none", "not reached", "blocked", "stalls", "✗"
 CELL_STYLES = dict.fromkeys((UNREACHABLE, BLOCKED, STALLED, CLOSED_MARK), "red")
-SEVERITY_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 
 EXAMPLES = "evener doctor --fleet fleet.toml\nevener doctor --fleet local"
@@ -45,7 +42,7 @@ def doctor(
     import json
 
     from evener.cli.terminal import make_console
-    from evener.core.cluster.fleet_file import Fleet, HostConfig, load_fleet
+    from evener.core.cluster.fleet_file import Fleet, HostConfig, fleet_path, load_fleet
     from evener.core.run.run_spec import MachineSpec
     from evener.doctor.preflight import run_preflight
     from evener.ssh.session import connect
@@ -210,7 +207,7 @@ def _print_finding(screen: Console, finding: Finding) -> None:
     """Print severity, check and hosts; the evidence; the fix on one line, so that it can be pasted."""
     from rich.markup import escape
 
-    from evener.cli.terminal import line_width, wrap_words
+    from evener.cli.terminal import SEVERITY_COLORS, line_width, wrap_words
 
     where = f"{finding.host} ↔ {finding.peer}" if finding.host and finding.peer else finding.host or "all hosts"
     color = SEVERITY_COLORS[finding.severity]
@@ -223,6 +220,8 @@ def _print_finding(screen: Console, finding: Finding) -> None:
 
 
 def _format_verdict(preflight: PreflightReport) -> str:
+    from evener.cli.terminal import SEVERITY_COLORS
+
     counts = {severity: sum(one.severity == severity for one in preflight.findings) for severity in SEVERITY_COLORS}
     totals = ", ".join(
         f"{count} {severity}{'s' * (count > 1 and severity != 'info')}" for severity, count in counts.items() if count

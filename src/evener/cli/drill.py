@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from evener.core.cluster.finding import Finding
     from evener.lab.drills.drill_runner import Drill, DrillDiagnosis, DrillRun, ManualOutput
 
-SEVERITY_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 MAX_OUTPUT_LINES = 4  # shown of a command's output
 
 
@@ -277,6 +276,8 @@ class DrillPrinter:
 
     def _print_finding(self, finding: Finding) -> None:
         from rich.markup import escape
+
+        from evener.cli.terminal import SEVERITY_COLORS
 
         where = " ↔ ".join(name for name in (finding.host, finding.peer) if name) or "all hosts"
         color = SEVERITY_COLORS[finding.severity]

@@ -18,7 +18,7 @@ def fetch(
     """
     import json
 
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.base.errors import EvenerError, HostError
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
@@ -26,7 +26,7 @@ def fetch(
     from evener.transfer import checkpoint_transfer
     from evener.transfer.script_outputs import fetch_outputs
 
-    rundir = RunDir(start_run.find_run(run))
+    rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
     errors: list[EvenerError] = [] if plan.is_local_run else list(launcher.mirror_once(rundir, plan).values())
     known = launcher.cached_states(rundir, plan)
@@ -37,10 +37,10 @@ def fetch(
         launcher.record_outcome(rundir, plan, known)
     failed: list[EvenerError] = []
     try:
-        copied = checkpoint_transfer.fetch_checkpoints(rundir, plan, start_run.print_status)
+        copied = checkpoint_transfer.fetch_checkpoints(rundir, plan, run_output.print_status)
     except EvenerError as problem:
         copied, failed = [], [problem]
-    files, lacking = fetch_outputs(rundir, plan, known, start_run.print_status)
+    files, lacking = fetch_outputs(rundir, plan, known, run_output.print_status)
     unreached = [error.host for error in errors if isinstance(error, HostError)]
     errors += [
         error
@@ -50,11 +50,11 @@ def fetch(
     if as_json:
         result = {"run_dir": str(rundir), "came": copied, "files": [str(path) for path in files]}
         failures = [{"host": getattr(error, "host", None), "error": str(error), "hint": error.hint} for error in errors]
-        print(json.dumps(result | start_run.checkpoint_info(rundir, plan) | {"errors": failures}))
+        print(json.dumps(result | run_output.checkpoint_info(rundir, plan) | {"errors": failures}))
         return 1 if errors else 0
     for error in errors:
-        start_run.print_status(f"error: {error}\nhint:  {error.hint}")
-    start_run.print_checkpoint(rundir, plan)
+        run_output.print_status(f"error: {error}\nhint:  {error.hint}")
+    run_output.print_checkpoint(rundir, plan)
     if (rundir.path / "files").is_dir():
-        start_run.print_status(f"files written by the script: {rundir.path / 'files'}")
+        run_output.print_status(f"files written by the script: {rundir.path / 'files'}")
     return 1 if errors else 0

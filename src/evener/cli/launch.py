@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from evener.core.run.run_plan import Plan
     from evener.core.run.rundir import RunDir
-    from evener.transfer.mirror import RunMirror, SupervisorState
+    from evener.transfer.mirror import SupervisorState
 
 
 EXAMPLES = "evener launch -- train.py --lr 1e-3"
@@ -43,74 +43,57 @@ def launch(
     import time
     from pathlib import Path
 
-    from evener.cli import follow_output, start_run
+    from evener.cli import follow_output, run_output
     from evener.core.base.errors import RunError, UsageError
+    from evener.core.cluster.fleet_file import fleet_path, load_fleet
     from evener.core.run.run_spec import MachineSpec
     from evener.core.run.rundir import RunDir
-    from evener.launch import launcher, local_run
     from evener.launch.follow_run import follow_run
+    from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
+    from evener.launch.start_run import plan_script, started
     from evener.transfer.file_tree import ignored_file_sizes, summarize_largest
 
-    path = start_run.fleet_path(fleet)
+    path = fleet_path(fleet)
     project, argv = _parse_program(program)
     name = Path(argv[1] if argv[0] == "-m" else argv[0]).stem
     rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: exists already", hint="another --out")
-    with contextlib.ExitStack() as stack:
-        if path is None:
-            sessions = stack.enter_context(local_run.open_local_session())
-            prepared = local_run.prepare_local(sessions, rundir, ranks=ranks, cwd=project)
-        else:
-            hosts, sessions, errors = stack.enter_context(start_run.connect_fleet(path))
-            prepared = launcher.prepare_fleet(
-                start_run.with_ranks(hosts, ranks),
-                sessions,
-                errors,
-                rundir.path.name,
-                port=port,
-                machine=MachineSpec(private=private),
-            )
-        start_run.print_warnings(prepared)
-        plan, trees = launcher.plan_script(prepared, project, argv, os.environ, include or [])
-        if dry_run:
-            start_run.print_plan(plan, as_json)
+    with contextlib.ExitStack() as attachment:
+        with connect_hosts(None if path is None else load_fleet(path)) as hosts:
+            machine = MachineSpec(private=private)
+            prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=project)
+            run = plan_script(prepared, rundir, project, argv, os.environ, include or [])
+            plan = run.plan
+            run_output.print_warnings(run)
+            if dry_run:
+                run_output.print_plan(plan, as_json)
+                return 0
+            if run.trees and (skipped := ignored_file_sizes(project, run.trees[0])):
+                run_output.print_status(
+                    f"not sent, because git ignores it: {summarize_largest(skipped)}\nhint:  --include PATH sends it"
+                )
+            attachment.enter_context(started(run, hosts.sessions, run_output.print_status, detach=detach))
+        run_output.print_placement(plan)
+        run_output.print_status(f"run directory {rundir}")
+        if detach:
+            run_output.print_detached(rundir)
             return 0
-        if trees and (skipped := ignored_file_sizes(project, trees[0])):
-            start_run.print_status(
-                f"not sent, because git ignores it: {summarize_largest(skipped)}\nhint:  --include PATH sends it"
-            )
-        launcher.stage_files(trees, plan, sessions, start_run.print_status)
-        start_run.print_placement(plan)
-        start_run.print_status(f"run directory {rundir}")
-        lines = start_run.RankLogPrinter(rundir, plan)
-
-        def see(mirror: RunMirror) -> None:
-            if not as_json:
-                lines.print_new()
-
-        if plan.is_local_run and not detach:
-            states = local_run.run_attached(rundir, plan, sessions, follow_output.print_health_event, see)
-        else:
-            launcher.start(rundir, plan, sessions)
-    if detach:
-        start_run.print_detached(rundir)
-        return 0
-    if not plan.is_local_run:
+        lines = run_output.RankLogPrinter(rundir, plan)
         try:
             states = follow_run(
                 rundir,
                 plan,
                 follow_output.print_health_event,
-                start_run.print_connection_change,
-                see,
-                notify=start_run.print_status,
+                lambda mirror: None if as_json else lines.print_new(),
+                notify=run_output.print_status,
             )
         except KeyboardInterrupt:
-            start_run.print_detached(rundir)
+            run_output.print_detached(rundir)
             return 130
         except RunError:
-            start_run.print_outputs(rundir, plan)
+            if not plan.is_local_run:
+                run_output.print_outputs(rundir, plan)
             raise
     return _print_result(rundir, plan, states, as_json)
 
@@ -121,7 +104,7 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
 
     import msgspec
 
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.launch.root_cause import missing_gpu_message
     from evener.transfer.script_outputs import find_outputs
 
@@ -129,13 +112,13 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
     if as_json:
         files = {name: msgspec.to_builtins(one) for name, one in find_outputs(plan, states).items()}
         result = {"run_dir": str(rundir), "stopped": stopped, "hosts": states, "written": files}
-        print(json.dumps(result | start_run.checkpoint_info(rundir, plan)))
+        print(json.dumps(result | run_output.checkpoint_info(rundir, plan)))
     else:
-        start_run.print_status(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
+        run_output.print_status(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
         if not stopped and (line := missing_gpu_message(rundir, plan, states)):
-            start_run.print_status(f"warning: the program succeeded, but printed: {line}\n"
+            run_output.print_status(f"warning: the program succeeded, but printed: {line}\n"
                        "hint:  it expects GPUs; does it have an option for CPUs?")  # fmt: skip
-        start_run.print_outputs(rundir, plan)
+        run_output.print_outputs(rundir, plan)
     return 130 if stopped else 0
 
 

@@ -7,12 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from evener.core.run.rundir import RunDir
-    from evener.core.run.step_cost import StepRecord
-    from evener.launch.follow_run import Observer
+from evener.cli.run_output import print_status
+from evener.core.base.errors import EvenerError, RunError, UsageError
+from evener.core.base.file_io import read_file
+from evener.core.base.units import pluralize
+from evener.core.run.rundir import RunDir
+from evener.core.run.step_cost import StepRecord
+from evener.launch.follow_run import Observer
+from evener.report.export.experiment_loggers import parse_loggers
+from evener.report.export.logger_feed import feed_logger, read_cursor, register_loggers, registered_loggers
 
 SLOW_LOGGER_S = 2.0  # after this, print which loggers have not received all steps
 LOGGER_TIMEOUT_S = 60.0  # after this, leave a slow logger to finish in the background
@@ -20,11 +25,6 @@ LOGGER_TIMEOUT_S = 60.0  # after this, leave a slow logger to finish in the back
 
 def select_loggers(given: Sequence[str] | None, rundir: RunDir | None) -> list[str]:
     """Return the requested loggers; for a resumed run without a request those that it had before."""
-    from evener.cli import start_run
-    from evener.core.base.errors import UsageError
-    from evener.report.export.experiment_loggers import parse_loggers
-    from evener.report.export.logger_feed import registered_loggers
-
     if given:
         return parse_loggers(given)
     usable = []
@@ -32,7 +32,7 @@ def select_loggers(given: Sequence[str] | None, rundir: RunDir | None) -> list[s
         try:
             usable += parse_loggers([name])
         except UsageError as error:
-            start_run.print_status(f"warning: {error}; the run goes on without it\nhint:  {error.hint}")
+            print_status(f"warning: {error}; the run goes on without it\nhint:  {error.hint}")
     return usable
 
 
@@ -42,8 +42,6 @@ def feed_loggers(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Obs
 
     At exit the loggers receive the remaining steps.
     """
-    from evener.report.export.logger_feed import register_loggers
-
     feeders: dict[str, subprocess.Popen[bytes]] = {}
     broken: set[str] = set()
 
@@ -77,12 +75,9 @@ def feed_loggers(rundir: RunDir, names: Sequence[str]) -> Iterator[Callable[[Obs
 
 def defer_loggers(rundir: RunDir, names: Sequence[str]) -> None:
     """Remember the loggers of a detached run, and print how they receive its steps."""
-    from evener.cli import start_run
-    from evener.report.export.logger_feed import register_loggers
-
     register_loggers(rundir, list(names))
     if names:
-        start_run.print_status(f"{', '.join(names)}: fed while the run is followed, or at its end: "
+        print_status(f"{', '.join(names)}: fed while the run is followed, or at its end: "
                    f"evener report {rundir} --log {','.join(names)}")  # fmt: skip
 
 
@@ -102,8 +97,6 @@ def _close_input(feeder: subprocess.Popen[bytes]) -> None:
 
 def _wait_for_feeders(feeders: dict[str, subprocess.Popen[bytes]]) -> None:
     """Wait until all feeders have sent the rest, at most `LOGGER_TIMEOUT_S`; print which of them are late."""
-    from evener.cli import start_run
-
     began = time.monotonic()
     for patience_s, text in (
         (SLOW_LOGGER_S, "sending the rest"),
@@ -116,26 +109,18 @@ def _wait_for_feeders(feeders: dict[str, subprocess.Popen[bytes]]) -> None:
             except subprocess.TimeoutExpired:
                 late.append(name)
         if late:
-            start_run.print_status(f"{', '.join(late)}: {text}")
+            print_status(f"{', '.join(late)}: {text}")
 
 
 def _print_failure(rundir: RunDir, name: str) -> None:
-    from evener.cli import start_run
-    from evener.core.base.file_io import read_file
-
     log = rundir.path / "loggers" / f"{name}.log"
     lines = [line.strip() for line in read_file(log).decode(errors="replace").splitlines() if line.strip()]
-    start_run.print_status(f"warning: {name}: {lines[-1] if lines else 'it ended'}; the run goes on without it\n"
+    print_status(f"warning: {name}: {lines[-1] if lines else 'it ended'}; the run goes on without it\n"
                f"hint:  {log} has its output; evener report {rundir} --log {name} sends it the rest")  # fmt: skip
 
 
 def backfill_loggers(rundir: RunDir, names: Sequence[str]) -> None:
     """Send loggers the steps of a run that they do not have yet; raise RunError if one fails."""
-    from evener.cli import start_run
-    from evener.core.base.errors import EvenerError, RunError
-    from evener.core.base.units import pluralize
-    from evener.report.export.logger_feed import feed_logger, read_cursor
-
     rundir.manifest()  # raises before anything is written if this is no run
     for name in names:
         try:
@@ -147,8 +132,8 @@ def backfill_loggers(rundir: RunDir, names: Sequence[str]) -> None:
             hint = f"once that is fixed, the same command sends it the rest: evener report {rundir} --log {name}"
             raise RunError(f"{name}: {why[0]}", hint=hint) from None
         if steps is None:
-            start_run.print_status(f"{name}: another process that follows {rundir} feeds it")
+            print_status(f"{name}: another process that follows {rundir} feeds it")
         else:
-            start_run.print_status(
+            print_status(
                 f"{name}: sent {pluralize(steps, 'step')} of {rundir}, {read_cursor(rundir, name).steps} in all"
             )

@@ -21,20 +21,20 @@ def logs(
 ) -> int:
     """Print the output of a run's ranks and launchers: time, rank, host, line."""
     from evener.cli import follow_output as follow_cli
-    from evener.cli import logger_processes, start_run
+    from evener.cli import logger_processes, run_output
     from evener.core.base.errors import UsageError, did_you_mean
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
     from evener.launch import launcher
     from evener.launch.follow_run import follow_run
 
-    rundir = RunDir(start_run.find_run(run))
+    rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
     names = [member.name for member in plan.hosts]
     for name in host or []:
         if name not in names:
             raise UsageError(f"--host {name}: not a host of this run", hint=did_you_mean(name, names))
-    lines = start_run.RankLogPrinter(rundir, plan, set(host) if host else None, set(rank) if rank else None)
+    lines = run_output.RankLogPrinter(rundir, plan, set(host) if host else None, set(rank) if rank else None)
 
     def show() -> None:
         lines.print_new_json() if as_json else lines.print_new(with_timestamps=True)
@@ -45,19 +45,17 @@ def logs(
 
     if not follow:
         for error in launcher.mirror_once(rundir, plan).values():
-            start_run.print_status(f"warning: {error}; printing what arrived before")
+            run_output.print_status(f"warning: {error}; printing what arrived before")
         show()
-        if start_run.checkpoint_info(rundir, plan)["newer_checkpoint"]:
-            start_run.print_checkpoint(rundir, plan)
+        if run_output.checkpoint_info(rundir, plan)["newer_checkpoint"]:
+            run_output.print_checkpoint(rundir, plan)
         return 0
     try:
         with logger_processes.feed_loggers(rundir, logger_processes.select_loggers(None, rundir)) as feeding:
             observe = feeding(follow_cli.print_health_event)
-            follow_run(
-                rundir, plan, observe, start_run.print_connection_change, show_all, notify=start_run.print_status
-            )
+            follow_run(rundir, plan, observe, show_all, notify=run_output.print_status)
     except KeyboardInterrupt:
-        start_run.print_detached(rundir)
+        run_output.print_detached(rundir)
         return 130
-    start_run.print_outputs(rundir, plan)
+    run_output.print_outputs(rundir, plan)
     return 0

@@ -12,7 +12,7 @@ import msgspec
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
-from evener.core.cluster.fleet_file import load_fleet, select_hosts
+from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
 from evener.core.cluster.fleet_update import update_fleet_file
 from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.roster import format_shares
@@ -40,8 +40,6 @@ MAX_LISTED_HOSTS = 16  # listed one by one
 
 def load_fleet_request(sources: Mapping[str, Any], spec: RunSpec, names_data: bool) -> PlanRequest:
     """Make a request about the hosts of a fleet file and their measured rates."""
-    from evener.cli.start_run import fleet_path
-
     path = fleet_path(sources["fleet"])
     if path is None:
         raise UsageError(

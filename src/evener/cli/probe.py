@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from evener.cli.help import CliApp
-from evener.cli.start_run import connect_fleet, fleet_path, print_findings, with_ranks
-from evener.cli.terminal import make_console, print_omitted_columns
+from evener.cli.terminal import make_console, print_findings, print_omitted_columns
 from evener.cli.terminal import print_text as say_on
 
 if TYPE_CHECKING:
-    from evener.core.base.errors import HostError
-    from evener.core.cluster.collective_results import CollectiveBenchMessage, CollectiveBenchSpec, CollectiveResult
+    from evener.core.cluster.collective_results import CollectiveBenchSpec, CollectiveResult
+    from evener.core.cluster.finding import Finding
     from evener.core.cluster.fleet_file import Fleet
-    from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
-    from evener.launch.commands import PreparedHost
-    from evener.launch.launcher import PreparedFleet
-    from evener.ssh.session import Sessions
+    from evener.core.cluster.host_probe import DeviceProbeResult
 
 Spec = TypeVar("Spec")
 
@@ -58,15 +54,18 @@ def wire(
     from evener.cli import probe_output
     from evener.core.base.errors import UsageError
     from evener.core.base.units import format_seconds as duration
+    from evener.core.cluster.fleet_file import fleet_path, load_fleet
     from evener.core.cluster.fleet_update import update_fleet_file
     from evener.doctor import link_probe as wires
     from evener.doctor import tcp_settings, tcp_tuning
     from evener.doctor.preflight import run_preflight
+    from evener.ssh.session import connect
 
     path = fleet_path(fleet)
     if path is None:
         raise UsageError("probe wire needs two machines", hint="evener lab up makes two, and their fleet file lab.toml")
-    with connect_fleet(path) as (known, sessions, errors):
+    known = load_fleet(path)
+    with connect(known) as (sessions, errors):
         if len(known.hosts) < 2:
             raise UsageError(f"{path}: one host has no wire", hint="a second [hosts.NAME]")
         if len(sessions) < 2:
@@ -137,6 +136,8 @@ def collectives(
     from evener.core.base.units import format_bit_rate
     from evener.core.base.units import format_seconds as duration
     from evener.core.cluster.collective_results import CollectiveBenchGroup, SkippedSizes
+    from evener.core.cluster.fleet_file import fleet_path
+    from evener.launch.probe_hosts import run_collectives
     from evener.report.explain import bus_bandwidth as report
 
     spec = _collective_spec(op, _buffer_sizes(min_size, max_size, factor), dtype, seconds, in_place, device, backend)
@@ -147,7 +148,7 @@ def collectives(
     screen = make_console()
     columns = probe_output.visible_collectives_columns(screen)
     print_status(f"measuring the link, then collectives for at most {duration(spec.seconds)}")
-    with _run_collectives(spec, path, ranks) as (wire_Bps, messages):
+    with run_collectives(_load_fleet(path), spec, ranks, _print_warnings) as (wire_Bps, messages):
         for item in messages:
             if isinstance(item, CollectiveBenchGroup):
                 world = item
@@ -223,10 +224,11 @@ def host(
 
     from evener.cli import probe_output
     from evener.core.base.errors import UsageError, did_you_mean
-    from evener.core.cluster.fleet_file import Rates
+    from evener.core.cluster.fleet_file import Rates, fleet_path
     from evener.core.cluster.fleet_update import update_fleet_file
     from evener.core.cluster.host_probe import HostProbeSpec, ProbeProgress
     from evener.core.model.shape import PRESETS
+    from evener.launch.probe_hosts import probe_devices
     from evener.plan.cost.roofline import roofline
 
     if model not in PRESETS:
@@ -240,7 +242,7 @@ def host(
     found: list[DeviceProbeResult] = []
     rates: dict[str, dict[str, Rates]] = {}
     results = []
-    with _probe_devices(spec, path, one_by_one) as messages:
+    with contextlib.closing(probe_devices(_load_fleet(path), spec, _print_warnings, one_by_one=one_by_one)) as messages:
         for name, item in messages:
             if isinstance(item, ProbeProgress):
                 print_status(f"{name}: {item.text}")
@@ -270,117 +272,16 @@ def host(
     return int(any(finding.severity == "error" for finding in findings))
 
 
-@contextlib.contextmanager
-def _run_collectives(
-    spec: CollectiveBenchSpec, path: str | None, ranks: int | None
-) -> Iterator[tuple[float, Iterator[CollectiveBenchMessage]]]:
-    """Run the collectives on a fleet or this machine; yield (β of the slowest link, messages of the ranks)."""
-    import msgspec
+def _load_fleet(path: str | None) -> Fleet | None:
+    """Load the hosts to measure; None: this machine alone."""
+    from evener.core.cluster.fleet_file import load_fleet
 
-    from evener.core.base.decoding import json_decoder
-    from evener.core.base.errors import UsageError
-    from evener.core.cluster.collective_results import CollectiveBenchMessage
-    from evener.doctor import link_probe as wires
-    from evener.launch.distributed_program import fleet_program_lines, local_program_lines
-
-    module, arg = "evener.worker.probe.collective_bench", msgspec.json.encode(spec).decode()
-    decode = json_decoder(CollectiveBenchMessage).decode
-    if path is None:
-        if ranks == 1:
-            raise UsageError("--ranks 1: collectives need two ranks or more", hint="--ranks 2")
-        wire_Bps = _measure_loopback_Bps()
-        yield wire_Bps, (decode(line) for line in local_program_lines(ranks or 2, module, arg))
-        return
-    with connect_fleet(path) as (known, sessions, errors):
-        prepared = _prepare_hosts(with_ranks(known, ranks, spec.device), sessions, errors)
-        addresses = {place.name: place.address for place in prepared.hosts}
-        arg = msgspec.json.encode(_resolve_backend(spec, prepared.hosts)).decode()
-        several = len(known.hosts) > 1
-        wire_Bps = wires.measure_ring_Bps(sessions, addresses, list(addresses)) if several else _measure_loopback_Bps()
-        lines = fleet_program_lines(prepared, sessions, module, dict.fromkeys(addresses, arg))
-        with contextlib.closing(lines):
-            yield wire_Bps, (decode(line) for _, line in lines)
+    return None if path is None else load_fleet(path)
 
 
-def _resolve_backend(spec: CollectiveBenchSpec, places: Sequence[PreparedHost]) -> CollectiveBenchSpec:
-    """Choose one backend for all hosts. Gloo uses buffers in CPU memory: those of a GPU would only be copied there."""
-    import msgspec
+def _print_warnings(findings: Sequence[Finding]) -> None:
 
-    from evener.core.base.errors import UsageError
-    from evener.core.run.roster import choose_backend
-    from evener.core.run.run_spec import MachineSpec
-
-    seats = [seat for place in places for seat in place.rank_slots(MachineSpec(device=spec.device))]
-    backend = choose_backend(seats, spec.backend)
-    if backend == "none":
-        raise UsageError("collectives need two ranks or more", hint="--ranks 2")
-    device = spec.device if spec.device != "auto" else "cuda" if backend == "nccl" else "cpu"
-    return msgspec.structs.replace(spec, backend=backend, device=device)
-
-
-@contextlib.contextmanager
-def _probe_devices(
-    spec: HostProbeSpec, path: str | None, one_by_one: bool
-) -> Iterator[Iterator[tuple[str, ProbeMessage]]]:
-    """Probe the devices of a fleet or this machine; yield an iterator of (host, message)."""
-    import msgspec
-
-    from evener.core.base.decoding import json_decoder
-    from evener.core.cluster.host_probe import ProbeMessage
-    from evener.launch.distributed_program import fleet_program_lines, local_program_lines
-
-    module = "evener.worker.probe.device_probe"
-    decode = json_decoder(ProbeMessage).decode
-    if path is None:
-        yield ((spec.host, decode(line)) for line in local_program_lines(1, module, msgspec.json.encode(spec).decode()))
-        return
-    with connect_fleet(path) as (known, sessions, errors):
-        prepared = _prepare_hosts(with_ranks(known, None, spec.device), sessions, errors)
-        prepared = msgspec.structs.replace(prepared, hosts=[_merge_ranks(place) for place in prepared.hosts])
-        args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=name)).decode() for name in known.hosts}
-        turns = [[place] for place in prepared.hosts] if one_by_one else [prepared.hosts]
-
-        def messages() -> Generator[tuple[str, ProbeMessage]]:
-            for places in turns:
-                turn = msgspec.structs.replace(prepared, hosts=places)
-                with contextlib.closing(fleet_program_lines(turn, sessions, module, args, num_ranks=1)) as lines:
-                    for name, line in lines:
-                        yield name, decode(line)
-
-        with contextlib.closing(messages()) as news:
-            yield news
-
-
-def _merge_ranks(place: PreparedHost) -> PreparedHost:
-    """Give the host one rank with the threads of all its ranks: the planner divides the rate."""
-    import msgspec
-
-    threads = place.host.threads and place.host.threads * (place.host.ranks or 1)
-    return msgspec.structs.replace(place, host=msgspec.structs.replace(place.host, ranks=1, threads=threads))
-
-
-def _prepare_hosts(known: Fleet, sessions: Sessions, errors: Mapping[str, HostError]) -> PreparedFleet:
-    """Prepare the hosts for a probe; raise HostError or RunError if one cannot take part."""
-    from evener.cli.start_run import print_warnings
-    from evener.launch.launcher import prepare_fleet
-
-    if errors:
-        raise next(iter(errors.values()))
-    prepared = prepare_fleet(known, sessions, errors, "probe")
-    print_warnings(prepared)
-    return prepared
-
-
-def _measure_loopback_Bps() -> float:
-    """Measure β of this machine's loopback, both directions at once."""
-    from evener.core.cluster.fleet_file import HostConfig
-    from evener.doctor import link_probe as wires
-    from evener.ssh.session import open_session
-
-    local = HostConfig(address="local")
-    with contextlib.ExitStack() as stack:
-        sessions = {name: stack.enter_context(contextlib.closing(open_session(name, local))) for name in ("one", "two")}
-        return wires.measure_ring_Bps(sessions, dict.fromkeys(sessions, "127.0.0.1"), list(sessions), seconds=1.0)
+    print_findings(make_console(stderr=True), findings)
 
 
 def _collective_spec(op: list[str] | None, sizes: tuple[int, ...], dtype: str, seconds: float, in_place: bool,

@@ -79,7 +79,7 @@ def _report_one(run: str, out: str | None, kind: str) -> int:
     """Write and print the report of one run, or of a bench."""
     import json
 
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.run.run_plan import read_plan_if_present
     from evener.core.run.rundir import RunDir
     from evener.report.explain.explain_run import explain_run, explain_scaling
@@ -101,14 +101,14 @@ def _report_one(run: str, out: str | None, kind: str) -> int:
     else:
         summary = summarize_run(rundir)
         explanation = explain_run(summary)
-        result = summary_json(summary) | start_run.checkpoint_info(rundir, read_plan_if_present(rundir))
+        result = summary_json(summary) | run_output.checkpoint_info(rundir, read_plan_if_present(rundir))
     page = write_report(rundir, None if out is None else Path(out))
     if kind == "json":
         print(json.dumps(result | {"explanation": explanation, "page": str(page)}))
         return 0
     _print_explanation(explanation)
     if result.get("newer_checkpoint"):
-        start_run.print_checkpoint(rundir, read_plan_if_present(rundir))
+        run_output.print_checkpoint(rundir, read_plan_if_present(rundir))
     print(page)
     return 0
 

@@ -44,8 +44,8 @@ def runs(
 
     import msgspec
 
+    from evener.cli.run_output import find_run_dirs
     from evener.cli.terminal import make_console, print_text
-    from evener.cli.watch_actions import find_run_dirs
     from evener.core.base.errors import UsageError
     from evener.core.run.rundir import RunDir
     from evener.report.read import run_table
@@ -153,7 +153,7 @@ def _format_hosts(states: dict[str, str], run_state: str) -> str:
 
 def _load_row(rundir: RunDir) -> RunRow:
     """Load one row of the table from a run directory, its plan and, if it has not ended, its hosts."""
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.run.run_plan import read_plan_if_present
     from evener.report.read.event_log import evaluations
     from evener.report.read.run_summary import summarize_run
@@ -187,7 +187,7 @@ def _load_row(rundir: RunDir) -> RunRow:
         elif row.state == "finished":
             row.state = manifest.verdict
             row.hosts = dict.fromkeys(row.hosts, manifest.verdict)
-    weights = start_run.checkpoint_info(rundir, plan)
+    weights = run_output.checkpoint_info(rundir, plan)
     row.checkpoint, row.newer_checkpoint = weights["checkpoint"], weights["newer_checkpoint"]
     return row
 

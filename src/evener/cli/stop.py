@@ -27,65 +27,60 @@ def stop(
 def _stop(run: str, now: bool, as_json: bool) -> int:
     import json
 
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.base.errors import EvenerError, HostError
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
     from evener.launch import launcher
     from evener.transfer import checkpoint_transfer
 
-    rundir = RunDir(start_run.find_run(run))
+    rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
     if not as_json:
         waits = "; the step is finished and saved first" if plan.kind == "train" and not now else ""
-        start_run.print_status(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
+        run_output.print_status(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
     before = launcher.cached_states(rundir, plan)
-    ended = launcher.stop(rundir, plan, now=now)
-    launcher.mirror_once(rundir, plan)
-    if not any(isinstance(one, HostError) for one in ended.values()):
-        launcher.record_outcome(
-            rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)}
-        )
-    unreached = {name: one for name, one in ended.items() if isinstance(one, HostError)}
+    ended = launcher.stop_and_record(rundir, plan, now=now)
     if not as_json:
         for name, one in ended.items():
             is_new = not isinstance(one, HostError) and one.get("stopped") and before[name].get("state") != "ended"
             status = "ended" if is_new else "had ended already"
-            start_run.print_status(
+            run_output.print_status(
                 f"error: {one}\nhint:  {one.hint}" if isinstance(one, HostError) else f"{name}: {status}"
             )
     try:
-        checkpoint_transfer.fetch_checkpoints(rundir, plan, start_run.print_status)
+        checkpoint_transfer.fetch_checkpoints(rundir, plan, run_output.print_status)
     except EvenerError as error:
-        start_run.print_status(f"warning: {error}")
+        run_output.print_status(f"warning: {error}")
     if as_json:
         answers = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print(json.dumps({"run_dir": str(rundir), "hosts": answers, **start_run.checkpoint_info(rundir, plan)}))
+        print(json.dumps({"run_dir": str(rundir), "hosts": answers, **run_output.checkpoint_info(rundir, plan)}))
     else:
-        start_run.print_outputs(rundir, plan)
-    return 1 if unreached else 0
+        run_output.print_outputs(rundir, plan)
+    return int(any(isinstance(one, HostError) for one in ended.values()))
 
 
 def _stop_stale(fleet: str | None, as_json: bool) -> int:
     import json
 
-    from evener.cli import start_run
+    from evener.cli import run_output
     from evener.core.base.errors import UsageError
-    from evener.ssh.session import parallel_map
+    from evener.core.cluster.fleet_file import fleet_path, load_fleet
+    from evener.ssh.session import connect, parallel_map
 
-    path = start_run.fleet_path(fleet)
+    path = fleet_path(fleet)
     if path is None:
         raise UsageError("there is no fleet.toml here", hint="--fleet FILE")
-    with start_run.connect_fleet(path) as (_, sessions, errors):
+    with connect(load_fleet(path)) as (sessions, errors):
         ended = parallel_map(sessions, lambda name: sessions[name].call("facts", "kill_stale_processes"))
     if as_json:
         print(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))
         return 1 if errors else 0
     for name, processes in ended.items():
         for process in processes:
-            start_run.print_status(f"{name}: ended pid {process['pid']} of run {process['run']}: {process['command']}")
+            run_output.print_status(f"{name}: ended pid {process['pid']} of run {process['run']}: {process['command']}")
         if not processes:
-            start_run.print_status(f"{name}: nothing was left behind")
+            run_output.print_status(f"{name}: nothing was left behind")
     for error in errors.values():
-        start_run.print_status(f"error: {error}\nhint:  {error.hint}")
+        run_output.print_status(f"error: {error}\nhint:  {error.hint}")
     return 1 if errors else 0

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from evener.core.cluster.finding import Finding
+
+SEVERITY_COLORS = {"error": "red", "warning": "yellow", "info": "cyan"}
 COLUMN_GAP = 2  # between columns
 MIN_TEXT_WIDTH = 26  # columns; if less is left to the right of a row, its text goes below it
 CONTINUATION_INDENT = 4  # columns, indent of the second line of a row
@@ -135,3 +138,11 @@ def print_omitted_columns(console: Console, titles: Sequence[str]) -> None:
     """Print the titles of the columns that were omitted."""
     if titles:
         print_text(console, f"not shown in {line_width(console)} columns: {', '.join(titles)}", style="dim")
+
+
+def print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """Print each finding with its host and evidence, and its fix on one line, so that it can be pasted."""
+    for finding in findings:
+        where = " → ".join(name for name in (finding.host, finding.peer) if name)
+        print_text(console, f"{finding.severity}: {finding.check}{'  ' + where if where else ''}: {finding.evidence}")
+        console.print(f"hint:  {finding.fix}", soft_wrap=True)

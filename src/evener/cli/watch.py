@@ -24,7 +24,7 @@ def watch(
     and can stop them. It is sent unencrypted, so use only a network that you trust.
     """
     from evener.cli import watch_actions
-    from evener.cli.start_run import print_status
+    from evener.cli.run_output import print_status
     from evener.watch.auth import user_token
     from evener.watch.dashboard import Dashboard
     from evener.watch.http_app import RunActions

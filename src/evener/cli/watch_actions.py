@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from evener.cli.start_run import find_run, print_status
-
-if TYPE_CHECKING:
-    from evener.core.run.rundir import RunDir
-    from evener.transfer.mirror import RunMirror
-    from evener.watch.run_reader import RunReader
+from evener.cli.run_output import find_run, find_run_dirs, print_status
+from evener.cli.sample import generate_text
+from evener.cli.terminal import make_console
+from evener.core.base.errors import EvenerError, HostError, UsageError
+from evener.core.run.run_plan import read_plan, read_plan_if_present
+from evener.core.run.rundir import RunDir
+from evener.launch import launcher
+from evener.launch.follow_run import follow_run
+from evener.launch.launcher import cached_states
+from evener.transfer.mirror import RunMirror
+from evener.watch import terminal_dashboard
+from evener.watch.dashboard import Dashboard, PageView
+from evener.watch.run_health import assess_health
+from evener.watch.run_reader import RunReader
 
 RUNS_FOLDER = "runs"
 
 
 def make_run_finder(names: Sequence[str]) -> Callable[[], list[Path]]:
     """Return a function that lists the runs to watch: the named ones, which must exist, or else all in runs/."""
-    from evener.core.base.errors import UsageError
-    from evener.core.run.rundir import RunDir
-
     if not names:
         if not Path(RUNS_FOLDER).is_dir():
             raise UsageError(f"{RUNS_FOLDER}: no such folder", hint="evener watch RUN; evener train makes runs/")
@@ -35,16 +41,8 @@ def make_run_finder(names: Sequence[str]) -> Callable[[], list[Path]]:
     return lambda: paths
 
 
-def find_run_dirs(folder: Path) -> list[Path]:
-    """Return the run directories in a folder, those of benches too."""
-    return sorted({path.parent for depth in ("*", "*/*") for name in ("manifest.json", "plan.json")
-                   for path in folder.glob(f"{depth}/{name}")})  # fmt: skip
-
-
 def allowed_host_names(host: str) -> list[str]:
     """Return the host names that requests may use for a server that listens on `host`."""
-    import socket
-
     import psutil
 
     if host not in ("0.0.0.0", "::"):  # noqa: S104
@@ -70,14 +68,7 @@ SCREEN_INTERVAL_S, LINE_INTERVAL_S = 0.5, 5.0
 
 def watch_in_terminal(find: Callable[[], Sequence[Path]]) -> int:
     """Show runs in the terminal until Ctrl-C; in a pipe print a line per run when it changes, until all have ended."""
-    import time
-
     from rich.live import Live
-
-    from evener.cli.terminal import make_console
-    from evener.watch import terminal_dashboard
-    from evener.watch.dashboard import Dashboard, PageView
-    from evener.watch.run_health import assess_health
 
     where, shown = make_console(), PageView("overview")
     with background_followers() as follow, contextlib.suppress(KeyboardInterrupt):
@@ -116,27 +107,14 @@ def can_control(reader: RunReader) -> bool:
 
 def stop_run(reader: RunReader) -> str:
     """Stop the run as `evener stop` does: its ranks finish their step, save and exit."""
-    from evener.core.base.errors import HostError
-    from evener.core.run.run_plan import read_plan
-    from evener.launch import launcher
-
-    plan = read_plan(reader.rundir)
-    ended = launcher.stop(reader.rundir, plan)
-    launcher.mirror_once(reader.rundir, plan)
-    errors = [one for one in ended.values() if isinstance(one, HostError)]
-    if errors:
-        raise errors[0]
-    launcher.record_outcome(
-        reader.rundir, plan, {name: one for name, one in ended.items() if not isinstance(one, HostError)}
-    )
+    for ended in launcher.stop_and_record(reader.rundir, read_plan(reader.rundir)).values():
+        if isinstance(ended, HostError):
+            raise ended
     return "the run has ended"
 
 
 def save_checkpoint(reader: RunReader) -> str:
     """Request a checkpoint now."""
-    from evener.core.run.run_plan import read_plan
-    from evener.launch import launcher
-
     launcher.request_checkpoint(reader.rundir, read_plan(reader.rundir))
     return f"requested after {reader.curves.steps_done:,} steps: an event reports when it is saved"
 
@@ -153,8 +131,6 @@ def can_sample(reader: RunReader) -> bool:
 
 def sample_text(reader: RunReader) -> str:
     """Generate text with the newest checkpoint, on this machine rather than the run's hosts; always the same seed."""
-    from evener.cli.sample import generate_text
-
     folder = reader.rundir.verified_checkpoint(None)
     *_, text = generate_text(reader.rundir, folder, "\n", SAMPLE_TOKENS)
     step = int(folder.name.rpartition("-")[2])
@@ -190,10 +166,6 @@ def background_followers() -> Iterator[Callable[[RunReader], None]]:
 
 def _needs_follower(rundir: RunDir) -> bool:
     """Return whether the run goes on without the terminal that started it, which would follow it."""
-    from evener.core.base.errors import EvenerError
-    from evener.core.run.run_plan import read_plan_if_present
-    from evener.launch.launcher import cached_states
-
     try:
         plan = read_plan_if_present(rundir)
         if plan is None or not plan.hosts or (plan.is_local_run and (rundir.path / "host" / "attached").exists()):
@@ -205,13 +177,10 @@ def _needs_follower(rundir: RunDir) -> bool:
 
 def _follow_until_closed(rundir: RunDir, closing: threading.Event) -> None:
     """Follow a run to its end or until the page is closed. Errors are recorded as events, which the page shows."""
-    from evener.core.base.errors import EvenerError
-    from evener.core.run.run_plan import read_plan
-    from evener.launch.follow_run import follow_run
 
     def see(mirror: RunMirror) -> None:
         if closing.is_set():
             raise _FollowCancelled
 
     with contextlib.suppress(EvenerError, _FollowCancelled):
-        follow_run(rundir, read_plan(rundir), lambda news: None, lambda host: None, see)
+        follow_run(rundir, read_plan(rundir), lambda news: None, on_change=see)

@@ -18,6 +18,7 @@ from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with_hosts
 from evener.launch.launcher import Notify
+from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
 from evener.ssh.session import RemoteError, Session, Sessions, connect, open_session
 from evener.transfer.checkpoint_transfer import exclusive_lock
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
@@ -115,8 +116,8 @@ def _preflight_newcomer(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sess
     # The run's port is in use on the others: check the connection on another one.
     probe_port = _find_free_port(sessions[present[0].name], present[0].address, plan.port + 1)
     machine = plan.spec.machine
-    prepared = launcher.prepare_fleet(
-        reached, sessions, {}, rundir.path.name, plan.id, port=probe_port, machine=machine
+    prepared = prepare_hosts(
+        ConnectedHosts(fleet=reached, sessions=sessions, errors={}), rundir, machine, run_id=plan.id, port=probe_port
     )
     places = {place.name: place for place in prepared.hosts}
     for host in present:

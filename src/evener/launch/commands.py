@@ -15,9 +15,20 @@ from typing import Literal
 import msgspec
 
 from evener.core.base.errors import UsageError
+from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.membership_epoch import HOST_TIMEOUT_S, AgentSpec, HostEntry
-from evener.core.run.roster import Member, RankSlot, Roster, choose_dtypes, equal_shares, rank_devices, weighted_shares
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import (
+    Member,
+    RankSlot,
+    Roster,
+    choose_dtypes,
+    equal_shares,
+    initial_roster,
+    rank_devices,
+    weighted_shares,
+)
 from evener.core.run.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.run.run_spec import MachineSpec, RunSpec, to_flags
 
@@ -79,10 +90,31 @@ class PreparedHost(msgspec.Struct, frozen=True, kw_only=True):
         return RankSlot(host=self.name, device=device, name=name, has_bf16=self.gpus_have_bf16)
 
 
+class PreparedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts that can train together."""
+
+    id: str
+    hosts: list[PreparedHost]
+    port: int
+    findings: list[Finding]  # warnings, which do not prevent the launch
+    fleet_file: str | None = None  # that lists the hosts; None: this machine alone
+
+    @property
+    def is_local_run(self) -> bool:
+        """Return whether the run is on this machine alone, with the run directory as its folder."""
+        return all(place.is_local_run for place in self.hosts)
+
+    def rank_slots(self, machine: MachineSpec) -> list[RankSlot]:
+        """Return the rank slots (device, numeric support), by rank."""
+        return [seat for place in self.hosts for seat in place.rank_slots(machine)]
+
+    def initial_roster(self, resolved: ResolvedRun) -> Roster:
+        """Return the initial roster, for hosts of unknown speed. UsageError if they cannot train together."""
+        return initial_roster(resolved.spec, self.rank_slots(resolved.spec.machine), resolved.shape.block_size)
+
+
 def train_plan(
-    run_id: str,
-    places: Sequence[PreparedHost],
-    port: int,
+    prepared: PreparedFleet,
     spec: RunSpec,
     roster: Roster,
     data: Mapping[str, str],
@@ -96,6 +128,7 @@ def train_plan(
     `data` and `init_from` are the paths of the corpus and weights on each host; agents authenticate each other with
     `key`. UsageError if the requested membership is not possible.
     """
+    places, port = prepared.hosts, prepared.port
     seats = [place.rank_slots(spec.machine) for place in places]
     counts = [len(slots) for slots in seats]
     membership = choose_membership(spec, roster, are_linux=all(place.is_linux for place in places))
@@ -104,18 +137,18 @@ def train_plan(
         program, env = _worker_command(
             place, seats[i], spec, data[place.name], init_from.get(place.name), resume=resume
         )
-        host = _host_plan(run_id, places, counts, i, port, program, env)
+        host = _host_plan(prepared, counts, i, program, env)
         if membership != "fixed":
             parts = {other.name: HostEntry(address=other.address, num_ranks=num)
                      for other, num in zip(places, counts, strict=True)}  # fmt: skip
             is_elastic = membership == "live"
-            agent = AgentSpec(run=run_id, host=place.name, hosts=parts, first=[*parts], port=port, key=key,
+            agent = AgentSpec(run=prepared.id, host=place.name, hosts=parts, first=[*parts], port=port, key=key,
                               program=program, is_elastic=is_elastic,
                               host_timeout_s=ELASTIC_HOST_TIMEOUT_S if is_elastic else HOST_TIMEOUT_S)  # fmt: skip
             host = _with_agent(agent, host)
         hosts.append(without_torchrun(host, program) if place.is_local_run and counts == [1] else host)
-    return Plan(id=run_id, kind="train", address=places[0].address, port=port, roster=roster, grace_s=TRAIN_GRACE_S,
-                spec=spec, hosts=hosts)  # fmt: skip
+    return Plan(id=prepared.id, kind="train", address=places[0].address, port=port, roster=roster,
+                grace_s=TRAIN_GRACE_S, spec=spec, fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
 
 
 def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version: int) -> Plan:
@@ -135,7 +168,8 @@ def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version:
     if any(seat.device == "cpu" for seat in seats) and roster.backend == "nccl":
         raise UsageError(f"{newcomer.name} has no GPU, and the run uses NCCL, which needs one on every host")
     program, env = _worker_command(newcomer, seats, spec, data, None, resume=False)
-    host = msgspec.structs.replace(_host_plan(plan.id, [newcomer], [len(seats)], 0, plan.port, program, env),
+    alone = PreparedFleet(id=plan.id, hosts=[newcomer], port=plan.port, findings=[])
+    host = msgspec.structs.replace(_host_plan(alone, [len(seats)], 0, program, env),
                                    node_rank=len(plan.hosts), first_rank=plan.world_size)  # fmt: skip
     dtypes, present = choose_dtypes(seats, spec.model.dtype), {member.dtype for member in roster.members}
     if "fp16" in {*dtypes, *present} and {*dtypes} != present:
@@ -190,9 +224,7 @@ def _worker_command(place: PreparedHost, seats: Sequence[RankSlot], spec: RunSpe
 
 
 def script_plan(
-    run_id: str,
-    places: Sequence[PreparedHost],
-    port: int,
+    prepared: PreparedFleet,
     program: Sequence[str],
     environment: Mapping[str, str],
     project: ScriptProject | None,
@@ -202,6 +234,7 @@ def script_plan(
     `project` is None on this machine alone, where it runs in place. Few variables of `environment`, the controller's,
     are forwarded.
     """
+    places = prepared.hosts
     counts = [len(place.rank_slots(MachineSpec())) for place in places]
     forwarded = {
         name: value
@@ -212,34 +245,33 @@ def script_plan(
     for i, place in enumerate(places):
         env = _host_env(place, place.host.threads or max(1, place.cores // counts[i]), forwarded)
         env["EVENER_JOINED"] = posixpath.join(place.run_dir, JOINED_RUN_FILE)
-        hosts.append(_host_plan(run_id, places, counts, i, port, list(program), env, project))
-    return Plan(id=run_id, kind="launch", address=places[0].address, port=port, roster=None, grace_s=SCRIPT_GRACE_S,
-                spec=None, project=project.folder if project else None, hosts=hosts)  # fmt: skip
+        hosts.append(_host_plan(prepared, counts, i, list(program), env, project))
+    return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, roster=None,
+                grace_s=SCRIPT_GRACE_S, spec=None, project=project.folder if project else None,
+                fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
 
 
 def _host_plan(
-    run_id: str,
-    places: Sequence[PreparedHost],
+    prepared: PreparedFleet,
     counts: Sequence[int],
     i: int,
-    port: int,
     program: list[str],
     env: dict[str, str],
     project: ScriptProject | None = None,
 ) -> HostPlan:
-    place, master = places[i], places[0].address
-    endpoint = f"[{master}]:{port}" if ":" in master else f"{master}:{port}"
+    place, master = prepared.hosts[i], prepared.hosts[0].address
+    endpoint = f"[{master}]:{prepared.port}" if ":" in master else f"{master}:{prepared.port}"
     argv = [
         place.python,
         "-P",  # a queue.py of the project may shadow modules of its ranks only
         "-m",
         "evener.worker.torchrun",
-        f"--nnodes={len(places)}",
+        f"--nnodes={len(prepared.hosts)}",
         f"--nproc-per-node={counts[i]}",
         "--rdzv-backend=evener",
         f"--rdzv-endpoint={endpoint}",
         f"--rdzv-conf=rank={i}",
-        f"--rdzv-id={run_id}",
+        f"--rdzv-id={prepared.id}",
         f"--local-addr={place.address}",
         "--max-restarts=0",
         "--monitor-interval=0.1",

@@ -1,6 +1,5 @@
-"""Run one of evener's own torch programs on this machine or on every host of a fleet, and yield its output lines.
+"""Run one of evener's own torch programs on prepared hosts, and yield its output lines.
 
-    for line in local_program_lines(2, "evener.worker.probe.collective_bench", "{…}"): …
     for host, line in fleet_program_lines(prepared, sessions, "evener.worker.probe.collective_bench", {"a": "{…}"}): …
 
 The program prints lines of JSON; the other output of its ranks is shown only when it fails.
@@ -10,79 +9,53 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from evener.core.base import errors
-from evener.core.base.decoding import from_json
-from evener.core.base.errors import EvenerError, HostError
+from evener.core.base.errors import HostError
 from evener.core.base.file_io import follow_lines
 from evener.core.run.run_plan import Plan
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
-from evener.launch.commands import script_plan, without_torchrun
-from evener.launch.launcher import PreparedFleet
-from evener.launch.local_run import open_local_session, prepare_local
+from evener.launch.commands import PreparedFleet, script_plan, without_torchrun
+from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
 from evener.launch.root_cause import first_failure
-from evener.launch.torch_subprocess import ERROR_PREFIX
+from evener.launch.torch_subprocess import ERROR_PREFIX, raise_reported_error
 from evener.ssh.session import RemoteError, Sessions
 from evener.transfer.mirror import RunMirror
 
+PROGRAM_RUN = RunDir("probe")  # names the folders of these programs on the hosts
 POLL_S = 0.05
 
 
 def local_program_lines(num_ranks: int, module: str, arg: str, *, threads: int | None = None) -> Generator[str]:
     """Yield the JSON lines that `num_ranks` processes of a module print on this machine, as they are printed."""
-    with open_local_session() as sessions, _temporary_run_dir() as folder:
-        prepared = prepare_local(sessions, RunDir(folder), ranks=num_ranks, threads=threads)
+    with connect_hosts(None) as hosts:
+        prepared = prepare_hosts(hosts.with_ranks(num_ranks, threads=threads), PROGRAM_RUN)
         args = {place.name: arg for place in prepared.hosts}
-        with contextlib.closing(_program_lines(prepared, sessions, RunDir(folder), module, args)) as lines:
+        with contextlib.closing(fleet_program_lines(prepared, hosts.sessions, module, args)) as lines:
             for _, line in lines:
                 yield line
 
 
-def parse_program_line(line: str) -> Iterator[str]:
-    """Yield the line if it is JSON of the program; raise the EvenerError that it reports."""
-    if line.startswith(ERROR_PREFIX):
-        error = from_json(line, dict[str, str])
-        kind = getattr(errors, error["kind"])
-        assert issubclass(kind, EvenerError)
-        raise kind(error["error"], hint=error["hint"])
-    if line.startswith("{"):
-        yield line
-
-
 def fleet_program_lines(
-    prepared: PreparedFleet, sessions: Sessions, module: str, args: Mapping[str, str], *, num_ranks: int | None = None
+    prepared: PreparedFleet, sessions: Sessions, module: str, args: Mapping[str, str]
 ) -> Generator[tuple[str, str]]:
     """Yield (host, line) for the JSON lines that a module prints on every host, as they arrive; `args` is by host.
 
-    Runs `num_ranks` processes on every host, or as many as its table in the fleet file says. When the generator is
-    closed, the program has been stopped and its folders removed.
+    When the generator is closed, the program has been stopped and its folders removed.
     """
-    if num_ranks is not None:
-        places = [
-            msgspec.structs.replace(place, host=msgspec.structs.replace(place.host, ranks=num_ranks))
-            for place in prepared.hosts
-        ]
-        prepared = msgspec.structs.replace(prepared, hosts=places)
-    with _temporary_run_dir() as folder:
-        yield from _program_lines(prepared, sessions, RunDir(folder), module, args)
-
-
-@contextlib.contextmanager
-def _temporary_run_dir() -> Iterator[Path]:
-    """Yield the path of a temporary run directory."""
     with tempfile.TemporaryDirectory(prefix="evener-probe-") as folder:
-        yield Path(folder) / "run"
+        rundir = RunDir(Path(folder) / "run")
+        if prepared.is_local_run:  # its folder is the run directory
+            places = [msgspec.structs.replace(place, run_dir=str(rundir.path)) for place in prepared.hosts]
+            prepared = msgspec.structs.replace(prepared, hosts=places)
+        yield from _program_lines(rundir, _program_plan(prepared, module, args), sessions)
 
 
-def _program_lines(
-    prepared: PreparedFleet, sessions: Sessions, rundir: RunDir, module: str, args: Mapping[str, str]
-) -> Generator[tuple[str, str]]:
-    plan = _program_plan(prepared, module, args)
+def _program_lines(rundir: RunDir, plan: Plan, sessions: Sessions) -> Generator[tuple[str, str]]:
     attach_lock = launcher.start(rundir, plan, sessions, attached=plan.is_local_run)
     try:
         logs = {
@@ -93,8 +66,11 @@ def _program_lines(
 
         def new_lines() -> Generator[tuple[str, str]]:
             for (name, _), follower in logs.items():
-                for line in next(follower):  # TIME STREAM TEXT
-                    for text in parse_program_line(line.decode(errors="replace").partition(" ")[2][2:]):
+                for line in next(follower):
+                    text = line.decode(errors="replace").partition(" ")[2][2:]  # of TIME STREAM TEXT
+                    if text.startswith(ERROR_PREFIX):
+                        raise_reported_error(text)
+                    if text.startswith("{"):
                         yield name, text
 
         with attach_lock, RunMirror(rundir, plan) as mirror:
@@ -122,11 +98,11 @@ def _program_lines(
 def _program_plan(prepared: PreparedFleet, module: str, args: Mapping[str, str]) -> Plan:
     """Plan a program of evener's own, without a project."""
     program = ["-m", module]
-    plan = script_plan(prepared.id, prepared.hosts, prepared.port, program, {}, project=None)
+    plan = script_plan(prepared, program, {}, project=None)
     hosts = []
     for place, planned in zip(prepared.hosts, plan.hosts, strict=True):
         host = msgspec.structs.replace(planned, code=None, cwd=place.cwd or place.run_dir)
         if host.is_local_run and plan.world_size == 1:
             host = without_torchrun(host, program)
         hosts.append(msgspec.structs.replace(host, argv=[*host.argv, args[host.name]]))
-    return msgspec.structs.replace(plan, kind="probe", hosts=hosts, fleet_file=prepared.fleet_file)
+    return msgspec.structs.replace(plan, kind="probe", hosts=hosts)

@@ -30,7 +30,6 @@ def follow_run(
     rundir: RunDir,
     plan: Plan,
     observe: Observer,
-    on_lost: Callable[[HostMirror], None],
     on_change: Callable[[RunMirror], None] = lambda mirror: None,
     *,
     notify: Notify = lambda text: None,
@@ -39,8 +38,8 @@ def follow_run(
     """Mirror the run until it has ended everywhere; return the hosts' last states.
 
     Raises the EvenerError of the first failure. With `fetches_checkpoints`, checkpoints are fetched meanwhile, and the
-    missing ones at the end. `observe` receives rank 0's step records and new events. KeyboardInterrupt does not stop
-    the run.
+    missing ones at the end; else all of them at the end, without a report. `observe` receives rank 0's step records and
+    new events, and `notify` lost connections. KeyboardInterrupt does not stop the run.
     """
     next_step = -1
 
@@ -57,16 +56,17 @@ def follow_run(
         next(events[host.name])  # skip the events of earlier starts
     while (
         ended := _follow_plan(
-            rundir, plan, events, observe_new, on_lost, on_change, fetches_checkpoints=fetches_checkpoints
+            rundir, plan, events, observe_new, on_change, notify, fetches_checkpoints=fetches_checkpoints
         )
     ) is None:
         plan = read_plan(rundir)
         events |= {host.name: follow_lines(host.events_path(rundir)) for host in plan.hosts if host.name not in events}
     failure = record_outcome(rundir, plan, ended)
+    report_fetch: Notify = notify if fetches_checkpoints else lambda text: None
     try:
-        checkpoint_transfer.fetch_checkpoints(rundir, plan, notify)
+        checkpoint_transfer.fetch_checkpoints(rundir, plan, report_fetch)
     except EvenerError as error:
-        notify(f"{error}: its checkpoints are not fetched")
+        report_fetch(f"{error}: its checkpoints are not fetched")
     finally:  # raised even if the fetch is interrupted
         if failure is not None:
             raise failure.to_error(rundir, plan)
@@ -74,7 +74,7 @@ def follow_run(
 
 
 def _follow_plan(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[bytes]]], observe: Observer,
-            on_lost: Callable[[HostMirror], None], on_change: Callable[[RunMirror], None], *,
+            on_change: Callable[[RunMirror], None], notify: Notify, *,
             fetches_checkpoints: bool) -> dict[str, SupervisorState] | None:  # fmt: skip
     """Mirror the hosts of a plan until the run has ended on them. Return None if the plan must be read again, because
     a host that was added, or had left, takes part.
@@ -113,7 +113,9 @@ def _follow_plan(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[
                     )
                 if (host.error is not None) != (name in lost):
                     lost ^= {name}
-                    on_lost(host)
+                    if not plan.is_local_run:
+                        notify(f"{host.error}; retrying, the run goes on without the connection" if host.error else
+                               f"{name}: connected again; no records were lost")  # fmt: skip
             for event in monitor.poll(mirror):
                 record_controller_event(rundir, plan, **event)
                 if not plan.is_local_run:  # else it is read from the run's own events

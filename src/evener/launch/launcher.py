@@ -1,18 +1,13 @@
 """Launch, query and stop a run: each host runs a supervisor that needs no controller afterwards.
 
-preflight ─▶ plan ─▶ send code and data ─▶ start on all hosts ─▶ mirror ─▶ the first failure, or the result
-
-A run on this machine alone is launched the same way (`local_run.py`), but nothing is sent or copied, and it may be
-attached to the program that started it.
+A run on this machine alone is launched the same way, but nothing is sent or copied, and it may be attached to the
+program that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import re
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +21,6 @@ from evener.core.base.errors import HostError, RunError, UsageError
 from evener.core.base.file_io import read_file
 from evener.core.base.units import format_bytes
 from evener.core.cluster.finding import Finding
-from evener.core.cluster.fleet_file import RENDEZVOUS_PORT, Fleet
-from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import (
     AGENT_SPEC_FILE,
     CHECKPOINT_REQUEST_FILE,
@@ -37,20 +30,14 @@ from evener.core.run.membership_epoch import (
     NEEDED_BYTES_FILE,
     memory_limit_file,
 )
-from evener.core.run.resolve import ResolvedRun, find_weights_file
-from evener.core.run.roster import RankSlot, Roster, initial_roster
 from evener.core.run.run_plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, read_plan_if_present, write_plan
-from evener.core.run.run_spec import MachineSpec
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
-from evener.doctor.context import DEFAULT_MACHINE_SPEC
-from evener.doctor.preflight import PreflightReport, run_preflight
-from evener.launch.commands import PreparedHost, ScriptProject, script_plan, train_plan
 from evener.launch.root_cause import RunFailure, first_failure
 from evener.node.remote import bundle
 from evener.ssh.session import RemoteError, Session, Sessions, open_session, parallel_map
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, send_to_hosts
-from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
+from evener.transfer.file_tree import FileTree
 from evener.transfer.mirror import (
     GONE_STATE,
     HostMirror,
@@ -65,144 +52,6 @@ from evener.transfer.mirror import (
 STOP_TIMEOUT_S = 600.0
 
 Notify = Callable[[str], None]
-
-
-class PreparedFleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts that passed the preflight."""
-
-    id: str
-    hosts: list[PreparedHost]
-    port: int
-    findings: list[Finding]  # warnings, which do not prevent the launch
-    fleet_file: str | None = None  # that lists the hosts; None: this machine alone
-
-    @property
-    def is_local_run(self) -> bool:
-        """Return whether the run is on this machine alone, with the run directory as its folder."""
-        return all(place.is_local_run for place in self.hosts)
-
-    def rank_slots(self, machine: MachineSpec) -> list[RankSlot]:
-        """Return the rank slots (device, numeric support), by rank."""
-        return [seat for place in self.hosts for seat in place.rank_slots(machine)]
-
-    def initial_roster(self, resolved: ResolvedRun) -> Roster:
-        """Return the initial roster, for hosts of unknown speed. UsageError if they cannot train together."""
-        return initial_roster(resolved.spec, self.rank_slots(resolved.spec.machine), resolved.shape.block_size)
-
-
-def prepare_fleet(
-    fleet: Fleet,
-    sessions: Sessions,
-    errors: Mapping[str, HostError],
-    name: str,
-    run_id: str | None = None,
-    port: int | None = None,
-    machine: MachineSpec = DEFAULT_MACHINE_SPEC,
-) -> PreparedFleet:
-    """Run doctor's quick checks on the hosts. RunError with the findings if they cannot train together.
-
-    `machine` holds the run's own settings beside the fleet file.
-    """
-    wanted_port = port or RENDEZVOUS_PORT
-    preflight = _require_preflight(fleet, sessions, errors, wanted_port, machine)
-    first = next(iter(fleet.hosts))
-    low, high = preflight.facts[first].port_range
-    free_port = sessions[first].call(
-        "sockets",
-        "find_free_port",
-        address=preflight.interfaces[first].address,
-        wanted=wanted_port,
-        low=low,
-        high=high,
-    )
-    if free_port != wanted_port:
-        if port is not None or free_port is None:
-            hint = f"evener doctor{fleet.cli_flag} names who holds it"
-            raise RunError(f"{first}: port {wanted_port} is taken", hint=hint)
-        # check that the others reach this port, too
-        preflight = _require_preflight(fleet, sessions, errors, free_port, machine)
-    run_id = run_id or secrets.token_hex(6)
-    places = [
-        PreparedHost(
-            name=host,
-            host=fleet.hosts[host],
-            address=preflight.interfaces[host].address,
-            interface=preflight.interfaces[host].interface,
-            python=preflight.facts[host].python,
-            workdir=preflight.facts[host].workdir,
-            run_dir=f"{preflight.facts[host].workdir}/runs/{name}-{run_id[:6]}",
-            cores=preflight.facts[host].cores,
-            gpus=preflight.facts[host].gpus,
-            gpus_have_bf16=preflight.facts[host].gpus_have_bf16,
-            has_bf16=preflight.facts[host].has_bf16,
-            is_linux=preflight.facts[host].system.startswith("Linux"),
-        )
-        for host in fleet.hosts
-    ]
-    warnings = [finding for finding in preflight.findings if finding.severity == "warning"]
-    file = str(Path(fleet.file).absolute()) if fleet.file else None
-    return PreparedFleet(id=run_id, hosts=places, port=free_port, findings=warnings, fleet_file=file)
-
-
-def _require_preflight(
-    fleet: Fleet, sessions: Sessions, errors: Mapping[str, HostError], port: int, machine: MachineSpec
-) -> PreflightReport:
-    preflight = run_preflight(fleet, sessions, errors, quick=True, port=port, machine=machine)
-    if preflight.blocking_findings:
-        raise RunError(
-            f"{len(preflight.blocking_findings)} "
-            f"{'obstacle' if len(preflight.blocking_findings) == 1 else 'obstacles'} on the fleet",
-            hint=f"evener doctor{fleet.cli_flag}{' --private' * machine.private} looks closer",
-            output="\n".join(_format_finding(finding) for finding in preflight.blocking_findings),
-        )
-    return preflight
-
-
-def plan_training(
-    prepared: PreparedFleet, resolved: ResolvedRun, roster: Roster, *, resume: bool
-) -> tuple[Plan, list[FileTree]]:
-    """Plan a training with evener's own worker on all hosts; also return the trees to send: corpus and weights."""
-    spec = resolved.spec
-    weights = None if spec.model.init_from is None or resume else find_weights_file(spec.model.init_from)
-    trees: list[FileTree] = []
-    init_from: dict[str, str] = {}
-    if prepared.is_local_run:
-        data = {place.name: spec.data.data for place in prepared.hosts}
-        if weights is not None:
-            init_from = {place.name: str(weights) for place in prepared.hosts}
-    else:
-        trees.append(describe_data(spec.data.data))
-        data = {place.name: _tree_path(trees[0], place) for place in prepared.hosts}
-        if weights is not None:
-            trees.append(describe_files({weights.name: weights}))
-            init_from = {place.name: f"{_tree_path(trees[1], place)}/{weights.name}" for place in prepared.hosts}
-    port, key = prepared.port, secrets.token_hex(16)
-    plan = train_plan(prepared.id, prepared.hosts, port, spec, roster, data, init_from, resume=resume, key=key)
-    return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
-
-
-def plan_script(
-    prepared: PreparedFleet,
-    folder: Path,
-    program: list[str],
-    environment: Mapping[str, str],
-    include: Sequence[str] = (),
-) -> tuple[Plan, list[FileTree]]:
-    """Plan a user's program on all hosts; also return its project's tree, unless the run is on this machine alone.
-
-    Files of the folder that `include` names are sent even if git ignores them.
-    """
-    trees = [] if prepared.is_local_run else [describe_project(folder, include)]
-    project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
-    plan = script_plan(prepared.id, prepared.hosts, prepared.port, program, environment, project)
-    return msgspec.structs.replace(plan, fleet_file=prepared.fleet_file), trees
-
-
-def project_name(folder: Path) -> str:
-    """Return the name of a project's folder on the hosts: the folder's name and a hash of this machine and its path."""
-    where = f"{local_host_info().host}:{folder}".encode("utf-8", "surrogateescape")
-    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.") or "project"
-    return f"{readable}-{hashlib.blake2b(where, digest_size=4).hexdigest()}"
 
 
 def stage_files(trees: list[FileTree], plan: Plan, sessions: Sessions, notify: Notify) -> None:
@@ -341,9 +190,9 @@ def _attach_lock_path(rundir: RunDir) -> Path:
     return rundir.path.absolute() / "host" / "attached"
 
 
-def record_preflight_warnings(rundir: RunDir, plan: Plan, prepared: PreparedFleet) -> None:
+def record_preflight_warnings(rundir: RunDir, plan: Plan, warnings: Sequence[Finding]) -> None:
     """Record the preflight's warnings as events, so that a later report knows that a host was swapping."""
-    for finding in prepared.findings:
+    for finding in warnings:
         facts = {"host": finding.host, "peer": finding.peer, "evidence": finding.evidence, "fix": finding.fix}
         record_controller_event(rundir, plan, finding.check, **facts)
 
@@ -377,6 +226,16 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, Supervis
         return parse_state(state)
 
     return _query_hosts(plan, end)
+
+
+def stop_and_record(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, SupervisorState | HostError]:
+    """Stop the run, mirror its last records, and record how it ended if all hosts were reached."""
+    stopped = stop(rundir, plan, now=now)
+    mirror_once(rundir, plan)
+    ended = {name: state for name, state in stopped.items() if not isinstance(state, HostError)}
+    if len(ended) == len(stopped):
+        record_outcome(rundir, plan, ended)
+    return stopped
 
 
 def request_checkpoint(rundir: RunDir, plan: Plan) -> None:
@@ -461,12 +320,3 @@ def _record_failure(rundir: RunDir, plan: Plan, failure: RunFailure) -> None:
             hint=failure.hint, output=failure.output,
         )  # fmt: skip
     close_manifest(rundir, "failed")
-
-
-def _tree_path(tree: FileTree, place: PreparedHost) -> str:
-    return f"{place.workdir}/trees/{tree.digest}"
-
-
-def _format_finding(finding: Finding) -> str:
-    where = f"{finding.host} → {finding.peer}" if finding.host and finding.peer else finding.host or ""
-    return f"{finding.check}  {where}: {finding.evidence}\n    {finding.fix}"

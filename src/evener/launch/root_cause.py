@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -23,6 +22,7 @@ from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
 from evener.launch.script_hints import gpu_required_line, script_failure_hint
+from evener.transfer.mirror import SupervisorState
 
 SHOWN_LINES = 15  # lines of a log that are shown
 SEARCHED_LINES = 200  # a C++ stack is printed below its error message
@@ -35,8 +35,6 @@ OOM_CHECK_S = 10.0  # between a check of the kernel's counter and a rank's exit
 OOM_HINT = (
     "use less memory there: a smaller --micro-batch, --recompute, fewer ranks; evener plan shows what a rank needs"
 )
-
-SupervisorState = dict[str, Any]
 
 
 class RunFailure(msgspec.Struct, frozen=True, kw_only=True):

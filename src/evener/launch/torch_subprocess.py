@@ -5,12 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 from evener.core.base import errors
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, RunError
 
 ERROR_PREFIX = '{"error"'  # start of the line by which a worker reports an EvenerError
+
+
+def raise_reported_error(line: str) -> NoReturn:
+    """Raise the EvenerError that a worker reports by this line."""
+    error = from_json(line, dict[str, str])
+    kind = getattr(errors, error["kind"])
+    assert issubclass(kind, EvenerError)
+    raise kind(error["error"], hint=error["hint"])
 
 
 def program_lines(module: str, *args: str) -> Iterator[str]:
@@ -32,9 +41,6 @@ def program_lines(module: str, *args: str) -> Iterator[str]:
             process.terminate()  # the consumer stopped early
             raise
     if error_line:
-        error = from_json(error_line, dict[str, str])
-        kind = getattr(errors, error["kind"])
-        assert issubclass(kind, EvenerError)
-        raise kind(error["error"], hint=error["hint"])
+        raise_reported_error(error_line)
     if process.returncode != 0:
         raise RunError(f"{module} exited with status {process.returncode}", hint="its output is above")

@@ -33,6 +33,7 @@ from evener.core.cluster.link import parse_link
 
 T = TypeVar("T")
 DEFAULT_FLEET = "fleet.toml"
+LOCAL_FLEET = "local"  # --fleet local: this machine, whatever fleet.toml says
 DEFAULT_WORKDIR = "~/.evener"
 RENDEZVOUS_PORT = 29500
 DEFAULT_SSH_PORT = 22
@@ -152,6 +153,13 @@ class Fleet(FleetSection, frozen=True, kw_only=True):
     def cli_flag(self) -> str:
         """The flag that selects this fleet in a command: " --fleet lab.toml"; "" for the default file."""
         return "" if self.file in (None, DEFAULT_FLEET) else f" --fleet {shlex.quote(self.file)}"
+
+
+def fleet_path(given: str | None) -> str | None:
+    """Return the path of the fleet file: the given one, else fleet.toml if it exists; None is this machine alone."""
+    if given is not None:
+        return None if given == LOCAL_FLEET else given
+    return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
 
 
 def load_fleet(path: str | Path) -> Fleet:

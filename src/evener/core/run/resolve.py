@@ -32,6 +32,12 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
     resume: Checkpoint | None  # the checkpoint to resume from
 
     @property
+    def rundir(self) -> RunDir:
+        """The run directory; the spec must have an `out`."""
+        assert self.spec.out is not None
+        return RunDir(self.spec.out)
+
+    @property
     def job(self) -> Job:
         """The planner's input."""
         return make_job(self.spec, self.shape, self.corpus)

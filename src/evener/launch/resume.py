@@ -1,0 +1,89 @@
+"""What a resumed run keeps of its previous start: hosts, order of ranks, spec, sync strategy, buckets and prediction.
+
+A resumed run continues from its newest checkpoint. Its result is to be the one that it would have had without the stop,
+so what decides the order of summation stays; hosts and all other flags may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.base.errors import EvenerError, HostError, UsageError
+from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, load_fleet
+from evener.core.run.prediction import Prediction
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import NO_SYNC, RankSlot, Roster, requested_sync
+from evener.core.run.run_plan import Plan, read_plan_if_present
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import RunDir
+from evener.launch import launcher
+from evener.launch.launcher import Notify
+from evener.transfer.checkpoint_transfer import fetch_checkpoints
+
+
+class ResumedRun:
+    """A run that is resumed, and the plan of its previous start."""
+
+    def __init__(self, rundir: RunDir) -> None:
+        self.rundir = rundir
+        self.plan: Plan | None = read_plan_if_present(rundir)  # None: a worker that was started by hand
+
+    def fleet(self) -> Fleet | None:
+        """Return the hosts that it had, with their links and rates in fleet.toml; None: this machine alone."""
+        if self.plan is None or self.plan.is_local_run:
+            return None
+        fleet = self.plan.fleet
+        with contextlib.suppress(EvenerError):
+            known = load_fleet(DEFAULT_FLEET)
+            if fleet.hosts.items() <= known.hosts.items():
+                fleet = msgspec.structs.replace(fleet, link=known.link, links=known.links, rates=known.rates)
+        return fleet
+
+    def fetch_spec(self, notify: Notify) -> RunSpec:
+        """Fetch its records and newest checkpoint, and return its spec. UsageError if it still runs."""
+        rundir, plan = self.rundir, self.plan
+        if plan is None:
+            return msgspec.structs.replace(rundir.manifest().spec, out=str(rundir))
+        if plan.spec is None:
+            raise UsageError(f"{rundir}: a program of your own, which evener cannot resume", hint="evener launch again")
+        for name, state in launcher.query_states(rundir, plan).items():
+            if not isinstance(state, HostError) and state["state"] == "running":
+                raise UsageError(
+                    f"{rundir}: still running on {name}", hint=f"evener logs -f {rundir}, or evener stop {rundir}"
+                )
+        launcher.mirror_once(rundir, plan)
+        try:
+            fetch_checkpoints(rundir, plan, notify)
+        except HostError as error:
+            notify(f"warning: {error}; resuming from the newest checkpoint on this machine")
+        return msgspec.structs.replace(plan.spec, out=str(rundir))
+
+    def with_previous_sync(self, resolved: ResolvedRun) -> ResolvedRun:
+        """Replace `--sync auto` by the strategy that the run had last, which its checkpoint belongs to."""
+        train, had = resolved.spec.train, self.rundir.manifest().roster.sync
+        if train.sync != "auto" or had == NO_SYNC:
+            return resolved
+        spec = msgspec.structs.replace(resolved.spec, train=msgspec.structs.replace(train, sync=str(had)))
+        return msgspec.structs.replace(resolved, spec=spec)
+
+    def with_previous_buckets(self, roster: Roster) -> Roster:
+        """Return the roster with the bucket size that the run had: another would change the order of summation."""
+        had = self.rundir.manifest().roster
+        return roster if had.sync != roster.sync else msgspec.structs.replace(roster, bucket_bytes=had.bucket_bytes)
+
+    def prediction(self, fleet: Fleet, resolved: ResolvedRun, seats: Sequence[RankSlot]) -> Prediction | None:
+        """Return its previous prediction if neither the work, the hosts nor their measurements have changed."""
+        if self.plan is None or self.plan.prediction is None or fleet.rates:
+            return None
+        prediction, spec, was = self.plan.prediction, resolved.spec, self.plan.spec
+        assert was is not None, "a script of the user's own is not resumed"
+        is_same_sync = prediction.option(prediction.chosen).roster.sync in (NO_SYNC, requested_sync(spec))
+        is_same_work = (spec.data, spec.model, spec.machine, spec.train.batch, spec.train.micro_batch) == (
+            was.data, was.model, was.machine, was.train.batch, was.train.micro_batch
+        )  # fmt: skip
+        had = [(seat.host, seat.device) for seat in prediction.cluster.seats]
+        are_same_seats = had == [(seat.host, seat.device) for seat in seats]
+        return prediction if is_same_sync and is_same_work and are_same_seats else None

@@ -1,0 +1,163 @@
+"""Plan a run on prepared hosts and start it: the one way for trainings and users' scripts, here and on a fleet.
+
+connect_hosts ─▶ prepare_hosts ─▶ plan_training or plan_script ─▶ started ─▶ follow_run ─▶ first failure, or result
+
+As users expect of a local program, a run on this machine alone ends with the program that started it: Ctrl-C and
+SIGTERM let the ranks finish their step and save, and a second one kills them. When this program is killed or its
+terminal closed, the supervisor detects that its lock is released and acts as after one Ctrl-C. A detached run, and any
+run on a fleet, continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import secrets
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.cluster.finding import Finding
+from evener.core.cluster.host_info import local_host_info
+from evener.core.run.prediction import Prediction
+from evener.core.run.resolve import ResolvedRun, find_weights_file
+from evener.core.run.roster import Roster
+from evener.core.run.run_plan import Plan
+from evener.core.run.rundir import RunDir
+from evener.launch import launcher
+from evener.launch.commands import PreparedFleet, PreparedHost, ScriptProject, script_plan, train_plan
+from evener.launch.launcher import Notify
+from evener.ssh.session import Sessions
+from evener.transfer.checkpoint_transfer import restore_to_hosts
+from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
+
+
+class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that can be started."""
+
+    rundir: RunDir
+    plan: Plan
+    trees: list[FileTree]  # to send to its hosts
+    warnings: list[Finding]  # of the preflight
+    restored_step: int | None = None  # of the checkpoint here from which all hosts resume
+
+
+def plan_training(
+    prepared: PreparedFleet, resolved: ResolvedRun, roster: Roster, prediction: Prediction | None
+) -> PlannedRun:
+    """Plan a training with evener's own worker on all hosts, to which its corpus and weights are sent."""
+    spec, resume = resolved.spec, resolved.resume
+    weights = None if spec.model.init_from is None or resume else find_weights_file(spec.model.init_from)
+    trees: list[FileTree] = []
+    init_from: dict[str, str] = {}
+    if prepared.is_local_run:
+        data = {place.name: spec.data.data for place in prepared.hosts}
+        if weights is not None:
+            init_from = {place.name: str(weights) for place in prepared.hosts}
+    else:
+        trees.append(describe_data(spec.data.data))
+        data = {place.name: _tree_path(trees[0], place) for place in prepared.hosts}
+        if weights is not None:
+            trees.append(describe_files({weights.name: weights}))
+            init_from = {place.name: f"{_tree_path(trees[1], place)}/{weights.name}" for place in prepared.hosts}
+    key = secrets.token_hex(16)
+    plan = train_plan(prepared, spec, roster, data, init_from, resume=resume is not None, key=key)
+    return PlannedRun(
+        rundir=resolved.rundir,
+        plan=msgspec.structs.replace(plan, prediction=prediction),
+        trees=trees,
+        warnings=prepared.findings,
+        restored_step=None if resume is None or prepared.is_local_run else resume.step,
+    )
+
+
+def plan_script(
+    prepared: PreparedFleet,
+    rundir: RunDir,
+    folder: Path,
+    program: list[str],
+    environment: Mapping[str, str],
+    include: Sequence[str] = (),
+) -> PlannedRun:
+    """Plan a user's program on all hosts, to which its project's folder is sent.
+
+    Files of the folder that `include` names are sent even if git ignores them.
+    """
+    trees = [] if prepared.is_local_run else [describe_project(folder, include)]
+    project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
+    plan = script_plan(prepared, program, environment, project)
+    return PlannedRun(rundir=rundir, plan=plan, trees=trees, warnings=prepared.findings)
+
+
+def project_name(folder: Path) -> str:
+    """Return the name of a project's folder on the hosts: the folder's name and a hash of this machine and its path."""
+    where = f"{local_host_info().host}:{folder}".encode("utf-8", "surrogateescape")
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name).strip("-.") or "project"
+    return f"{readable}-{hashlib.blake2b(where, digest_size=4).hexdigest()}"
+
+
+@contextlib.contextmanager
+def started(run: PlannedRun, sessions: Sessions, notify: Notify, *, detach: bool = False) -> Iterator[None]:
+    """Send the files that the hosts lack, and start all ranks.
+
+    On this machine alone, unless it is detached, the run lasts as long as the context. A training that never began,
+    because the request was wrong or it was stopped, leaves no directory.
+    """
+    rundir, plan = run.rundir, run.plan
+    members = {host.name: sessions[host.name] for host in plan.hosts}
+    launcher.stage_files(run.trees, plan, members, notify)
+    if run.restored_step is not None:
+        restore_to_hosts(rundir, plan, members, run.restored_step, notify)
+    if detach or not plan.is_local_run:
+        launcher.start(rundir, plan, members)
+        launcher.record_preflight_warnings(rundir, plan, run.warnings)
+        yield
+        return
+    is_new = not rundir.path.exists()
+
+    def remove_empty_run() -> None:
+        if is_new and plan.kind == "train" and not rundir.is_run():
+            shutil.rmtree(rundir.path, ignore_errors=True)
+
+    with launcher.start(rundir, plan, members, attached=True), _stop_on_signals(rundir, plan):
+        try:
+            yield
+        except EvenerError as error:
+            if error.exit_status == UsageError.exit_status:
+                remove_empty_run()
+            raise
+    remove_empty_run()
+
+
+@contextlib.contextmanager
+def _stop_on_signals(rundir: RunDir, plan: Plan) -> Iterator[None]:
+    """Stop the run on Ctrl-C and SIGTERM: the first lets the ranks save, the second kills them."""
+    num_signals = 0
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals == 1 and plan.grace_s:
+            print("stopping after this step and a checkpoint; a second Ctrl-C stops at once", file=sys.stderr)
+        now = num_signals > 1
+        threading.Thread(target=launcher.stop, args=(rundir, plan), kwargs={"now": now}, daemon=True).start()
+
+    previous: dict[int, Any] = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _tree_path(tree: FileTree, place: PreparedHost) -> str:
+    return f"{place.workdir}/trees/{tree.digest}"

@@ -1,0 +1,127 @@
+"""Plan a training: who takes part, in which order and with which roster, by what is predicted of the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, fleet_path, load_fleet, select_hosts
+from evener.core.run.prediction import Prediction
+from evener.core.run.resolve import ResolvedRun
+from evener.core.run.roster import RankSlot
+from evener.core.run.run_plan import read_plan_if_present
+from evener.core.run.rundir import RunDir
+from evener.launch.launcher import Notify
+from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
+from evener.launch.resume import ResumedRun
+from evener.launch.start_run import PlannedRun, plan_training
+from evener.plan.choice.advice import format_loss_penalty
+from evener.plan.choice.plan_request import host_ring_order, predict_launch
+from evener.plan.choice.search import format_run_prediction, recommended_flags
+
+
+def choose_fleet(given: str | None, names: str | None, resumed: ResumedRun | None) -> Fleet | None:
+    """Return the hosts to train on; None: this machine alone.
+
+    They are those of the given fleet file; else those that a resumed run had, or those of fleet.toml. `names` selects
+    some of them.
+    """
+    if given is None and resumed is not None:
+        fleet = resumed.fleet()
+    else:
+        path = fleet_path(given)
+        fleet = None if path is None else load_fleet(path)
+    if fleet is None and names is not None:
+        raise UsageError("--hosts names hosts of a fleet, but there is no fleet file", hint="--fleet FILE")
+    return None if fleet is None else select_hosts(fleet, names)
+
+
+def check_out(rundir: RunDir) -> None:
+    """Raise UsageError if a run on a fleet was started in this directory."""
+    existing = read_plan_if_present(rundir)
+    if existing is not None and not existing.is_local_run:
+        # Its hosts may have newer records and checkpoints than its directory.
+        raise UsageError(
+            f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
+        )
+
+
+def plan_on_hosts(
+    hosts: ConnectedHosts,
+    resolved: ResolvedRun,
+    notify: Notify,
+    *,
+    resumed: ResumedRun | None = None,
+    as_requested: bool = False,
+) -> PlannedRun:
+    """Plan a training on these hosts; report the prediction, the hosts left out and a better option if there is one.
+
+    `as_requested`: leave out no host, and recommend nothing else.
+    """
+    rundir, machine = resolved.rundir, resolved.spec.machine
+    previous_plan = resumed.plan if resumed is not None else None
+    to_plan = resumed.with_previous_sync(resolved) if resumed is not None else resolved
+    if hosts.is_local_run:
+        hosts = hosts.with_ranks(machine.ranks)
+    else:
+        # A resumed run keeps the order of its ranks.
+        order = (
+            [host.name for host in previous_plan.hosts] if previous_plan else host_ring_order(hosts.fleet, to_plan.job)
+        )
+        hosts = hosts.in_order(order)
+    prepared = prepare_hosts(hosts, rundir, machine, run_id=previous_plan.id if previous_plan else None)
+    roster, seats = prepared.initial_roster(to_plan), prepared.rank_slots(machine)
+    prediction = None
+    if (fleet := _measured_local_fleet(seats[0].host) if hosts.is_local_run else hosts.fleet) is not None:
+        if resumed is not None and not hosts.is_local_run:
+            prediction = resumed.prediction(fleet, to_plan, seats)
+        prediction = prediction or _predict(fleet, to_plan, seats, notify, as_requested=as_requested)
+    if prediction is not None:
+        roster = prediction.option(prediction.chosen).roster
+    if resumed is not None:
+        roster = resumed.with_previous_buckets(roster)
+    if prediction is not None and prediction.left_out:  # the first host, and so the port, may change
+        checked = msgspec.structs.replace(machine, private=False)  # the preflight has checked this already
+        prepared = prepare_hosts(hosts.only(roster.hosts), rundir, checked, run_id=prepared.id)
+    return plan_training(prepared, resolved, roster, prediction)
+
+
+def _measured_local_fleet(name: str) -> Fleet | None:
+    """Return this machine alone, called `name`, with its rates in fleet.toml; None if it has none there."""
+    try:
+        fleet = load_fleet(DEFAULT_FLEET)
+    except EvenerError:  # this run does not need the file
+        return None
+    for known_as, host in fleet.hosts.items():
+        if host.is_local and known_as in fleet.rates:
+            rates = {name: fleet.rates[known_as]}
+            return msgspec.structs.replace(fleet, hosts={name: host}, links={}, rates=rates)
+    return None
+
+
+def _predict(
+    fleet: Fleet, resolved: ResolvedRun, seats: Sequence[RankSlot], notify: Notify, *, as_requested: bool
+) -> Prediction | None:
+    """Predict a run on these seats, and report it. Return None where too little was measured."""
+    is_sync_auto = resolved.spec.train.sync == "auto"
+    try:
+        prediction = predict_launch(fleet, resolved.job, seats, may_leave_out=not as_requested)
+    except UsageError as unknown:  # errors that prevent the run itself are reported when it starts
+        notify(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
+        if is_sync_auto:
+            notify("--sync auto takes ddp when nothing can be predicted")
+        return None
+    for why in dict.fromkeys(prediction.left_out.values()):
+        names = ", ".join(name for name, of_host in prediction.left_out.items() if of_host == why)
+        notify(f"left out: {names}: {why}\nhint:  --shares equal includes all hosts")
+    notify(f"predicted: {format_run_prediction(prediction)}")
+    if is_sync_auto:
+        chosen = prediction.option(prediction.chosen)
+        notify(f"--sync auto takes {chosen.roster.sync}{format_loss_penalty(chosen)}")
+    if not as_requested and prediction.recommended != prediction.chosen:
+        notify(f"warning: {prediction.verdict}")
+        if prediction.recommended:
+            notify(f"hint:  {recommended_flags(prediction)}")
+    return prediction
