@@ -12,10 +12,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from evener.core.run.run_plan import Plan
     from evener.core.run.rundir import RunDir
     from evener.report.read.run_table import RunRow
-    from evener.transfer.mirror import SupervisorState
 
 
 EXAMPLES = "evener runs\nevener runs gpt2 finished --sort best\nevener runs --prune --fewer-than 100"
@@ -155,6 +153,7 @@ def _load_row(rundir: RunDir) -> RunRow:
     """Load one row of the table from a run directory, its plan and, if it has not ended, its hosts."""
     from evener.cli import run_output
     from evener.core.run.run_plan import read_plan_if_present
+    from evener.launch.launcher import query_run_state
     from evener.report.read.event_log import evaluations
     from evener.report.read.run_summary import summarize_run
     from evener.report.read.run_table import RunRow, disk_bytes
@@ -164,7 +163,7 @@ def _load_row(rundir: RunDir) -> RunRow:
     if launched := [event["time"] for event in events if event["event"] == "launched"]:
         row.begun, row.model = launched[0], "script"
     if plan is not None and plan.hosts:
-        row.hosts, row.state = _query_hosts(rundir, plan)
+        row.hosts, row.state = query_run_state(rundir, plan)
         row.ranks = plan.world_size
         if plan.spec is not None:
             row.model, row.data = plan.spec.model.model, Path(plan.spec.data.data).name
@@ -190,39 +189,6 @@ def _load_row(rundir: RunDir) -> RunRow:
     weights = run_output.checkpoint_info(rundir, plan)
     row.checkpoint, row.newer_checkpoint = weights["checkpoint"], weights["newer_checkpoint"]
     return row
-
-
-def _query_hosts(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
-    """Return the state of each host of a run, asking the hosts unless all are known to have ended, and of the run."""
-    from evener.core.base.errors import HostError
-    from evener.launch import launcher
-
-    states = launcher.cached_states(rundir, plan)
-    if any(state.get("state") != "ended" for state in states.values()):
-        answers = launcher.query_states(rundir, plan)
-        states = {
-            name: {"state": "unreachable"} if isinstance(answer, HostError) else answer
-            for name, answer in answers.items()
-        }
-        if not any(isinstance(answer, HostError) for answer in answers.values()):
-            launcher.mirror_once(rundir, plan)
-    hosts = {name: _host_state(state) for name, state in states.items()}
-    worst = ["failed", "running", "unreachable", "lost"]
-    if plan.has_dynamic_membership:  # the run continues without a host that has left or failed
-        worst = ["running", "finished", "stopped", *worst]
-    values = list(hosts.values())
-    return hosts, next((value for value in worst if value in values), values[0])
-
-
-def _host_state(state: SupervisorState) -> str:
-    from evener.core.run.membership_epoch import EXIT_HOST_LEFT
-
-    if state.get("lost"):
-        return "lost"
-    if state.get("state") == "ended":
-        ended = {0: "finished", EXIT_HOST_LEFT: "left"}
-        return "stopped" if state.get("stopped") else ended.get(state.get("status") or 0, "failed")
-    return str(state.get("state", "started"))
 
 
 # --- prune ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from evener.core.run.membership_epoch import (
     CHECKPOINT_REQUEST_FILE,
     CONSENSUS_STATE_FILE,
     EXCLUDED_FILE,
+    EXIT_HOST_LEFT,
     KILLED_RANKS_FILE,
     NEEDED_BYTES_FILE,
     memory_limit_file,
@@ -277,6 +278,25 @@ def cached_states(rundir: RunDir, plan: Plan) -> dict[str, SupervisorState]:
     return cached
 
 
+def query_run_state(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
+    """Return the state of each host of a run, asking the hosts unless all are known to have ended, and of the run."""
+    states = cached_states(rundir, plan)
+    if any(state.get("state") != "ended" for state in states.values()):
+        answers = query_states(rundir, plan)
+        states = {
+            name: {"state": "unreachable"} if isinstance(answer, HostError) else answer
+            for name, answer in answers.items()
+        }
+        if not any(isinstance(answer, HostError) for answer in answers.values()):
+            mirror_once(rundir, plan)
+    hosts = {name: _host_state(state) for name, state in states.items()}
+    worst = ["failed", "running", "unreachable", "lost"]
+    if plan.has_dynamic_membership:  # the run continues without a host that has left or failed
+        worst = ["running", "finished", "stopped", *worst]
+    values = list(hosts.values())
+    return hosts, next((value for value in worst if value in values), values[0])
+
+
 def mirror_once(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
     """Mirror all hosts once; return the errors of those that could not be reached."""
 
@@ -320,3 +340,12 @@ def _record_failure(rundir: RunDir, plan: Plan, failure: RunFailure) -> None:
             hint=failure.hint, output=failure.output,
         )  # fmt: skip
     close_manifest(rundir, "failed")
+
+
+def _host_state(state: SupervisorState) -> str:
+    if state.get("lost"):
+        return "lost"
+    if state.get("state") == "ended":
+        ended = {0: "finished", EXIT_HOST_LEFT: "left"}
+        return "stopped" if state.get("stopped") else ended.get(state.get("status") or 0, "failed")
+    return str(state.get("state", "started"))
