@@ -78,7 +78,8 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
             run_output.print_detached(run.rundir)
             return 0
         try:
-            with (logger_processes.feed_loggers(run.rundir, logged) as feeding,
+            # Ctrl-C stops an attached run only until it has ended: then it ends the wait for slow loggers.
+            with (logger_processes.feed_loggers(run.rundir, logged) as feeding, attachment.pop_all(),
                   follow_output.display_run(resolved, run.plan, quiet=as_json) as observe):  # fmt: skip
                 follow_run(run.rundir, run.plan, feeding(observe), notify=run_output.print_status)
         except KeyboardInterrupt:
