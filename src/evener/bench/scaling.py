@@ -18,17 +18,23 @@ import msgspec
 
 from evener.core.base.errors import UsageError
 from evener.core.base.file_io import write_atomic
+from evener.core.cluster.fleet_file import Fleet, HostConfig, Rates
+from evener.core.cluster.host_info import local_host_info
+from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec
 from evener.core.run.prediction import Prediction
-from evener.core.run.resolve import resolve
+from evener.core.run.resolve import ResolvedRun, resolve
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.step_cost import StepRecord
 from evener.launch.follow_run import follow_run
 from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
+from evener.launch.probe_hosts import probe_devices
 from evener.launch.start_run import plan_training, started
+from evener.plan.choice.cluster import build_cluster
+from evener.plan.choice.search import predict
 from evener.report.read.run_summary import RunSummary, summarize_run
 
 FORMAT = 1
-Predictor = Callable[[RunSpec], Prediction | None]
+PROBE_S = 8.0  # training time of the probe before the runs
 ObserverFactory = Callable[[RunSpec], Callable[[StepRecord | dict[str, Any]], None]]
 
 
@@ -67,13 +73,34 @@ def bench_specs(base: RunSpec, out: Path, corpora: Sequence[str], counts: Sequen
     }
 
 
+def probe_local_rates(spec: RunSpec) -> dict[str, Rates]:
+    """Measure this machine's rates with the model, from which the runs are predicted, by device."""
+    model = spec.model
+    request = HostProbeSpec(
+        host="here",
+        model=model.model,
+        seconds=PROBE_S,
+        dtype=model.dtype,
+        dropout=model.dropout,
+        device=spec.machine.device,
+    )
+    messages = probe_devices(None, request, lambda findings: None)
+    return {item.device: item.rates for _, item in messages if isinstance(item, DeviceProbeResult)}
+
+
+def _predict(resolved: ResolvedRun, rates: dict[str, Rates]) -> Prediction:
+    name, ranks = local_host_info().host, resolved.spec.machine.ranks
+    fleet = Fleet(hosts={name: HostConfig(address="local", ranks=ranks)}, rates={name: rates})
+    return predict(resolved.job, build_cluster(fleet, resolved.job))
+
+
 def train_series(
-    out: Path, series: dict[str, list[RunSpec]], make_observer: ObserverFactory, predict: Predictor
+    out: Path, series: dict[str, list[RunSpec]], make_observer: ObserverFactory, rates: dict[str, Rates]
 ) -> dict[str, list[RunSummary]]:
     """Train all runs one after the other, write bench.json and return the summaries by corpus.
 
-    `make_observer(spec)` is called before each run and returns its observer. `predict(spec)` returns the planner's
-    prediction for a run.
+    `make_observer(spec)` is called before each run and returns its observer. Runs are predicted from this machine's
+    `rates`, by device.
     """
     if (out / "bench.json").exists():
         raise UsageError(f"{out}: holds a bench already", hint="use another --out, or --force")
@@ -83,7 +110,7 @@ def train_series(
             for spec in runs:
                 resolved = resolve(spec)
                 prepared = prepare_hosts(hosts.with_ranks(spec.machine.ranks), resolved.rundir)
-                run = plan_training(prepared, resolved, prepared.initial_roster(resolved), predict(spec))
+                run = plan_training(prepared, resolved, prepared.initial_roster(resolved), _predict(resolved, rates))
                 with started(run, hosts.sessions, lambda text: None):
                     ended = follow_run(run.rundir, run.plan, make_observer(spec))
                 if any(state["stopped"] for state in ended.values()):

@@ -1,4 +1,4 @@
-"""Set-ups of the fleet benchmarks: the same training by each host and combination of hosts, or by each sync strategy.
+"""Set-ups of the benches: the same training by each host and combination of hosts, or by each sync strategy.
 
 fleet        each host alone: one process, one process per core, its GPUs; then together, the fastest first
 strategies   the fastest host alone, then all hosts with each sync strategy, for the same steps
@@ -15,7 +15,7 @@ from evener.core.base.units import pluralize
 from evener.core.run.prediction import Job
 from evener.core.run.resolve import check_sync_for_shape
 from evener.core.run.roster import parse_sync
-from evener.core.run.run_spec import DataSpec, EvalSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.run.run_spec import DataSpec, EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
 from evener.plan.choice.options import is_applicable
 
 MAX_PROCESSES = 8  # on one host's CPU
@@ -37,6 +37,16 @@ class BenchSetup(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Return the name of its run directory."""
         return re.sub(r"[^\w.+]+", "-", self.label).strip("-")
+
+
+def scaling_bench_spec(model: str, batch: int, seconds: float) -> RunSpec:
+    """Return what all runs of a scaling bench share; in fp32 and without dropout, so that losses can be compared."""
+    return RunSpec(
+        model=ModelSpec(model=model, dropout=0.0, compile="off", dtype="fp32"),
+        train=TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20),
+        eval=EvalSpec(eval_every=0),
+        machine=MachineSpec(contention=True),
+    )
 
 
 def fleet_bench_spec(data: str, model: str, batch: int, seconds: float) -> RunSpec:
@@ -63,7 +73,7 @@ def _comparable_spec(data: str, model: str, train: TrainSpec, evaluation: EvalSp
 def single_host_setups(base: RunSpec, host: str, cores: int, num_gpus: int) -> list[BenchSetup]:
     """Return the set-ups of one host by itself: CPU processes, then GPUs.
 
-    >>> from evener.core.run.run_spec import DataSpec, EvalSpec, ModelSpec, RunSpec, TrainSpec
+    >>> from evener.core.run.run_spec import DataSpec, EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
     >>> [setup.name for setup in single_host_setups(RunSpec(), "attic", 4, 1)]
     ['attic-1-process', 'attic-4-processes', 'attic-GPU']
     """

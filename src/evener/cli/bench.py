@@ -35,16 +35,17 @@ def bench(
     steps: tokens/s against loss. Prints a table and an explanation, and writes a picture and a page. On a fleet a
     stopped bench continues where it was.
     """
+    from evener.bench.setups import fleet_bench_spec, scaling_bench_spec, strategies_bench_spec
     from evener.cli import bench_local
     from evener.core.base.errors import UsageError, did_you_mean
 
     preset = preset or ("scaling" if fleet is None else "fleet")
     if preset == "scaling":
-        return bench_local.run_scaling_bench(data, out, seconds, ranks, model, batch or 8, force, as_json)
+        spec = scaling_bench_spec(model, batch or 8, seconds)
+        return bench_local.run_scaling_bench(spec, data, out, ranks, force, as_json)
     if preset not in ("fleet", "strategies"):
         presets = ["scaling", "fleet", "strategies"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
-    from evener.bench.setups import fleet_bench_spec, strategies_bench_spec
     from evener.cli import bench_fleet
     from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
 

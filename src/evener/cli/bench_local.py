@@ -10,22 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from evener.bench import scaling as bench
 from evener.cli import follow_output
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.errors import UsageError
-from evener.core.cluster.fleet_file import Fleet, HostConfig, Rates
-from evener.core.cluster.host_info import local_host_info, usable_cores
-from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec
-from evener.core.run.prediction import Prediction
+from evener.core.cluster.host_info import usable_cores
 from evener.core.run.resolve import resolve
-from evener.core.run.run_spec import EvalSpec, MachineSpec, ModelSpec, RunSpec, TrainSpec
+from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import RunDir
-from evener.launch.probe_hosts import probe_devices
-from evener.plan.choice.cluster import build_cluster
-from evener.plan.choice.search import predict
 from evener.report.explain.explain_run import explain_scaling, max_loss_difference
 from evener.report.explain.run_tables import bench_rows
 from evener.report.pages.html_report import write_report
@@ -33,47 +26,27 @@ from evener.report.pages.png_charts import scaling_png
 from evener.report.read.run_summary import summary_json
 
 DEFAULT_CORPORA = ("data/verbs", "data/python")
-PROBE_S = 8.0  # training time of the probe before the runs
-MAX_STEPS = 10_000  # more than fit in any --seconds: the time limit ends a run
 
 
 def run_scaling_bench(
-    data: list[str] | None,
-    out: str | None,
-    seconds: float,
-    ranks: list[int] | None,
-    model: str,
-    batch: int,
-    force: bool,
-    as_json: bool,
+    base: RunSpec, data: list[str] | None, out: str | None, ranks: list[int] | None, force: bool, as_json: bool
 ) -> int:
+    """Train the same batches with 1, 2, … processes on each corpus; compare tokens/s and losses."""
     screen = make_console(stderr=True, quiet=as_json)
     folder = Path(out or "runs/bench")
     if folder.exists() and any(folder.iterdir()) and not force:
         raise UsageError(f"{folder}: exists and is not empty", hint="--force replaces it, or another --out")
     counts = sorted(set(ranks)) if ranks else bench.process_counts(usable_cores())
-    base = RunSpec(
-        model=ModelSpec(model=model, dropout=0.0, compile="off", dtype="fp32"),  # so that the losses can be compared
-        train=TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20),
-        eval=EvalSpec(eval_every=0),
-        machine=MachineSpec(contention=True),
-    )
     corpora = data or [ensure_corpus(corpus) for corpus in DEFAULT_CORPORA]
     series = bench.bench_specs(base, folder, corpora, counts)
-    # Report mistakes before anything is replaced.
-    resolved = {spec.out: resolve(msgspec.structs.replace(spec, out=None)) for runs in series.values() for spec in runs}
+    for spec in (spec for runs in series.values() for spec in runs):
+        resolve(msgspec.structs.replace(spec, out=None))  # report mistakes before anything is replaced
     if force and folder.exists():
         _remove_bench(folder)
-    rates = _probe_local_rates(base, screen)
-
-    def predicted(spec: RunSpec) -> Prediction:
-        name = local_host_info().host
-        local_fleet = Fleet(hosts={name: HostConfig(address="local", ranks=spec.machine.ranks)}, rates={name: rates})
-        job = msgspec.structs.replace(resolved[spec.out].job, spec=spec)
-        return predict(job, build_cluster(local_fleet, job))
-
+    print_text(screen, "measuring this machine, to predict each run")
+    rates = bench.probe_local_rates(base)
     with follow_output.display_series(series, screen) as observer:
-        results = bench.train_series(folder, series, observer, predicted)
+        results = bench.train_series(folder, series, observer, rates)
     scaling_png(results, folder / "scaling.png")
     for runs in results.values():
         for summary in runs:
@@ -95,29 +68,13 @@ def run_scaling_bench(
     for corpus, runs in results.items():
         title, *figures = bench_rows(runs)
         screen.print()
-        print_text(screen, f"{corpus}: {model}, {runs[0].tokens_per_step} tokens a step")
+        print_text(screen, f"{corpus}: {base.model.model}, {runs[0].tokens_per_step} tokens a step")
         print_table(screen, title, figures)
         screen.print()
         print_text(screen, explained[corpus])
     screen.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="", soft_wrap=True)
     print(page)
     return 0
-
-
-def _probe_local_rates(spec: RunSpec, screen: Console) -> dict[str, Rates]:
-    """Measure this machine's rates with the model, from which the runs are predicted."""
-    print_text(screen, "measuring this machine, to predict each run")
-    model = spec.model
-    request = HostProbeSpec(
-        host="here",
-        model=model.model,
-        seconds=PROBE_S,
-        dtype=model.dtype,
-        dropout=model.dropout,
-        device=spec.machine.device,
-    )
-    messages = probe_devices(None, request, lambda findings: None)
-    return {item.device: item.rates for _, item in messages if isinstance(item, DeviceProbeResult)}
 
 
 def ensure_corpus(corpus: str) -> str:

@@ -75,11 +75,11 @@ class ConnectedHosts(msgspec.Struct, frozen=True, kw_only=True):
 @contextlib.contextmanager
 def connect_hosts(fleet: Fleet | None) -> Iterator[ConnectedHosts]:
     """Connect to the hosts of a fleet; None: to this machine alone, under its name in runs."""
-    local = Fleet(hosts={local_host_info().host: HostConfig(address="local")})
-    with connect(fleet or local) as (sessions, errors):
+    hosts = fleet or Fleet(hosts={local_host_info().host: HostConfig(address="local")})
+    with connect(hosts) as (sessions, errors):
         if fleet is None and errors:
             raise next(iter(errors.values()))
-        yield ConnectedHosts(fleet=fleet or local, sessions=sessions, errors=errors, is_local_run=fleet is None)
+        yield ConnectedHosts(fleet=hosts, sessions=sessions, errors=errors, is_local_run=fleet is None)
 
 
 def prepare_hosts(
