@@ -15,6 +15,7 @@ from evener.plan.choice.plan_request import change_request, request_from_run
 from evener.report.draw import run_charts
 from evener.report.explain.explain_run import explain_bottleneck, explain_run, max_loss_difference, scaling_explanation
 from evener.report.pages.html_report import run_page
+from evener.report.read.recorded_run import read_recorded_run
 from evener.report.read.run_summary import read_records, summarize_run, summary_json
 
 STEPS = 40
@@ -88,18 +89,24 @@ def test_charts_place_steps_correctly(run, kept):
     taken = [step + 1 for step in common]  # behind each
     rundir = run(lambda rank: kept[rank])
     steps = align_steps(read_records(rundir))
-    for layer, chart in run_charts.breakdown_areas(steps, {0: "a", 1: "b"}).charts.items():
-        assert (chart.y_title, len(chart.lines)) == ("ms", 5)
+    recorded = read_recorded_run(rundir)
+    ranks_of = {rundir.manifest().roster.rank_label(rank): [rank] for rank in range(2)} | {run_charts.ALL_RANKS: [0, 1]}
+    charts = run_charts.breakdown_areas(recorded).charts
+    assert charts.keys() == ranks_of.keys()
+    for layer, chart in charts.items():
+        assert (chart.y_title.split()[0], len(chart.lines)) == ("ms", 5)
         for line in chart.lines:
             part = next(part for part, name in PHASE_NAMES.items() if name == line.name)
-            ranks = {run_charts.ALL_RANKS: [0, 1], "a": [0], "b": [1]}[layer]
+            ranks = ranks_of[layer]
             expected_ms = [1e3 * sum(step_of(step)[rank][part] for rank in ranks) / len(ranks) for step in common]
             assert line.x == taken
             assert line.y == pytest.approx(expected_ms)
     in_flight, exposed = run_charts.all_reduce_chart(steps, summarize_run(rundir)).lines
     assert in_flight.x == exposed.x == taken
     assert exposed.y == pytest.approx([1e3 * min(cost["exposed_sync_s"] for cost in step_of(step)) for step in common])
-    assert run_charts.loss_chart(summarize_run(rundir).losses, []).lines[0].x == taken
+    losses = run_charts.loss_chart(recorded)
+    assert losses is not None
+    assert next(line for line in losses.lines if line.name == "training, smoothed").x == taken
 
 
 def test_losses_of_runs_are_compared_step_by_step(run):
