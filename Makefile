@@ -2,6 +2,8 @@
 # make check     lint, types and pure tests: while you work
 # make test      and all that starts processes: everything that a change can break
 # make test-all  and long matrices, all fault drills, all seeds: CONTRIBUTING.md says which tier holds what
+# make docs      the documentation as a site on http://localhost:8000; docs-build writes it to site/
+# make docs-generate  write the pages that come from the code and from measurements anew
 # make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +12,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell expr $(CORES) + 1)
 PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-.PHONY: demo check test test-all lint format bench docs clean
+.PHONY: demo check test test-all lint format bench docs docs-build docs-generate clean
 
 demo: .venv/installed
 	$(BIN)/evener bench --force
@@ -48,9 +50,15 @@ else
 endif
 
 docs: .venv/installed
-	$(BIN)/python docs/reference.py
-	$(BIN)/python docs/published.py
-	$(BIN)/python docs/fast.py
+	$(BIN)/zensical serve
+
+docs-build: .venv/installed
+	$(BIN)/zensical build --clean --strict
+
+docs-generate: .venv/installed
+	$(BIN)/python docs/generate/reference.py
+	$(BIN)/python docs/generate/published.py
+	$(BIN)/python docs/generate/fast.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -58,4 +66,4 @@ docs: .venv/installed
 	@touch $@
 
 clean:
-	rm -rf .venv data runs experiments
+	rm -rf .venv data runs experiments site .cache

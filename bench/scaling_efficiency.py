@@ -11,7 +11,8 @@ was predicted of a run is set beside what was predicted of its limit.
 Sequences of 256 tokens, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
 clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
 for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to bench/fast.jsonl;
-more turns can follow another day, and docs/fast.py shows them all. Needs Linux and root, and nothing else running.
+more turns can follow another day, and docs/generate/fast.py shows them all. Needs Linux and root, and
+nothing else running.
 """
 
 from __future__ import annotations

@@ -280,9 +280,9 @@ def test_resume_never_starts_from_non_finite_weights(own):
     assert done.dir.manifest().verdict == "failed"
 
 
-def test_readme_loop_runs(tmp_path, run_script):
-    readme = (ROOT / "README.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+def test_documented_loop_runs(tmp_path, run_script):
+    page = (ROOT / "docs" / "guides" / "own-loop.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert block == (ROOT / "examples" / "own_loop.py").read_text()
     runs = []
     for ranks in (1, 2):

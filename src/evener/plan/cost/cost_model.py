@@ -37,8 +37,8 @@ BACKWARD_FRACTION = 2 / 3  # of forward and backward: two matrix products where 
 RECOMPUTE_BACKWARD_FRACTION = 3 / 4  # where backward runs forward again
 CODEC_MEMORY_PASSES = 10.0  # passes over the memory to encode and decode, where not measured: *assumption*
 # Where computation waits for weights layer by layer: T³ = C³ + M³ of computation and communication. *Fit* to published
-# runs of FSDP on MareNostrum 5 (docs/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M), 7.0),
-# validated on runs of other clusters.
+# runs of FSDP on MareNostrum 5 (docs/figures/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M),
+# 7.0), validated on runs of other clusters.
 OVERLAP_EXPONENT = 3
 # fixed-point iteration between contention and overlap; tolerance relative to a step
 MAX_ITERATIONS, TOLERANCE = 200, 1e-4

@@ -1,5 +1,5 @@
-"""Write docs/fast.md and its picture: what machines make of what they could do together, and what it costs in loss.
-`make docs`.
+"""Write docs/figures/fast.md and its picture: what machines make of what they could do together, and what it costs in
+loss. `make docs-generate`.
 
 bench/scaling_efficiency.py and bench/loss.py measure; bench/fast.jsonl and bench/loss.jsonl hold what they found.
 """
@@ -24,8 +24,8 @@ from evener.plan.cost.penalty import loss_penalty, why_too_lossy
 from evener.report.draw.run_charts import SERIES_COLOURS
 from evener.report.pages.png_charts import INK, LINE, MARKERS, SOFT
 
-FOLDER = Path(__file__).parent
-BENCH = FOLDER.parent / "bench"
+FOLDER = Path(__file__).parents[1] / "figures"
+BENCH = Path(__file__).parents[2] / "bench"
 RESULTS = BENCH / "fast.jsonl"
 VOCABULARIES = {"char": 65, "d8": 32768}  # of the corpora that these were trained on
 STEPS = 2000
@@ -110,7 +110,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def page() -> str:
-    """docs/fast.md."""
+    """Return docs/figures/fast.md."""
     lines = [beginning()]
     for setup, found in setups().items():
         lines += [f"## {setup}\n",
