@@ -59,6 +59,7 @@ docs-generate: .venv/installed
 	$(BIN)/python docs/generate/reference.py
 	$(BIN)/python docs/generate/published.py
 	$(BIN)/python docs/generate/fast.py
+	$(BIN)/python docs/generate/log.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

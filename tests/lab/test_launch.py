@@ -263,7 +263,7 @@ def test_first_failure_is_reported_first(fleet: Fleet) -> None:
 def test_exception_is_shown_with_its_traceback(fleet: Fleet) -> None:
     done = fleet.run("launch", "--out", "runs/raise", "--", "hello.py", "raise")
     assert done.returncode == 1
-    # One of Gloo's threads may ask an interpreter that is ending for its lock, and abort it: see LOG.md.
+    # One of Gloo's threads may ask an interpreter that is ending for its lock, and abort it: see docs/log/2026-11.md.
     assert re.search(r"error: rank 1 on b (exited with status 1|was killed by SIGABRT)", done.stderr), done.stderr
     assert "ValueError: no such thing" in done.stderr
     assert fleet.processes("runs/raise") == {}

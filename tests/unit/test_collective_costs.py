@@ -382,7 +382,7 @@ def test_gloo_and_nccl_costs_over_equal_links_match_formulas(num_ranks):
         assert collective_s("all_reduce", 1e12, around, "nccl") == pytest.approx(ring_s(1e12, num_ranks))
 
 
-# LOG.md: share of the wire (busbw / β) at 64 MiB between hosts at 1 Gbit/s with 2 and 3 ranks
+# docs/log/2026-11.csv: share of the wire (busbw / β) at 64 MiB between hosts at 1 Gbit/s with 2 and 3 ranks
 MEASURED = {
     ("all_reduce", 2): 0.99,
     ("all_reduce", 3): 0.99,
@@ -405,7 +405,7 @@ def test_gloo_cost_matches_measured_bus_bandwidth(collective, num_ranks):
 
 def test_gloo_all_to_all_slows_when_socket_buffers_are_full():
     wire = LinkModel(latency_s=2e-4, bandwidth_Bps=119.5e6)
-    for size, share, near in ((1 << 18, 1.0, 0.2), (1 << 20, 0.62, 0.05)):  # LOG.md
+    for size, share, near in ((1 << 18, 1.0, 0.2), (1 << 20, 0.62, 0.05)):  # docs/log/2026-11.md
         took_s = collective_s("all_to_all", size, even(2, wire), "gloo")
         assert size / 2 / took_s / wire.bandwidth_Bps == pytest.approx(share, rel=near)
 

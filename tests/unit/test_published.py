@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import random
+import re
 import runpy
 from pathlib import Path
 
@@ -19,6 +21,21 @@ STATED = [row for found in ROWS.values() for row in found if row.is_stated]
 def test_generated_page_is_up_to_date(name):
     module = MODULE if name == "published" else runpy.run_path(str(DOCS / "generate" / f"{name}.py"))
     assert (DOCS / "figures" / f"{name}.md").read_text() == module["page"](), "make docs-generate writes it anew"
+
+
+def test_page_of_every_month_of_the_log_is_up_to_date():
+    pages = runpy.run_path(str(DOCS / "generate" / "log.py"))["pages"]()
+    assert pages
+    for name, page in pages.items():
+        assert (DOCS / "log" / name).read_text() == page, "make docs-generate writes it anew"
+
+
+def test_every_entry_of_the_log_stands_alone():
+    for file in (DOCS / "log").glob("*.csv"):
+        with file.open(newline="") as opened:
+            for row in csv.DictReader(opened):
+                assert not re.match(r"the same\b|as above\b", row["what"]), row["what"]
+                assert all(row.values()), row
 
 
 def test_every_published_figure_is_on_the_page():

@@ -253,7 +253,7 @@ def _explain_cpu_contention(threads: int) -> str:
     others = "other programs used the cores"
     if threads == 1:
         return others
-    # Measured, tiny on 2 threads of 2 cores: 3.2 times as fast next to other programs, 0.57 times alone (see LOG.md).
+    # Measured, tiny on 2 threads of 2 cores: 3.2 times as fast next to other programs, 0.57 times alone (docs/log).
     return (
         f"{others}, or there was too little work for {threads} threads; next to other programs, "
         "OMP_WAIT_POLICY=PASSIVE before the command lets a thread that waits give up its core"
