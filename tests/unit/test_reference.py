@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.core.run import membership_epoch, run_plan
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = runpy.run_path(str(DOCS / "generate" / "reference.py"))["pages"]()
 
@@ -35,3 +37,12 @@ def test_every_setting_of_the_files_has_a_type():
     for name in ("settings.md", "fleet.md"):
         assert "<class" not in PAGES[name]
         assert "typing." not in PAGES[name]
+
+
+def test_run_directory_page_has_every_file_that_agents_and_ranks_exchange():
+    page = (DOCS / "reference" / "run-directory.md").read_text()
+    names = {value for module in (membership_epoch, run_plan) for value in vars(module).values()
+             if isinstance(value, str) and value.startswith("host/")}  # fmt: skip
+    assert len(names) > 10
+    for name in {*names, run_plan.ROSTER_FILE, run_plan.CLUSTER_FILE}:
+        assert re.search(rf"`{re.escape(name)}(`|/)", page), name
