@@ -1,4 +1,4 @@
-"""Write docs/figures/fast.md and its picture: what machines make of what they could do together, and what it costs in
+"""Write docs/figures/fast.md and its pictures: what machines make of what they could do together, and what it costs in
 loss. `make docs-generate`.
 
 bench/scaling_efficiency.py and bench/loss.py measure; bench/fast.jsonl and bench/loss.jsonl hold what they found.
@@ -29,6 +29,10 @@ BENCH = Path(__file__).parents[2] / "bench"
 RESULTS = BENCH / "fast.jsonl"
 VOCABULARIES = {"char": 65, "d8": 32768}  # of the corpora that these were trained on
 STEPS = 2000
+GAIN_SETUP, GAIN_SYNC = (
+    "char, 16 × 256, 100Mbit, 1 : 1 core",
+    "diloco:10:int8:streamed",
+)  # of the README's first picture
 LOSS_BUDGET = 0.01
 BEGINNING = """# Slow links and unequal machines, measured
 
@@ -199,7 +203,30 @@ def draw(path: Path) -> None:
     figure.savefig(path)
 
 
+def draw_gain(path: Path) -> None:
+    """Draw what two hosts train in GAIN_SETUP beside one of them alone: plain DDP, and what evener chooses."""
+    found = {row["sync"]: row["of_limit"] for row in setups()[GAIN_SETUP]}
+    bars = {
+        "one host alone": 1.0,
+        "both, plain DDP": found["ddp"] / found["none"],
+        f"both, evener\n({GAIN_SYNC})": found[GAIN_SYNC] / found["none"],
+    }
+    figure = Figure(figsize=(8, 2.4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    drawn = axes.barh(list(bars), list(bars.values()), height=0.6, color=[SOFT, SOFT, SERIES_COLOURS[0]])
+    axes.bar_label(drawn, fmt="  %.2f ×", fontsize=12, color=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(bars.values()))
+    axes.set_xticks([])
+    axes.set_title("tokens/s, two hosts of one core each, 100 Mbit/s", loc="left", fontsize=13, color=INK, pad=10)
+    axes.tick_params(labelsize=11, length=0, labelcolor=INK)
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    figure.savefig(path)
+
+
 if __name__ == "__main__":
     (FOLDER / "fast.md").write_text(page())
     draw(FOLDER / "fast.png")
+    draw_gain(FOLDER / "gain.png")
     print(f"{FOLDER / 'fast.md'} written")
