@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import inspect
 import re
 from collections.abc import Iterator
@@ -49,6 +50,11 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     return [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in escaped), ""]
 
 
+def code(text: str) -> str:
+    """Return inline code for a cell; Markdown renderers differ in how they read a | in backticks."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -81,7 +87,7 @@ def verb_section(path: list[str], command: click.Command) -> list[str]:
             continue
         is_argument = parameter.param_type_name == "argument"
         names = [] if is_argument else [" / ".join([*parameter.opts, *parameter.secondary_opts])]
-        rows.append((f"`{' '.join([*names, parameter.metavar or '']).strip()}`", parameter_help(parameter)))
+        rows.append((code(" ".join([*names, parameter.metavar or ""]).strip()), parameter_help(parameter)))
     return [*lines, *table(("option", "meaning"), rows)]
 
 
