@@ -69,9 +69,9 @@ def test_laptop_and_desktop_on_wifi_get_correct_advice():
     ]
     lossy = answer_request(asked(home, *flags))
     assert lossy.verdict == (
-        "Train on both hosts with diloco:10:int8:streamed: 7.8k tokens/s, 1.49 times the fastest host alone; its loss "
-        "was 0.9% higher at equal tokens (bench/loss.py: 10.7M parameters, 2 ranks, 2000 steps of 16 × 256 tokens, 4 "
-        "runs on two corpora, bf16)."
+        "Train on both hosts with diloco:10:int8:streamed: 7.8k tokens/s, 1.49 times the fastest host alone; its "
+        "validation loss was 0.9% higher at equal tokens (bench/loss.py: 10.7M parameters, 2 ranks, 2000 steps of 16 "
+        "× 256 tokens, 4 runs on two corpora, bf16)."
     )  # 12 cores beside 8: no more than 1.5 times
     # By hand: 42.6 MB go each way through the air twice, two hosts send: 4 · 42.6 MB at 25 MB/s.
     assert exact.option(exact.chosen).ranks[0].sync_s == pytest.approx(4 * 42.57e6 / 25e6, rel=0.01)

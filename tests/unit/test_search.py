@@ -277,7 +277,7 @@ def test_auto_takes_fastest_within_budget_else_ddp(monkeypatch):
     assert predict(auto, slow).chosen == "packed"  # what costs loss must be clearly faster
     slower = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     assert predict(auto, slower).chosen == "int8"
-    assert "; its loss was 0.4% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
+    assert "; its validation loss was 0.4% higher at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
     assert predict(auto, fast).chosen == "ddp"
     monkeypatch.setattr("evener.plan.cost.cost_model.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
     assert predict(auto, slow).chosen == "powersgd:4"
@@ -374,7 +374,7 @@ def test_lossy_strategy_needs_a_loss_budget():
     auto = changed(JOB, sync="auto", steps=2000)
     drifting = predict(auto, slow)
     assert drifting.chosen == drifting.recommended == "diloco:10:int8:streamed"
-    assert "; its loss was 0.9% higher at equal tokens (bench/loss.py: 10.7M" in drifting.verdict
+    assert "; its validation loss was 0.9% higher at equal tokens (bench/loss.py: 10.7M" in drifting.verdict
     strict = predict(changed(auto, loss_budget=0.0), slow)
     assert strict.option(strict.chosen).is_exact
     assert strict.option(drifting.chosen).rejected_because == "not exact, and no loss may be spent"

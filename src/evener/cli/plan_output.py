@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "exposed: communication not hidden by computation. ×: speedup over the fastest host alone. sends: bytes of a rank "
-    "per step. loss: change compared with ddp; ?: not measured."
+    "per step. loss: change of the validation loss compared with ddp (training loss may change more); ?: not measured."
 )
 MAX_LISTED_HOSTS = 16  # listed one by one
 

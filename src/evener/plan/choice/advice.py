@@ -77,7 +77,7 @@ def format_loss_penalty(option: PlanOption) -> str:
     if option.is_exact or option.loss_penalty is None:
         return ""
     loss = f"{option.loss_penalty:.1%} higher" if option.loss_penalty > 0 else "no higher"
-    return f"; its loss was {loss} at equal tokens ({option.loss_source})"
+    return f"; its validation loss was {loss} at equal tokens ({option.loss_source})"
 
 
 def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> list[Advice]:
