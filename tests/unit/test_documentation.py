@@ -69,6 +69,13 @@ def test_every_page_is_in_the_table_of_contents():
         assert f'"{path.relative_to(ROOT / "docs")}"' in nav, path
 
 
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(path):
+    text = path.read_text()
+    for name in re.findall(r"(?<![\w/.-])(?!torch/|host/)(?:[a-z_]+/)+[a-z_0-9]+\.py\b", text):
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "evener")), name
+
+
 def test_readme_is_short():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
