@@ -27,12 +27,9 @@ from evener.report.pages.png_charts import INK, LINE, MARKERS, SOFT
 FOLDER = Path(__file__).parents[1] / "figures"
 BENCH = Path(__file__).parents[2] / "bench"
 RESULTS = BENCH / "fast.jsonl"
+GAIN = BENCH / "gain.jsonl"  # of the README's first picture
 VOCABULARIES = {"char": 65, "d8": 32768}  # of the corpora that these were trained on
 STEPS = 2000
-GAIN_SETUP, GAIN_SYNC = (
-    "char, 16 × 256, 100Mbit, 1 : 1 core",
-    "diloco:10:int8:streamed",
-)  # of the README's first picture
 LOSS_BUDGET = 0.01
 BEGINNING = """# Slow links and unequal machines, measured
 
@@ -81,18 +78,18 @@ UNDER_REVIEW = {
 
 
 def setups() -> dict[str, list[dict[str, Any]]]:
-    """The ways by setup, in the order in which they were first measured: medians over their turns."""
+    """Return the strategies by setup, in the order in which they were first measured: medians over their turns."""
     turns: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for line in RESULTS.read_text().splitlines():
         row = json.loads(line)
         if row["asked"] == "auto" and not may_be_taken(row):
             row["asked"] = row["sync"]
         turns[setup_of(row)][row["asked"], row["sync"]].append(row)
-    return {setup: [typical(rows) for rows in ways.values()] for setup, ways in turns.items()}
+    return {setup: [typical(rows) for rows in strategies.values()] for setup, strategies in turns.items()}
 
 
 def typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the turns of one way in one setup."""
+    """Return the medians over the turns of one strategy in one setup."""
     known = [share for row in rows if (share := row.get("predicted_of_limit")) is not None]
     off = [row["predicted_off"] for row in rows if row["predicted_off"] is not None]
     return rows[-1] | {
@@ -110,7 +107,7 @@ def setup_of(row: dict[str, Any]) -> str:
 
 
 def penalty_of(row: dict[str, Any]) -> tuple[float | None, str]:
-    """What its way costs, and who says so."""
+    """Return what the strategy costs in loss, and which measurement says so."""
     num_params = preset_shape(row["model"], vocab_size=VOCABULARIES[row["model"]]).num_params()
     return loss_penalty(parse_sync(row["sync"]), num_params, row["cpus"], STEPS, row["batch"] * 256)
 
@@ -130,7 +127,7 @@ def loss_of(row: dict[str, Any]) -> str:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """The way, and what auto made of it."""
+    """Return the strategy, and what `auto` chose."""
     return row["sync"] if row["asked"] == row["sync"] else f"{row['asked']}: {row['sync']}"
 
 
@@ -159,10 +156,10 @@ def beside_one_host(found: list[dict[str, Any]]) -> list[str]:
     ]
     if alone is None or not others:
         return []
-    told = f"Times as fast as the first host alone: {', '.join(others)}."
+    text = f"Times as fast as the first host alone: {', '.join(others)}."
     if alone["model"] == "d8":
-        told += " In the home lab of [homelab-d8](published.md) plain DDP had 57 tokens/s for 60 of one machine: 0.95."
-    return [told + "\n"]
+        text += " In the home lab of [homelab-d8](published.md) plain DDP had 57 tokens/s for 60 of one machine: 0.95."
+    return [text + "\n"]
 
 
 def beginning() -> str:
@@ -179,16 +176,18 @@ def percent(share: float) -> str:
 
 
 def draw(path: Path) -> None:
-    """A line of dots for each setup, a dot for each way."""
+    """A line of dots for each setup, a dot for each strategy."""
     found = setups()
-    ways = list(dict.fromkeys(row["sync"] for rows in found.values() for row in rows))
+    strategies = list(dict.fromkeys(row["sync"] for rows in found.values() for row in rows))
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(found)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for i, way in enumerate(ways):
-        mine = [(row["of_limit"], y) for y, rows in enumerate(found.values()) for row in rows if row["sync"] == way]
-        axes.plot(*zip(*mine, strict=True), linestyle="", marker=MARKERS[i % len(MARKERS)], markersize=9, label=way,
-                  color=SERIES_COLOURS[i % len(SERIES_COLOURS)],
+    for i, strategy in enumerate(strategies):
+        mine = [
+            (row["of_limit"], y) for y, rows in enumerate(found.values()) for row in rows if row["sync"] == strategy
+        ]
+        axes.plot(*zip(*mine, strict=True), linestyle="", marker=MARKERS[i % len(MARKERS)], markersize=9,
+                  label=strategy, color=SERIES_COLOURS[i % len(SERIES_COLOURS)],
                   fillstyle="full" if i < len(SERIES_COLOURS) else "none")  # fmt: skip
     axes.axvline(1.0, color=SOFT, linewidth=1)
     axes.set_yticks(range(len(found)), list(found))
@@ -204,12 +203,14 @@ def draw(path: Path) -> None:
 
 
 def draw_gain(path: Path) -> None:
-    """Draw what two hosts train in GAIN_SETUP beside one of them alone: plain DDP, and what evener chooses."""
-    found = {row["sync"]: row["of_limit"] for row in setups()[GAIN_SETUP]}
+    """Draw the median turn of bench/gain.py: what two unequal hosts train beside the faster one alone."""
+    turns = [json.loads(line) for line in GAIN.read_text().splitlines()]
+    ddp, evener = (statistics.median(turn[setup] / turn["alone"] for turn in turns) for setup in ("ddp", "evener"))
+    first, second = turns[-1]["cpus"]
     bars = {
-        "one host alone": 1.0,
-        "both, plain DDP": found["ddp"] / found["none"],
-        f"both, evener\n({GAIN_SYNC})": found[GAIN_SYNC] / found["none"],
+        "the faster host alone": 1.0,
+        "both, plain DDP": ddp,
+        f"both, evener\n({turns[-1]['evener_sync']})": evener,
     }
     figure = Figure(figsize=(8, 2.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -219,7 +220,13 @@ def draw_gain(path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(bars.values()))
     axes.set_xticks([])
-    axes.set_title("tokens/s, two hosts of one core each, 100 Mbit/s", loc="left", fontsize=13, color=INK, pad=10)
+    axes.set_title(
+        f"tokens/s, hosts of {first:g} and {second:g} core, {turns[-1]['rate'].replace('Mbit', ' Mbit')}/s",
+        loc="left",
+        fontsize=13,
+        color=INK,
+        pad=10,
+    )
     axes.tick_params(labelsize=11, length=0, labelcolor=INK)
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
     figure.savefig(path)
