@@ -1,4 +1,4 @@
-"""What does each way of agreeing cost in loss, at equal tokens? Real runs on local ranks, beside one process alone.
+"""What does each sync strategy cost in loss, at equal tokens? Real runs on local ranks, beside one process alone.
 
     python bench/loss.py --data FOLDER [--shape small|char] [--syncs ddp,int8,…] [--shares 1:1] [--seeds 1,2,3]
                          [--batch 16] [--steps 2000] [--dtype bf16|fp32] [--device cpu|cuda] [--at-once N] [--minutes M]
@@ -120,9 +120,9 @@ def run_missing(options: argparse.Namespace) -> None:
 def missing_runs(options: argparse.Namespace) -> Iterator[RunKey]:
     """Seed by seed, so that a bench that was stopped has compared all of them."""
     there = {row_key(row) for row in load_rows()}
-    ways = [("one process", "1"), *((sync, options.shares) for sync in options.syncs.split(","))]
+    runs = [("one process", "1"), *((sync, options.shares) for sync in options.syncs.split(","))]
     for seed in map(int, options.seeds.split(",")):
-        for sync, shares in ways:
+        for sync, shares in runs:
             key = RunKey(options.data.name, options.shape, options.device, options.dtype, sync, shares, options.batch,
                       options.steps, seed)  # fmt: skip
             if key not in there:

@@ -2,17 +2,17 @@
 
     python bench/prediction_accuracy.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
 
-{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × ways to agree. Bytes are compared
-with the kernel's counters of what each connection between hosts has received, each byte once (where several share a
-slow cable its queue overflows, and up to a tenth is sent again), but for what agents say to each other, read at the
-same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where parts are
-streamed, for of these one may be under way at either end. `char` has no table that is only looked up: ways with +sparse
-are measured with `d4`, on Python's library in 32768 tokens. Its hosts are probed all at once, as they train, where
-the others are probed one by one.
-The hosts are probed again at the end: where a rate changed by more than 15 % meanwhile, the machine under the lab was
-not steady, and the lab is measured anew, once. At 100 Mbit/s the plan would do without a host: shares are told there.
-Needs Linux, root and an idle machine, on which not even a linter runs: 33 minutes for each of the eight labs. Rows go
-into bench/prediction.jsonl, and what is there is not measured again.
+{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × sync strategies. Bytes are
+compared with the kernel's counters of what each connection between hosts has received, each byte once (where several
+share a slow cable its queue overflows, and up to a tenth is sent again), but for the agents' messages to each other,
+read at the same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where
+parts are streamed, for of these one may be under way at either end. `char` has no table that is only looked up:
+strategies with +sparse are measured with `d4`, on Python's library in 32768 tokens. Its hosts are probed all at once,
+as they train, where the others are probed one by one. The hosts are probed again at the end: where a rate changed by
+more than 15 % meanwhile, the machine under the lab was not steady, and the lab is measured anew, once. At 100 Mbit/s
+the plan would do without a host: shares are given there. Needs Linux, root and an idle machine, on which not even a
+linter runs: 33 minutes for each of the eight labs. Rows go into bench/prediction.jsonl, and what is there is not
+measured again.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ def _probe_rates(folder: Path, fleet: Path, models: Collection[str]) -> dict[tup
 def measure_cell(lab: EmulatedLab, folder: Path, fleet: Path, rate: str, num_hosts: int, equal: bool, accumulation: int,
             steps: int, sync: str) -> dict[str, Any]:  # fmt: skip
     out = folder / f"{rate}-{num_hosts}-{'equal' if equal else 'half'}-{accumulation}-{sync}"
-    way = parse_sync(sync)
-    every = way.every
-    steps = max(steps, WARMUP + (11 if way.streamed else 3) * every)
+    strategy = parse_sync(sync)
+    every = strategy.every
+    steps = max(steps, WARMUP + (11 if strategy.streamed else 3) * every)
     micro_batch = BATCH // num_hosts // accumulation
     flags = ["--sync", sync, "--steps", str(steps), "--batch", str(BATCH), "--micro-batch", str(micro_batch)]
     flags += ["--eval-every", "0", "--eval-tokens", "256", "--checkpoint-every", "0"]
     flags += ["--model", model_for(sync), "--block-size", str(BLOCK_SIZE), "--out", str(out)]
-    flags += ["--data", str(folder.parent / ("python" if way.sparse else "verbs"))]
+    flags += ["--data", str(folder.parent / ("python" if strategy.sparse else "verbs"))]
     if rate in RATES_WITH_FIXED_SHARES:
         flags += ["--shares", ":".join(["2"] * (num_hosts - 1) + ["2" if equal else "1"])]
     run_evener(folder, "train", "--fleet", str(fleet), "--detach", *flags)
@@ -223,7 +223,7 @@ def cell_key(row: dict[str, Any]) -> tuple[str, int, bool, int, str]:
 
 
 def print_summary(syncs: list[str]) -> None:
-    """A line for each way, and one for all."""
+    """A line for each strategy, and one for all."""
     rows = [
         row for row in {cell_key(row): row for row in load_results() if row["counts"]}.values() if row["sync"] in syncs
     ]

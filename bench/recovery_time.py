@@ -77,8 +77,8 @@ class FaultRun:
                           "membership": options.membership, "shares": "equal"}  # fmt: skip
         self.flags = [f"--{name}={value}" for name, value in flags.items()]
         argv = [*EVENER_COMMAND, "train", "--fleet", str(folder / "fleet.toml"), "--out", "run", *self.flags]
-        with (folder / "told").open("wb") as told:
-            self.process = subprocess.Popen(argv, cwd=folder, stdout=told, stderr=told)
+        with (folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(argv, cwd=folder, stdout=output, stderr=output)
         self.wait_until(lambda: len(self.step_end_times()) > 30, "it begins")
 
     def step_end_times(self) -> list[float]:
@@ -97,7 +97,7 @@ class FaultRun:
         began = time.monotonic()
         while not condition():
             if self.process.poll() is not None or time.monotonic() - began > timeout_s:
-                raise SystemExit(f"{what}: not so\n{(self.folder / 'told').read_text()[-3000:]}")
+                raise SystemExit(f"{what}: not so\n{(self.folder / 'output').read_text()[-3000:]}")
             time.sleep(0.1)
         return time.monotonic() - began
 

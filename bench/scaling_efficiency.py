@@ -9,10 +9,10 @@ own in proportion to its processor. This machine changes its speed from minute t
 before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two; what
 was predicted of a run is set beside what was predicted of its limit.
 Sequences of 256 tokens, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
-clock: of every way the same, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are planned
-for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to bench/fast.jsonl;
-more turns can follow another day, and docs/generate/fast.py shows them all. Needs Linux and root, and
-nothing else running.
+clock: the same for every strategy, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are
+planned for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to
+bench/fast.jsonl; more turns can follow another day, and docs/generate/fast.py shows them all. Needs Linux and root,
+and nothing else running.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def train_until_measured(folder: Path, fleet: Path, run: RunDir, flags: list[str
             time.sleep(1)
         if process.poll() is None:
             run_evener(folder, "stop", str(run))
-        told, _ = process.communicate(timeout=600)
+        output, _ = process.communicate(timeout=600)
     if not run.is_run() or run.manifest().verdict not in ("stopped", "finished"):
-        raise SystemExit(f"{' '.join(argv)}:\n{told}")
+        raise SystemExit(f"{' '.join(argv)}:\n{output}")
 
 
 def num_recorded_steps(run: RunDir) -> int:

@@ -69,19 +69,19 @@ def measure_run(folder: Path, options: argparse.Namespace, out: Path) -> None:
                 changed.append(time.time())
         if process.poll() is None:
             run_evener(folder, "stop", str(out))
-        told, _ = process.communicate()
+        output, _ = process.communicate()
     if len(run.records(0)) < 4 * STEPS_PER_PHASE:
-        raise SystemExit(told)
+        raise SystemExit(output)
     cuts = [next(record.step for record in run.records(0) if record.ended > at) for at in changed]
     answers = [(event["step"], event["shares"]) for event in run.events() if event["event"] == "rebalanced"]
     before = throughput(run, cuts[0] - STEPS_PER_PHASE, cuts[0])
     print(f"{run.manifest().roster.sync}: {before:.0f} tokens/s")
     for cut, ideal, what in ((cuts[0], 3 / 4, "half"), (cuts[1], 1.0, "whole again")):
         found = throughput(run, cut + RESPONSE_STEPS, cut + STEPS_PER_PHASE - RESPONSE_STEPS)
-        told = ", ".join(f"step {step}: {shares}" for step, shares in answers if cut <= step < cut + STEPS_PER_PHASE)
+        changes = ", ".join(f"step {step}: {shares}" for step, shares in answers if cut <= step < cut + STEPS_PER_PHASE)
         share = found / before / ideal
         print(
-            f"{what} at step {cut}: {share:.2f} of the ideal after {RESPONSE_STEPS} steps; {told or 'no answer'}",
+            f"{what} at step {cut}: {share:.2f} of the ideal after {RESPONSE_STEPS} steps; {changes or 'no answer'}",
             flush=True,
         )
 

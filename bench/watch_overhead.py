@@ -152,7 +152,7 @@ def measure_latency(server: WatchProcess, run: RunWriter) -> None:
         while f"step {STEPS + i + 1:,} of" not in next_message(stream):
             pass
         took_s.append(time.perf_counter() - began)
-    print(f"a step is told after {percentile(took_s, 0.5):.2f} s, at most {max(took_s):.2f} s ({UPDATES} steps)")
+    print(f"a step is shown after {percentile(took_s, 0.5):.2f} s, at most {max(took_s):.2f} s ({UPDATES} steps)")
 
 
 def measure_cpu_cost(server: WatchProcess, run: RunWriter) -> None:

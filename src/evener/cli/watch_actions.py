@@ -183,4 +183,4 @@ def _follow_until_closed(rundir: RunDir, closing: threading.Event) -> None:
             raise _FollowCancelled
 
     with contextlib.suppress(EvenerError, _FollowCancelled):
-        follow_run(rundir, read_plan(rundir), lambda news: None, on_change=see)
+        follow_run(rundir, read_plan(rundir), lambda event: None, on_change=see)
