@@ -72,7 +72,7 @@ def with_assumed_vocabulary(request: PlanRequest) -> PlanRequest:
 
 
 def load_run_request(run: str, texts: dict[str, str], link: str | None, fleet: str | None) -> PlanRequest:
-    """Make a request from a run's records, with the flags applied; write its rates to the fleet file if given."""
+    """Make a request from a run's records and the flags; with `fleet`, write the run's rates to that file."""
     from evener.core.run.run_plan import read_prediction
     from evener.core.run.rundir import RunDir
 

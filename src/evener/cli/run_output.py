@@ -81,7 +81,7 @@ def print_detached(rundir: RunDir) -> None:
 
 
 def checkpoint_info(rundir: RunDir, plan: Plan | None) -> dict[str, Any]:
-    """Return for JSON the newest local checkpoint, and the step and host of a newer one that only a host has."""
+    """Return, for JSON, the newest checkpoint here and, if a host has saved a newer one, its step and that host."""
     local_steps, saved = rundir.checkpoint_steps(), rundir.last_saved_step()
     newer = None
     if plan is not None and not plan.is_local_run and saved is not None and saved > max(local_steps, default=-1):

@@ -88,7 +88,7 @@ def _check_duplicate_machines(context: CheckContext) -> Iterator[Finding]:
 
 
 def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
-    """Check that python starts in its environment, and that no other file shadows its modules or torch."""
+    """Check that python starts with the variables of a session, and that no other file shadows its modules or torch."""
     for name, facts in context.facts.items():
         if facts.shadowed:
             module, path = next(iter(facts.shadowed.items()))

@@ -58,7 +58,7 @@ class PairConnectivity(msgspec.Struct, frozen=True, kw_only=True):
     segments: int | None = None
 
     def failed_attempts(self, what: str) -> list[ConnectAttempt]:
-        """Return the failed attempts on the rendezvous port, or on the ephemeral ones."""
+        """Return the failed attempts on ports of one kind: "rendezvous", "ephemeral" or "ssh"."""
         return [attempt for attempt in self.tries if attempt.what == what and attempt.result not in ("ok", "untried")]
 
     @property
@@ -167,7 +167,7 @@ def _count_reachable(
     identities: Mapping[str, str],
     secret: str,
 ) -> dict[str, dict[str, int | None]]:
-    """Return how many peers reached each address. With one candidate for each host there is nothing to choose."""
+    """Return {host: {address: number of peers that reached it}}; assume all did if no host has a choice."""
     if all(len(candidates[name]) == 1 for name in hosts):
         return {name: {candidates[name][0].address: len(hosts) - 1} for name in hosts}
     targets = {
@@ -239,8 +239,8 @@ def _try_ports(
 def _resolve_answering_macs(
     fanout: HostFanout, interfaces: Mapping[str, SocketInterface], pairs: PairTable
 ) -> PairTable:
-    """Add whose MAC answers, to pairs that are not open: another machine with the target's address looks like a
-    firewall."""
+    """Add to pairs that are not open the MAC address that answers for the target: if another machine has the target's
+    address, that looks like a firewall."""
     addresses: dict[str, list[str]] = {}
     for (source, target), pair in pairs.items():
         if not pair.is_open:
@@ -257,7 +257,7 @@ def _resolve_answering_macs(
 def _choose_probe_target(
     pair: PairConnectivity, interfaces: Mapping[str, SocketInterface], listening: ListeningPorts
 ) -> dict[str, Any] | None:
-    """Return a port of the target that answered; None if none did."""
+    """Return the target's {"address", "port", "udp", "mtu"} with a port that answered; None if none did."""
     address = interfaces[pair.target].address
     port = next((attempt.port for attempt in pair.tries if attempt.result == "ok" and attempt.what != "ssh"), None)
     if port is None:
@@ -353,7 +353,7 @@ def goodput_pairs(hosts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def pairs_to_remeasure(pairs: Mapping[tuple[str, str], PairConnectivity]) -> list[tuple[str, str]]:
-    """Return the pairs whose goodput is far below the best or the other direction, or came with many retransmits."""
+    """Return at most 16 pairs whose goodput is doubtful: low in itself or next to others, or with many retransmits."""
     known = {key: pair.goodput_Bps for key, pair in pairs.items() if pair.goodput_Bps}
     best = max(known.values(), default=0.0)
     selected = []

@@ -46,7 +46,7 @@ class CheckContext(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.fleet.hosts) == 1
 
     def devices(self, name: str) -> list[str]:
-        """Return the devices of the ranks that a run starts there; missing GPUs are a finding of their own."""
+        """Return the devices of the ranks that a run starts on a host; missing GPUs are another finding."""
         requested = self.requested_device(name)
         host = msgspec.structs.replace(self.fleet.hosts[name], devices="cpu" if requested == "cpu" else "auto")
         machine = msgspec.structs.replace(self.machine, device="auto")
@@ -57,19 +57,19 @@ class CheckContext(msgspec.Struct, frozen=True, kw_only=True):
         return [RankSlot(host=name, device=device) for name in self.facts for device in self.devices(name)]
 
     def requested_device(self, name: str) -> str:
-        """Return the device that its ranks were asked to compute on: auto, cpu or cuda."""
+        """Return the device that a host's ranks were asked to compute on: auto, cpu or cuda."""
         return requested_device(self.fleet.hosts[name], self.machine)
 
     def uses_gpu(self, name: str) -> bool:
-        """Return whether its ranks will compute on GPUs."""
+        """Return whether a host's ranks will compute on GPUs."""
         return "cpu" not in self.devices(name)
 
     def num_ranks(self, name: str) -> int:
-        """Return the number of ranks that a run starts there."""
+        """Return the number of ranks that a run starts on a host."""
         return len(self.devices(name))
 
     def sudo_prefix(self, name: str) -> str:
-        """Return the prefix of a command that needs root there: "sudo ", or "" for root."""
+        """Return the prefix of a command that needs root on a host: "sudo ", or "" if its user is root."""
         return "" if name in self.facts and self.facts[name].is_root else "sudo "
 
     def setup_command(self, *flags: str) -> str:

@@ -34,7 +34,7 @@ class InterfaceAddress(FactsRecord, frozen=True, kw_only=True):
 
     @property
     def network(self) -> str:
-        """Return the network that it belongs to: "192.168.1.0/24"."""
+        """Return the network that the address belongs to: "192.168.1.0/24"."""
         width = self.ip.max_prefixlen if self.prefix is None else self.prefix
         return str(ipaddress.ip_network(f"{self.address}/{width}", strict=False))
 
@@ -107,7 +107,7 @@ class ComputeDevices(FactsRecord, frozen=True, kw_only=True):
 
     @property
     def gpus_have_bf16(self) -> bool:
-        """Return whether it has GPUs and all of them compute in bfloat16."""
+        """Return whether the machine has GPUs and all of them compute in bfloat16."""
         supported = [capability >= MIN_BF16_COMPUTE_CAPABILITY for capability in self.gpu_capabilities]
         return bool(self.gpus) and len(supported) == len(self.gpus) and all(supported)
 

@@ -5,7 +5,7 @@ itself, as that takes root: it checks whether they are in place, and prints the 
 
     the table can be read (root, or sudo without a password)   compare its rules
     else, if this machine is not of the run                    a port that listens there must not answer
-    else                                                       report that it is not known
+    else                                                       report that the protection is not known
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PortProtection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_nft_rules(name: str, facts: HostFacts, network: ConnectivityReport, port: int, ssh_port: int) -> str:
-    """Return the commands for nft on a host, in one line: they replace the table by a new one."""
+    """Return the nft commands, in one line, for a table by which a host admits only hosts of the run to its ports."""
     interface, (low, high) = network.interfaces[name], facts.port_range
     kinds = {4: ("hosts4", "ipv4_addr", "ip"), 6: ("hosts6", "ipv6_addr", "ip6")}
     sets, accepts = [], []
@@ -66,14 +66,14 @@ def build_nft_rules(name: str, facts: HostFacts, network: ConnectivityReport, po
 
 
 def member_addresses(network: ConnectivityReport) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the addresses from which hosts of the run connect, and to which."""
+    """Return all addresses of the run's hosts: those that they connect from and those that they are reached at."""
     texts = [interface.address for interface in network.interfaces.values()]
     texts += [pair.sent_from for pair in network.pairs if pair.sent_from]
     return {ipaddress.ip_address(text.partition("%")[0]) for text in texts}
 
 
 def matches_rules(listed: list[dict[str, Any]], rules: str, network: ConnectivityReport) -> bool:
-    """Return whether a table, as nft lists it in JSON, is the one that these rules make."""
+    """Return whether `listed`, a table as nft prints it in JSON, is the one that the commands `rules` create."""
     objects = [(kind, item) for entry in listed for kind, item in entry.items()]
     table_rules = [item for kind, item in objects if kind == "rule"]
     members = {str(member) for kind, item in objects if kind == "set" for member in item.get("elem", [])}
@@ -87,7 +87,7 @@ def matches_rules(listed: list[dict[str, Any]], rules: str, network: Connectivit
 def inspect_port_protection(
     fanout: HostFanout, fleet: Fleet, facts: Mapping[str, HostFacts], network: ConnectivityReport, port: int
 ) -> dict[str, PortProtection]:
-    """Return how every host is protected. If its table cannot be read, try to connect, as a machine not of the run."""
+    """Return how each host's ports are protected. If its table cannot be read, try to connect from this machine."""
     names = [name for name in facts if name in network.interfaces]
     answers = fanout.map_hosts(
         names, lambda name: fanout.sessions[name].call("firewall", "read_nft_table", table=NFT_TABLE)
@@ -111,7 +111,7 @@ def inspect_port_protection(
 def _probe_as_outsider(
     fanout: HostFanout, name: str, network: ConnectivityReport, ssh_port: int, port: int
 ) -> FirewallState:
-    """Connect from this machine to a host's ports: "untold" if it is of the run, or cannot reach the host."""
+    """Return whether a host's ports are "open" or "closed" to this machine; "untold" if that shows nothing."""
     address = network.interfaces[name].address
     secret, identity = secrets.token_hex(16), secrets.token_hex(16)
     if not _can_connect_as_outsider(address, ssh_port, network):
@@ -130,7 +130,7 @@ def _probe_as_outsider(
 
 
 def _can_connect_as_outsider(address: str, port: int, network: ConnectivityReport) -> bool:
-    """Return whether a connection succeeds, from an address that is not of the run."""
+    """Return whether this machine can connect to a port of a host, from an address that is not of the run."""
     with contextlib.suppress(OSError), socket.create_connection((address, port), CONNECT_TIMEOUT_S) as connection:
         return ipaddress.ip_address(connection.getsockname()[0].partition("%")[0]) not in member_addresses(network)
     return False

@@ -37,10 +37,10 @@ class SocketInterface(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def candidate_interfaces(facts: HostFacts, host: HostConfig) -> list[SocketInterface]:
-    """Return what a host may use, in the order of its interfaces; an `interface` that the fleet file names comes first.
+    """Return the interfaces that a host may use, in the order of `facts`; one that the fleet file names comes first.
 
-    The others are tried all the same, to know whether they would be better. If the host lacks the named interface, or
-    it has no address, return nothing: that is an error, and no other is silently used instead.
+    The others are tried as well, to report whether they would be better. If the named interface is missing, down or
+    without an address, return []: that is an error, and no other is silently used instead.
     """
     candidates: list[SocketInterface] = []
     for interface in facts.interfaces:
@@ -90,9 +90,9 @@ def order_candidates(
 def choose_interface(
     candidates: Sequence[SocketInterface], reached: Mapping[str, int | None], num_peers: int, facts: HostFacts
 ) -> SocketInterface:
-    """Return the interface to use. `candidates` in order; `reached`: by address, how many peers did, None = untried.
+    """Return the interface to use. `reached`: how many peers reached each address; None: none of them tried it.
 
-    An untried one ranks behind one that all peers reached: peers stop trying once they have reached a better one.
+    An untried address counts as reached by none: peers stop trying once they have reached a better one.
     """
     named = next((candidate for candidate in candidates if candidate.why == NAMED_IN_FLEET_FILE), None)
     if named is not None:

@@ -123,7 +123,7 @@ def _check_mtus(context: CheckContext, pairs: PairTable) -> Iterator[Finding]:
 
 
 def _check_pair_mtu(context: CheckContext, both: list[PairConnectivity]) -> Iterator[Finding]:
-    """Yield at most one finding for two hosts."""
+    """Yield at most one finding on the MTU between two hosts."""
     chosen = {name: context.network.interfaces[name] for name in (both[0].source, both[0].target)}
     stalled = [pair for pair in both if pair.large == "stalled"]
     path_mtus = [pair.path_mtu for pair in both if pair.path_mtu is not None]

@@ -5,8 +5,8 @@
     duplex        goodput while the other direction sends too, as in a ring all-reduce: each rank sends and receives
     round trip    of a small message on an idle link
 
-A goodput is the median over tenths of a second. The 5th percentile and the mean show how often the link gives less: one
-that pauses is a finding (BBR by itself goes quiet for a fifth of a second in ten).
+A goodput is the median over tenths of a second. The 5th percentile and the mean show how often the link gives less: a
+link that pauses is a finding (BBR, by design, nearly pauses for 0.2 s in every 10 s).
 
 Up to four hosts are measured one pair after another; more of them in rounds of pairs that have no host in common.
 *Assumption*: the switch between them is not the limit.
@@ -48,7 +48,7 @@ Direction = tuple[str, str]  # (source, target)
 
 
 class LinkProbeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements from one host to another: the fleet file's Link, and figures for the reader only."""
+    """The measurements from one host to another: the fleet file's HostLink, and figures that are only printed."""
 
     source: str
     target: str
@@ -117,9 +117,9 @@ def measure_links(
     iperf3: bool = True,
     notify: Callable[[str], None] = lambda text: None,
 ) -> LinkProbeReport:
-    """Measure every ordered pair of `addresses`: by host, the address at which the others reach it.
+    """Measure the links between all ordered pairs of hosts. `addresses`: {host: address at which the others reach it}.
 
-    `on_progress` is called with a line for each pair that is done. A pair that cannot connect becomes a finding.
+    `notify` is called with a line for each pair that is done. A pair that cannot connect becomes a finding.
     """
     with_iperf3 = {name for name in addresses if iperf3 and sessions[name].call("link_probe", "has_iperf3")}
     results: dict[tuple[str, str], LinkProbeResult] = {}
@@ -214,8 +214,8 @@ def _measure_pair(
 def measure_duplex(
     flows: Mapping[Direction, TcpFlow], simplex: Mapping[Direction, GoodputMeasurement], seconds: float
 ) -> dict[Direction, GoodputMeasurement]:
-    """Measure both directions at once. If one has so little of its `simplex` goodput that TCP must have held it back,
-    measure again for longer, and return the fairest measurement.
+    """Measure both directions at once. If one gets so little of its `simplex` goodput that TCP must have held it back,
+    measure again for longer. Return the measurement whose lower duplex/simplex ratio is the highest.
     """
 
     def at_once(each_s: float) -> dict[Direction, GoodputMeasurement]:
@@ -289,7 +289,7 @@ class TcpFlow:
         )
 
     def measure_bursts(self, size: int, pauses_s: Sequence[float], rounds: int) -> list[list[BurstTiming]]:
-        """Send `rounds` bursts after each of these pauses, the pauses in turn; return the bursts of every pause."""
+        """Send `rounds` bursts after each pause, the pauses in turn; return one list of bursts per pause."""
         took_s = 5.0 * rounds * len(pauses_s)
         args = {"size": size, "pauses_s": list(pauses_s), "rounds": rounds, "seconds": took_s}
         timings = self._run_both_ends("receive_bursts", {"seconds": took_s}, "send_bursts", args, took_s)[1]

@@ -93,7 +93,7 @@ def _check_interfaces(context: CheckContext) -> Iterator[Finding]:
 
 
 def _closest_name(name: str, known: list[str]) -> str:
-    """Return the known name that is closest to `name`, else the first."""
+    """Return the name in `known` that is closest to `name`, else the first of them."""
     return (difflib.get_close_matches(name, known, n=1) or known)[0]
 
 

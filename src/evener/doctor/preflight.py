@@ -61,7 +61,7 @@ def run_preflight(
 ) -> PreflightReport:
     """Inspect every host and every pair. `errors`: the hosts that could not be reached.
 
-    `machine` is what the run to be started asks of its machines. `on_progress` is called with a line for each stage.
+    `machine` is what the run to be started asks of its machines. `notify` is called with a line for each stage.
     """
     began = time.monotonic()
     local_code_hash = code_hash()

@@ -1,9 +1,9 @@
 """Decide which other TCP setting is worth a finding, and choose its value. Pure: figures in, findings out.
 
 One TCP stream carries at most its window in a round trip, and two buffers hold the window: the sender's, for bytes that
-are not yet acknowledged (at most the third value of tcp_wmem), and the receiver's (of tcp_rmem; half of it counts, the
-rest is the kernel's own). While idle, the sender's congestion window shrinks, at last to ten segments, and then doubles
-with every round trip.
+are not yet acknowledged (at most the third value of tcp_wmem), and the receiver's (at most half of the third value of
+tcp_rmem, as the kernel uses the other half). While idle, the sender's congestion window shrinks, at last to ten
+segments, and then doubles with every round trip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ETHERNET_PAYLOAD_SHARE = 1448 / 1538  # share of the bytes on an Ethernet
 
 
 def is_clearly_faster(was: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether the other is clearly faster: by `MIN_SPEEDUP`, and each of its figures above each of the first.
+    """Return whether `other` has `MIN_SPEEDUP` times the median of `was`, and a minimum above the maximum of `was`.
 
     >>> (is_clearly_faster([100, 104, 102], [110, 112, 109]), is_clearly_faster([100, 111, 102], [110, 112, 109]),
     ...  is_clearly_faster([100, 101], [102, 103]))
@@ -108,7 +108,7 @@ def finding_for_gain(gain: TuningGain, source: str, target: str, sudo: str, meas
 def applicable_gains(
     links: Mapping[str, Mapping[str, HostLink]], facts: Mapping[str, HostFacts]
 ) -> Iterator[tuple[str, str, TuningGain]]:
-    """Yield (source, target, gain) for each setting that is still the slower one: its largest gain."""
+    """Yield (source, target, gain) for each setting of a host that still has its slower value: the largest gain."""
     best: dict[tuple[str, str], tuple[str, str, TuningGain]] = {}
     for source, targets in links.items():
         for target, link in targets.items():

@@ -5,8 +5,8 @@
     link.idle         a burst after an idle pause against a burst after a short one
 
 No setting of a host is changed: a socket may choose its congestion control and its buffers for itself, and a short
-pause has the effect of the setting. What cannot help, by arithmetic, is not tried: on most home networks that is
-everything but the congestion control, and on a NIC that already reaches its known speed, that too.
+pause has the effect of the setting. Settings that cannot help, by arithmetic, are not tried: on most home networks only
+the congestion control is, and not even that on a NIC that already reaches its nominal speed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def estimate_duration_s(num_hosts: int) -> float:
 
 
 def ring_pairs(names: Sequence[str]) -> list[HostPair]:
-    """Return pairs that contain every host: a setting belongs to a host, and need not be tried with all others.
+    """Return the neighbours in a ring of all hosts: a setting belongs to a host and needs no trial with every peer.
 
     >>> ring_pairs("ab"), ring_pairs("abcd")
     ([('a', 'b')], [('a', 'b'), ('b', 'c'), ('c', 'd'), ('d', 'a')])
@@ -254,7 +254,7 @@ class TcpTuner:
     # --- link.idle
 
     def _try_idle_restart(self, wire: LinkProbeResult) -> TuningGain | None:
-        """Return the gain of keeping the window while idle; None unless bursts after idling are slower without."""
+        """Return the gain of keeping the window while idle; None unless bursts after a pause are slower."""
         burst = int(min(MAX_BURST_BYTES, max(MIN_BURST_BYTES, BURST_S * wire.link.goodput_Bps)))
         lost_s = tcp_settings.slow_start_s(wire.link.goodput_Bps, wire.link.rtt_s, burst)
         is_worth_trying = lost_s > (tcp_settings.MIN_SPEEDUP - 1) * burst / wire.link.goodput_Bps

@@ -27,7 +27,7 @@ QUEUE_S = 0.02  # longest wait of a packet before the queue drops it: the buffer
 QUEUE_MIN_BYTES = 256 * 1024
 BURST_S = 0.001
 BURST_MIN_BYTES = 16 * 1024
-POLICER_BURST_BYTES = 32 * 1024  # at 1 Gbit BBR gets 0.7 of it, and exchanges of 4 MB 0.57 with pauses of 230 ms
+POLICER_BURST_BYTES = 32 * 1024  # at 1 Gbit/s BBR gets 0.7 of it; 4 MB exchanges 0.57, with 230 ms pauses
 IFA_F_NODAD = 0x02
 
 plugins["bfifo"] = plugins["pfifo"]  # the same single option, in bytes

@@ -152,8 +152,8 @@ def train_plan(
 
 
 def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version: int) -> Plan:
-    """Return the plan of a running run with one host added: its ranks follow the present ones, each with their mean
-    share. UsageError if its ranks could not communicate with the others.
+    """Return the plan of a running run with one host added. Its ranks are numbered after the present ones, and each has
+    their mean share of the batch. UsageError if its ranks could not communicate with the others.
     """
     spec, roster, seats = plan.spec, plan.roster, newcomer.rank_slots(plan.spec.machine if plan.spec else MachineSpec())
     assert spec is not None
@@ -231,8 +231,8 @@ def script_plan(
 ) -> Plan:
     """Plan a user's program, ["train.py", …] or ["-m", "module", …], on all hosts, in its project's folder.
 
-    `project` is None on this machine alone, where it runs in place. Few variables of `environment`, the controller's,
-    are forwarded.
+    `project` is None on this machine alone, where the program runs in place. Of `environment`, the controller's
+    variables, only a few are forwarded.
     """
     places = prepared.hosts
     counts = [len(place.rank_slots(MachineSpec())) for place in places]

@@ -45,7 +45,7 @@ def fleet_program_lines(
 ) -> Generator[tuple[str, str]]:
     """Yield (host, line) for the JSON lines that a module prints on every host, as they arrive; `args` is by host.
 
-    When the generator is closed, the program has been stopped and its folders removed.
+    Closing the generator stops the program and removes its folders on the hosts.
     """
     with tempfile.TemporaryDirectory(prefix="evener-probe-") as folder:
         rundir = RunDir(Path(folder) / "run")

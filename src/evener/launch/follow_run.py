@@ -38,8 +38,9 @@ def follow_run(
     """Mirror the run until it has ended everywhere; return the hosts' last states.
 
     Raises the EvenerError of the first failure. With `fetches_checkpoints`, checkpoints are fetched meanwhile, and the
-    missing ones at the end; else all of them at the end, without a report. `observe` receives rank 0's step records and
-    new events, and `notify` lost connections. KeyboardInterrupt does not stop the run.
+    missing ones at the end; else all of them at the end, without a report. `observe` receives one record of each step
+    (rank 0's or, with dynamic membership, the first to arrive) and new events; `notify` receives lost connections.
+    KeyboardInterrupt does not stop the run.
     """
     next_step = -1
 
@@ -130,7 +131,7 @@ def _follow_plan(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[
 
 
 def _is_plan_stale(event: Mapping[str, Any], rundir: RunDir, mirror: RunMirror) -> bool:
-    """Return whether a host takes part that had left, or was added after the plan was read."""
+    """Return whether a host that had left, or was added after the plan was read, takes part now."""
     members = event.get("hosts") if event["event"] == "world" else None
     hosts = {str(name) for name in members} if isinstance(members, list) else set()
     is_back = any(mirror.hosts[name].is_done for name in hosts & mirror.hosts.keys())

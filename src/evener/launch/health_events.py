@@ -33,7 +33,7 @@ class HealthMonitor:
         self._unsupervised = set[str]()
 
     def poll(self, mirror: RunMirror) -> list[HealthEvent]:
-        """Return the new events. In a run that outlives its hosts, its agents report and handle hangs and failures."""
+        """Return the new events. With dynamic membership, the hosts' agents report and handle hangs and failures."""
         if self._plan.has_dynamic_membership:
             if any(has_run_ended(host) for host in mirror.hosts.values()):
                 self._failed_at = self._failed_at or time.monotonic()
@@ -42,7 +42,7 @@ class HealthMonitor:
 
     def is_exit_overdue(self) -> bool:
         """Return whether the other hosts should have exited by now: a host has failed, or the run has ended everywhere
-        but on a host that waits to rejoin and did not receive that.
+        except on a host that waits to rejoin and has not learned of the end.
         """
         return self._failed_at is not None and time.monotonic() - self._failed_at > EXIT_TIMEOUT_S
 
@@ -103,7 +103,7 @@ class HealthMonitor:
 
 
 def has_run_ended(host: HostMirror) -> bool:
-    """Return whether a run that outlives its hosts has ended everywhere, according to this host."""
+    """Return whether a run with dynamic membership has ended everywhere, according to this host's exit status."""
     return host.is_done and (host.state or GONE_STATE)["status"] in (0, EXIT_RUN_FAILED)
 
 

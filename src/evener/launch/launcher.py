@@ -279,7 +279,7 @@ def cached_states(rundir: RunDir, plan: Plan) -> dict[str, SupervisorState]:
 
 
 def query_run_state(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
-    """Return the state of each host of a run, asking the hosts unless all are known to have ended, and of the run."""
+    """Return ({host: state}, state of the run); query the hosts unless all are recorded as ended."""
     states = cached_states(rundir, plan)
     if any(state.get("state") != "ended" for state in states.values()):
         answers = query_states(rundir, plan)

@@ -74,7 +74,7 @@ class ConnectedHosts(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def connect_hosts(fleet: Fleet | None) -> Iterator[ConnectedHosts]:
-    """Connect to the hosts of a fleet; None: to this machine alone, under its name in runs."""
+    """Connect to the hosts of a fleet; without one, to this machine alone, named by its host name."""
     hosts = fleet or Fleet(hosts={local_host_info().host: HostConfig(address="local")})
     with connect(hosts) as (sessions, errors):
         if fleet is None and errors:
@@ -159,8 +159,8 @@ def _format_finding(finding: Finding) -> str:
 def _local_host(hosts: ConnectedHosts, rundir: RunDir, cwd: Path | None) -> PreparedHost:
     """Return this machine as the only host of a run.
 
-    Each of several ranks has its own GPU, or all are on the CPU; without a number of ranks: one rank a GPU, or one on
-    the CPU.
+    If a number of ranks is given, each has its own GPU or, if there are too few, all are on the CPU. If not: one rank
+    per GPU, or one on the CPU.
     """
     name, host = next(iter(hosts.fleet.hosts.items()))
     devices = from_builtins(hosts.sessions[name].call("facts", "collect_devices"), ComputeDevices)

@@ -28,7 +28,7 @@ Warn = Callable[[Sequence[Finding]], None]
 def run_collectives(
     fleet: Fleet | None, spec: CollectiveBenchSpec, ranks: int | None, warn: Warn
 ) -> Iterator[tuple[float, Iterator[CollectiveBenchMessage]]]:
-    """Run the collectives on a fleet or this machine; yield (β of the slowest link, messages of the ranks)."""
+    """Run the collectives on a fleet or this machine; yield (B/s of the slowest link, ranks' messages)."""
     if fleet is None and ranks == 1:
         raise UsageError("--ranks 1: collectives need two ranks or more", hint="--ranks 2")
     decode = json_decoder(CollectiveBenchMessage).decode
@@ -89,7 +89,7 @@ def _merge_ranks(place: PreparedHost) -> PreparedHost:
 
 
 def _measure_loopback_Bps() -> float:
-    """Measure β of this machine's loopback, both directions at once."""
+    """Measure the bandwidth of this machine's loopback, in bytes per second, in both directions at once."""
     local = HostConfig(address="local")
     with contextlib.ExitStack() as stack:
         sessions = {name: stack.enter_context(contextlib.closing(open_session(name, local))) for name in ("one", "two")}

@@ -1,4 +1,4 @@
-"""Delete runs from the disk, but none that is in use, and none only in part."""
+"""Delete runs from the disk: each completely, and none that is in use."""
 
 from __future__ import annotations
 

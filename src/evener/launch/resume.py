@@ -1,7 +1,7 @@
 """What a resumed run keeps of its previous start: hosts, order of ranks, spec, sync strategy, buckets and prediction.
 
-A resumed run continues from its newest checkpoint. Its result is to be the one that it would have had without the stop,
-so what decides the order of summation stays; hosts and all other flags may change.
+A resumed run continues from its newest checkpoint. Its result should be the one that it would have had without the
+stop, so everything that decides the order of summation is kept, unless the user asks for other hosts or settings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ResumedRun:
         self.plan: Plan | None = read_plan_if_present(rundir)  # None: a worker that was started by hand
 
     def fleet(self) -> Fleet | None:
-        """Return the hosts that it had, with their links and rates in fleet.toml; None: this machine alone."""
+        """Return the hosts of the previous start, with the measurements in fleet.toml; None: this machine alone."""
         if self.plan is None or self.plan.is_local_run:
             return None
         fleet = self.plan.fleet
@@ -43,7 +43,7 @@ class ResumedRun:
         return fleet
 
     def fetch_spec(self, notify: Notify) -> RunSpec:
-        """Fetch its records and newest checkpoint, and return its spec. UsageError if it still runs."""
+        """Fetch the run's records and newest checkpoint; return the run's spec. UsageError if the run still runs."""
         rundir, plan = self.rundir, self.plan
         if plan is None:
             return msgspec.structs.replace(rundir.manifest().spec, out=str(rundir))
@@ -70,12 +70,12 @@ class ResumedRun:
         return msgspec.structs.replace(resolved, spec=spec)
 
     def with_previous_buckets(self, roster: Roster) -> Roster:
-        """Return the roster with the bucket size that the run had: another would change the order of summation."""
+        """Return the roster with the run's previous bucket size, as another would change the order of summation."""
         had = self.rundir.manifest().roster
         return roster if had.sync != roster.sync else msgspec.structs.replace(roster, bucket_bytes=had.bucket_bytes)
 
     def prediction(self, fleet: Fleet, resolved: ResolvedRun, seats: Sequence[RankSlot]) -> Prediction | None:
-        """Return its previous prediction if neither the work, the hosts nor their measurements have changed."""
+        """Return the run's previous prediction if neither the work, the hosts nor their measurements have changed."""
         if self.plan is None or self.plan.prediction is None or fleet.rates:
             return None
         prediction, spec, was = self.plan.prediction, resolved.spec, self.plan.spec

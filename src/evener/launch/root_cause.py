@@ -215,7 +215,7 @@ def _reported_failure(rundir: RunDir, plan: Plan, states: Mapping[str, Superviso
 
 
 def _printed_error(rundir: RunDir, plan: Plan, state: SupervisorState, rank: int) -> tuple[str, str] | None:
-    """Return (error, hint) as our worker prints them before it has a run to record them in."""
+    """Return the (error, hint) that our worker prints if it fails before it can record them in the run."""
     log = rundir.log_path(plan.host_of_rank(rank).name, rank)
     for line, following in itertools.pairwise([*tail_log(log, SEARCHED_LINES, _started_at(state)), ""]):
         if line.startswith("error: "):

@@ -109,8 +109,8 @@ def project_name(folder: Path) -> str:
 def started(run: PlannedRun, sessions: Sessions, notify: Notify, *, detach: bool = False) -> Iterator[None]:
     """Send the files that the hosts lack, and start all ranks.
 
-    On this machine alone, unless it is detached, the run lasts as long as the context. A training that never began,
-    because the request was wrong or it was stopped, leaves no directory.
+    A run on a fleet, or with `detach`, outlives the context. Any other run ends with it, at the latest; if it is a
+    training that never began, because the request was wrong or it was stopped, its new run directory is removed.
     """
     rundir, plan = run.rundir, run.plan
     members = {host.name: sessions[host.name] for host in plan.hosts}

@@ -1,4 +1,4 @@
-"""Plan a training: who takes part, in which order and with which roster, by what is predicted of the hosts."""
+"""Plan a training: choose its hosts, their order and the roster, from predictions of its step time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from evener.plan.choice.search import format_run_prediction, recommended_flags
 def choose_fleet(given: str | None, names: str | None, resumed: ResumedRun | None) -> Fleet | None:
     """Return the hosts to train on; None: this machine alone.
 
-    They are those of the given fleet file; else those that a resumed run had, or those of fleet.toml. `names` selects
-    some of them.
+    They are those of the given fleet file; without one, those of the resumed run's previous start, or, for a new run,
+    those of fleet.toml. `names` selects some of them.
     """
     if given is None and resumed is not None:
         fleet = resumed.fleet()

@@ -198,12 +198,12 @@ def _render_inventory_hostname(text: str, name: str) -> str:
 
 
 def _is_templated(text: str) -> bool:
-    """Return whether it is a template, or encrypted in a vault."""
+    """Return whether a value is a template, or encrypted in a vault."""
     return "{{" in text or text.startswith("$ANSIBLE_VAULT")
 
 
 def _abbreviate(text: str) -> str:
-    """Return enough of it to identify it."""
+    """Return the first line of a text, at most 40 characters of it."""
     line = text.partition("\n")[0]
     return line if len(line) <= 40 else f"{line[:40]}…"
 

@@ -4,7 +4,7 @@
     worker-2:8              MPICH, Intel MPI
     ben@worker-3:2222       a login name and a port of ssh
 
-Slots are read, so that a file with them is one, and not used.
+Slots are parsed, so that a file with them is valid, but they are not used.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ SshSettings = dict[str, list[str]]  # by keyword in lower case
 def import_ssh_config(file: Path | None = None) -> HostList:
     """Return the machines of ~/.ssh/config, or of another file, by their aliases.
 
-    The settings of a file that ssh does not read by itself are written out, as evener does not call `ssh -F FILE`.
+    From a file that ssh does not read by default, settings are copied, as evener does not call `ssh -F FILE`.
     """
     default_file = Path.home() / ".ssh" / "config"
     path = file or default_file
@@ -97,7 +97,7 @@ def list_aliases(file: Path) -> tuple[list[str], set[Path]]:
 
 
 def _collect_aliases(file: Path, aliases: dict[str, None], files: set[Path]) -> None:
-    """Add what a file names. An Include below a Host line is not followed: it applies to hosts of that line alone."""
+    """Add a file's aliases, and the file itself. An Include below a Host line is only for that line: not read."""
     text = read_text_file(file)
     files.add(file.resolve())
     if len(files) > MAX_FILES:
@@ -149,7 +149,7 @@ def read_settings(file: Path, alias: str) -> SshSettings:
 
 
 def _default_config_files(default_file: Path) -> set[Path]:
-    """Return the files that ssh reads by itself."""
+    """Return the files that ssh reads by default."""
     try:
         return list_aliases(default_file)[1] | {Path("/etc/ssh/ssh_config")}
     except EvenerError:  # it is missing or broken, which is not the question here

@@ -41,4 +41,4 @@ class FakeSession(Session):
         return 0.0, 0.0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""

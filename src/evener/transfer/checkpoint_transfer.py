@@ -1,8 +1,8 @@
 """Transfer a run's checkpoints: fetch them from the fleet, and restore them to it when the run is resumed.
 
-    while it is followed    CheckpointFetcher   the newest, in a tenth of the time: training traffic goes first
-    at its end              fetch_checkpoints   the newest and the best, at full rate, as `evener fetch` and `stop` do
-    when it is resumed      restore_to_hosts    the one to resume from, to every host that lacks it or has it damaged
+    while a run is followed   CheckpointFetcher   the newest, in a tenth of the time: training traffic goes first
+    at the run's end          fetch_checkpoints   the newest and the best, at full rate, as `evener fetch` and `stop` do
+    when the run is resumed   restore_to_hosts    the one to resume from, to every host without an intact copy
 
 Every transfer can be interrupted anywhere: a checkpoint is here completely or not at all, and the bytes that arrived
 are not sent again. If a checkpoint is damaged on its host, the one before it is fetched.
@@ -100,7 +100,7 @@ def _fetch_missing(rundir: RunDir, plan: Plan, notify: Callable[[str], None],
            throttle: Callable[[float], None] | None = None) -> list[int]:  # fmt: skip
     """Fetch checkpoints until none is missing, including those saved meanwhile; skip removed and damaged ones.
 
-    With `throttle`, at most one.
+    With `throttle`, fetch at most one.
     """
     host, fetched, skipped = _host_with_newest(rundir, plan), list[int](), set[int]()
     with contextlib.closing(open_session(host.name, host.host)) as session:
@@ -128,8 +128,8 @@ def _fetch_missing(rundir: RunDir, plan: Plan, notify: Callable[[str], None],
 
 
 def _host_with_newest(rundir: RunDir, plan: Plan) -> HostPlan:
-    """Return the first host; in a run that outlives its hosts, the reachable host of the newest epoch with the newest
-    checkpoint.
+    """Return the host to fetch from: the first one or, with dynamic membership, the reachable host of the newest epoch
+    that has the newest checkpoint.
     """
     if not plan.has_dynamic_membership:
         return plan.hosts[0]
@@ -190,7 +190,7 @@ def _is_intact(rundir: RunDir, step: int) -> bool:
 
 
 def _partial_path(target: Path) -> Path:
-    """Return the folder in which a checkpoint arrives."""
+    """Return the folder that holds a checkpoint until its transfer is complete."""
     return target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
 
 
@@ -211,7 +211,7 @@ def _prune_local(rundir: RunDir, plan: Plan) -> None:
 def exclusive_lock(
     rundir: RunDir, notify: Callable[[str], None] | None, lock_name: str = "carry.lock"
 ) -> Iterator[None]:
-    """Hold a lock of a run, so that one terminal at a time fetches. `notify` None: do not wait (BlockingIOError)."""
+    """Hold a lock of a run, for one terminal at a time. With `notify` report and wait; else raise BlockingIOError."""
     path = rundir.path / "hosts" / lock_name
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:

@@ -88,7 +88,7 @@ class RemoteFile(msgspec.Struct, frozen=True):
 
 
 class FileFetcher:
-    """Fetches files of a host's folder `source` to the folder `target` here. The caller excludes a second fetcher.
+    """Fetches files of a host's folder `source` to the folder `target` here. Not for two callers at a time.
 
     A file gets its name only when it is complete and verified. An interrupted call leaves what arrived in the folder
     `partials`, and the next one resumes. With `throttle`, which is called with the seconds that each chunk took, small

@@ -60,7 +60,7 @@ class HostSetupResult(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     python: str  # the interpreter of the ranks
-    actions: list[str]  # what changed; empty if nothing had to
+    actions: list[str]  # what changed; empty if nothing had to change
     torch: str
     evener: str
     evener_hash: str
@@ -253,7 +253,7 @@ class _HostInstaller:
         return state
 
     def _packages_to_install(self, state: dict[str, Any]) -> dict[str, str] | None:
-        """Return the packages to install: empty if only evener is, None if nothing is."""
+        """Return the packages to install besides evener ({} without an environment); None if not even evener is."""
         if state["now"] is None:
             return {}
         wanted = self._required_packages(state)

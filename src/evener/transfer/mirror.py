@@ -103,7 +103,7 @@ class HostMirror:
 
     def __init__(self, rundir: RunDir, plan: Plan, name: str,
                  should_restart: Callable[[], bool | None] = lambda: False) -> None:  # fmt: skip
-        """`should_restart`: should a host that went down restart now that it is back? None: not known yet."""
+        """`should_restart` returns whether to restart a host that went down and is back; None: not known yet."""
         self.name, self._fleet = name, plan.fleet
         self._rundir, self.plan = rundir, plan.host(name)
         self._folder, self._is_restart_wanted = self.plan.supervisor_state_path(rundir).parent, should_restart
@@ -249,7 +249,7 @@ class HostMirror:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the copies, as two terminals may follow one run. RunError if this host has left the run."""
+        """Lock the copies, as two terminals may follow one run. RunError if the run was restarted without this host."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "mirror.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -337,7 +337,7 @@ def to_host_error(error: RemoteError, fleet: Fleet) -> HostError:
 
 
 def choose_manifest(rundir: RunDir, plan: Plan) -> None:
-    """Install the manifest of the newest epoch as the run's: in a run that outlives its hosts each host writes one."""
+    """Install the manifest of the newest epoch as the run's: with dynamic membership, each host writes one."""
     if not plan.has_dynamic_membership:
         return
     candidates: list[tuple[tuple[int, bool], Path]] = []

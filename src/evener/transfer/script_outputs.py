@@ -47,7 +47,7 @@ class ScriptOutputs(msgspec.Struct, frozen=True):
 
 
 def find_outputs(plan: Plan, states: Mapping[str, SupervisorState]) -> dict[str, ScriptOutputs]:
-    """Return the files written by the script, by host, for reachable hosts that have any; `states` are the last."""
+    """Return {host: files that the script wrote} of reachable hosts with any; `states`: the hosts' last states."""
 
     def ask(name: str) -> ScriptOutputs | None:
         with contextlib.suppress(HostError), _host_session(plan, name) as session:

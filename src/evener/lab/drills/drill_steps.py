@@ -19,23 +19,23 @@ BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def set_hosts_entry(host: str, name: str, address: str) -> DrillStep:
-    """Set the address of a name in /etc/hosts; "" removes the name."""
+    """Return the step that sets the address of a name in /etc/hosts; "" removes the name."""
     gone = rf"sed -i '/[[:space:]]{name}$/d' /etc/hosts"
     return on_host(host, f"{gone}; echo '{address} {name}' >> /etc/hosts" if address else gone)
 
 
 def set_env(host: str, name: str, value: str) -> DrillStep:
-    """Set an environment variable of every ssh session."""
+    """Return the step that sets an environment variable of every ssh session."""
     return on_host(host, f"mkdir -p ~/.ssh; echo '{name}={value}' >> {ENVIRONMENT}")
 
 
 def unset_env(host: str, *names: str) -> DrillStep:
-    """Remove environment variables of every ssh session."""
+    """Return the step that removes environment variables of every ssh session."""
     return on_host(host, f"sed -i -E '/^({'|'.join(names)})=/d' {ENVIRONMENT}")
 
 
 def restrict_ports(host: str) -> DrillStep:
-    """Allow only the run's hosts to connect, by the command that evener doctor --private prints."""
+    """Return the step that admits only the run's hosts, by the command that `evener doctor --private` prints."""
 
     def do(stage: DrillContext) -> None:
         findings = PRIVATE_DOCTOR(stage).findings
@@ -46,19 +46,19 @@ def restrict_ports(host: str) -> DrillStep:
 
 
 def set_firewall(host: str, *rules: str) -> DrillStep:
-    """Set the nftables rules for incoming packets; none: no firewall. The ssh port stays open."""
+    """Return the step that sets nftables rules for incoming packets; none: no firewall. The ssh port stays open."""
     text = "; ".join(f"nft add rule inet evener input {rule}" for rule in rules) or "nft delete table inet evener"
     return make_lab_step(f"on {host}: {text}", lambda stage: stage.host(host).set_firewall(rules))
 
 
 def set_cable(host: str, plugged_in: bool) -> DrillStep:
-    """Plug in or pull the cable of the main interface."""
+    """Return the step that plugs in or pulls the cable of the main interface."""
     action = "plug it in again" if plugged_in else "pull it out of the switch"
     return make_lab_step(f"the cable of {host}: {action}", lambda stage: stage.host(host).set_link_up(plugged_in))
 
 
 def set_link_rate(host: str, up: str, down: str | None = None, *, policed: bool = False) -> DrillStep:
-    """Set the rate of the link; `policed`: the switch drops packets above `down` instead of queueing them."""
+    """Return the step that sets the link's rate; `policed`: the switch drops packets above `down`, not queues them."""
     rates = f"{up} both ways" if down is None else f"{up} out, {down} in"
     dropped = ", and the switch drops packets above that" if policed else ""
     return make_lab_step(
@@ -68,12 +68,12 @@ def set_link_rate(host: str, up: str, down: str | None = None, *, policed: bool 
 
 
 def set_sysctl(host: str, name: str, value: str) -> DrillStep:
-    """Set a kernel parameter that each network namespace has for itself."""
+    """Return the step that sets a kernel parameter of which each network namespace has its own value."""
     return on_host(host, f"sysctl -w {name}='{value}'")
 
 
 def probe_wire(check: str) -> DrillStep:
-    """Measure the links until the fleet file records the expected gain, which a busy machine can hide."""
+    """Return the step that measures the links until the fleet file has the gain, which a busy machine can hide."""
 
     def do(stage: DrillContext) -> None:
         for _ in range(MAX_PROBES):
@@ -86,20 +86,20 @@ def probe_wire(check: str) -> DrillStep:
 
 
 def set_limits(host: str, **limits: int) -> DrillStep:
-    """Set soft resource limits of every ssh session, such as nofile=64."""
+    """Return the step that sets soft resource limits of every ssh session, such as nofile=64."""
     options = " ".join(f"--{name}={value}:" for name, value in limits.items())
     return on_host(host, f'prlimit --pid "$(pgrep -o sshd)" {options}')
 
 
 def override_file(host: str, path: str, content: str) -> DrillStep:
-    """Set what a file of /sys or /proc shows."""
+    """Return the step that replaces the content of a file of /sys or /proc."""
     return make_lab_step(
         f"on {host}: {path} shows {content}", lambda stage: stage.host(host).override_file(path, content + "\n")
     )
 
 
 def overlay_files(host: str, folder: str, files: dict[str, str]) -> DrillStep:
-    """Add files to a folder of /sys that this machine does not have."""
+    """Return the step that adds files, which this machine does not have, to a folder of /sys."""
     existing = folder if Path(folder).is_dir() else str(Path(folder).parent)
     inside = "" if existing == folder else Path(folder).name + "/"
     layers = f"/run/evener-lab/{folder.replace('/', '-')}"
@@ -119,7 +119,7 @@ def overlay_files(host: str, folder: str, files: dict[str, str]) -> DrillStep:
 
 
 def set_bf16_support(host: str, *, is_supported: bool = False) -> DrillStep:
-    """Hide or show the processor's bf16 flags in /proc/cpuinfo, whatever this machine has."""
+    """Return the step that hides or shows bf16 flags in /proc/cpuinfo, whatever this machine's processor has."""
 
     def do(stage: DrillContext) -> None:
         lines = []
@@ -137,7 +137,7 @@ def set_bf16_support(host: str, *, is_supported: bool = False) -> DrillStep:
 
 
 def start_program(host: str, command: str, *, ready: str) -> DrillStep:
-    """Start a program in the background and wait until the shell test `ready` succeeds."""
+    """Return the step that starts a program in the background and waits until the shell test `ready` succeeds."""
     venv = Path(sys.executable).parent
 
     def do(stage: DrillContext) -> None:
@@ -158,7 +158,7 @@ def wait_until_ready(stage: DrillContext, host: str, ready: str) -> None:
 
 
 def start_in_terminal(host: str, command: str, *, ready: str) -> DrillStep:
-    """Start a program in an ssh session with a terminal, and wait until the shell test `ready` succeeds."""
+    """Return the step that starts a program in an ssh session with a terminal and waits until `ready` succeeds."""
 
     def do(stage: DrillContext) -> None:
         argv = stage.lab.ssh_argv(host, f"PATH={Path(sys.executable).parent}:$PATH; {command}")
@@ -176,12 +176,12 @@ def start_in_terminal(host: str, command: str, *, ready: str) -> DrillStep:
 
 
 def write_file(host: str, name: str, text: str) -> DrillStep:
-    """Write a file in the host's home."""
+    """Return the step that writes a file in the host's home."""
     return make_lab_step(f"on {host}: write {name}", lambda stage: (stage.host(host).home / name).write_text(text))
 
 
 def create_venv(host: str, folder: str, packages: dict[str, str]) -> DrillStep:
-    """Create a venv that sees this machine's packages, but metadata of other versions for those in `packages`."""
+    """Return the step that creates a venv with this machine's packages, but other version numbers for `packages`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     installed = next(path for path in sys.path if path.endswith("site-packages"))
 

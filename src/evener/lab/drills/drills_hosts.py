@@ -65,7 +65,7 @@ MEMLOCK_BYTES = 2**30  # what RDMA needs
 
 
 def needs_root() -> str | None:
-    """Return why a memory limit is not possible here, if it is not: only root may create cgroups."""
+    """Return why a memory limit is impossible here, as only root may create cgroups; None if it is possible."""
     return None if os.geteuid() == 0 else "a memory limit is a cgroup, which only root may make"
 
 
@@ -78,7 +78,7 @@ exec(sys.argv[-1])
 
 
 def _raise_memlock() -> DrillStep:
-    """Raise the memlock limit; if this machine's hard limit is lower, remove the InfiniBand card instead."""
+    """Return the step that raises the memlock limit or, if this machine forbids that, removes the InfiniBand card."""
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if hard == resource.RLIM_INFINITY or hard >= MEMLOCK_BYTES:
         return set_limits("b", memlock=MEMLOCK_BYTES)
@@ -86,7 +86,7 @@ def _raise_memlock() -> DrillStep:
 
 
 def needs_no_gpu() -> str | None:
-    """Return why the drill is not possible here, if it is not: this machine has a GPU."""
+    """Return why the drill is impossible here if this machine has a GPU; None if it has none."""
     return "this machine has an NVIDIA driver" if shutil.which("nvidia-smi") else None
 
 

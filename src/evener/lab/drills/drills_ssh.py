@@ -47,7 +47,7 @@ def _set_right_key(stage: DrillContext) -> None:
 
 
 def _set_sshd_options(*lines: str) -> DrillStep:
-    """Put lines at the top of sshd_config, where they take precedence; none: restore it."""
+    """Return the step that puts lines at the top of sshd_config, where they take precedence; none: restores it."""
 
     def do(stage: DrillContext) -> None:
         folder = stage.lab.path / "hosts" / "b"

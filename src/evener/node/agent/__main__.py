@@ -6,8 +6,8 @@ The agent decides each epoch with the other agents, starts its host's ranks in i
 starts again. In an elastic run (`AgentSpec.is_elastic`) ranks survive from epoch to epoch, and the agent gives them the
 rendezvous of the next one; a host outside the epoch keeps standby ranks, so that it can be admitted at once.
 
-It needs no controller and no torch. Exit status 0: the run has finished; OVER: it failed too often; LEFT: it continues
-without this host.
+It needs no controller and no torch. Exit status 0: the run has finished; EXIT_RUN_FAILED: the run has failed, and no
+further epoch would help; EXIT_HOST_LEFT: the run continues without this host; 1: this host's disk or files failed.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class HostAgent:
         self, spec: AgentSpec, folder: Path, *, clock: Callable[[], float] = time.monotonic,
         start_ranks: Callable[[AgentSpec, Path, Rendezvous], RankProcesses] = RankProcesses,
     ) -> None:  # fmt: skip
-        """Take part in the run of `folder`; `clock` and `start_ranks` are what a simulation replaces.
+        """Load the consensus state of the run in `folder`; a simulation replaces `clock` and `start_ranks`.
 
-        CheckpointError if the saved consensus state is damaged: this host could break a promise it made.
+        CheckpointError if that state is damaged: this host could then break a promise that it made.
         """
         self._spec, self._folder, self._state_path = spec, folder, folder / CONSENSUS_STATE_FILE
         self._clock, self._start_ranks = clock, start_ranks
@@ -86,7 +86,7 @@ class HostAgent:
         self._is_spec_unsaved = False  # another host sent a newer one, and it is not written to disk yet
         self._exclusion_path, self._leave_reason = folder / EXCLUDED_FILE, ""  # why the agent decided to leave
         self._required_bytes: int | None = None  # free bytes to wait for, after its ranks had no room for checkpoints
-        self._disk_retry_at, self._num_disk_retries = 0.0, 0  # not checked before; how often there was too little
+        self._disk_retry_at, self._num_disk_retries = 0.0, 0  # time of the next check; number of retries so far
         saved = (
             read_json(self._state_path, ConsensusState)
             if self._state_path.exists()
@@ -111,7 +111,7 @@ class HostAgent:
         self._failures: list[dict[str, Any]] = []  # of the last epoch that failed here
         # epochs that failed here without a save after this step
         self._num_consecutive_failures, self._last_failure_step = 0, -1
-        self._killed_at: dict[int, float] = {}  # when, by local rank
+        self._killed_at: dict[int, float] = {}  # when a rank was killed by SIGKILL, by local rank
         self._ended_at: float | None = None
         self._have_ranks_joined = False  # this host's ranks have been in an epoch
         self._restart_at, self._num_failed_starts = 0.0, 0  # when standby ranks may be started; starts that failed
@@ -152,7 +152,7 @@ class HostAgent:
             self._status_received.set()
 
     def make_status(self) -> HostStatus | None:
-        """Return the status to broadcast now, or None."""
+        """Return the status to broadcast now; None if no broadcast is due, or while the disk fails."""
         now, spec = self._clock(), self._spec
         if self._write_error or not (self._consensus.is_broadcast_due(now) or self._broadcast_version != spec.version):
             return None
@@ -162,7 +162,8 @@ class HostAgent:
     def tick(self) -> int | None:
         """Run one iteration; return the exit status once the agent is finished.
 
-        A host cannot promise what it cannot write down: while its disk fails, the others continue without it.
+        While the disk fails, this host broadcasts nothing, as it could not keep a promise: the others continue without
+        it. OSError once the disk has failed for `WRITE_ERROR_TIMEOUT_S`.
         """
         try:
             status, write_error = self._tick(), ""
@@ -214,7 +215,7 @@ class HostAgent:
         return None
 
     def _advance_consensus(self, now: float) -> None:
-        """Take part in the decision on the next epoch, and save what must not be forgotten before it is broadcast."""
+        """Take part in the decision on the next epoch; write changed consensus state to disk before it is broadcast."""
         council = self._consensus
         if self._is_spec_unsaved:  # before any epoch that names these hosts is saved
             write_atomic(self._spec_path, msgspec.json.encode(self._spec))
@@ -236,7 +237,7 @@ class HostAgent:
         return EXIT_RUN_FAILED
 
     def _leave_for_disk_space(self) -> None:
-        """Leave until the disk has room for what the ranks save; the others continue without this host meanwhile."""
+        """Leave the run until the disk has room for the ranks' checkpoints; the others continue meanwhile."""
         needs_path, free = self._folder / NEEDED_BYTES_FILE, shutil.disk_usage(self._folder).free
         self._required_bytes = free + DISK_MARGIN_BYTES
         with contextlib.suppress(OSError, ValueError):
@@ -274,7 +275,7 @@ class HostAgent:
                 self._apply_hosts(spec.hosts, spec.version)
 
     def _apply_hosts(self, hosts: dict[str, HostEntry], version: int) -> bool:
-        """Adopt a newer list of the hosts that may take part, unless it lacks one that is needed; return whether."""
+        """Adopt this list of the hosts that may take part if it is newer and complete; return whether it is."""
         needed = {self._spec.host, *self._spec.first, *self._consensus.epoch.voters}
         if version <= self._spec.version or not hosts.keys() >= needed:
             return False
@@ -283,7 +284,7 @@ class HostAgent:
         return True
 
     def _join_epoch(self) -> None:
-        """Start this host's ranks in the epoch, or move them into it, once the port of its store is known."""
+        """Start this host's ranks in the epoch, or move them into it, once the port of the epoch's store is known."""
         council, spec = self._consensus, self._spec
         first = council.epoch.hosts[0]
         if first == spec.host:
@@ -305,7 +306,7 @@ class HostAgent:
         self._training_since = min(self._training_since, self._clock())
 
     def _run_standby_ranks(self, now: float) -> None:
-        """Keep standby ranks that the next epoch can admit."""
+        """Keep standby ranks running, and set phase READY once all of them can be admitted to the next epoch."""
         council = self._consensus
         if self._ranks is None:
             if now >= self._restart_at:
@@ -329,7 +330,7 @@ class HostAgent:
             council.phase = HostPhase.READY
 
     def _monitor_ranks(self, now: float) -> None:
-        """Check how the ranks are, and set this host's phase accordingly."""
+        """Check whether the ranks still run, and set this host's phase accordingly."""
         assert self._ranks is not None
         council, status = self._consensus, self._ranks.poll()
         if status is None:
@@ -365,7 +366,7 @@ class HostAgent:
         council, me = self._consensus, self._spec.host
         # a rank killed for lack of memory will use less of it
         own_codes = codes - {EXIT_PEER_FAILED, EXIT_REGROUP, -signal.SIGKILL}
-        if council.epoch.is_cold_start and own_codes:  # else the others lost nothing by it
+        if council.epoch.is_cold_start and own_codes:  # else the other hosts' ranks kept their training state
             self._num_consecutive_failures = (
                 self._num_consecutive_failures + 1 if council.step == self._last_failure_step else 1
             )

@@ -34,12 +34,12 @@ import msgspec
 from evener.core.run.hang_detector import ProcessSample
 from evener.core.run.membership_epoch import HostEntry, MembershipEpoch
 
-Ballot = tuple[int, str]  # its round, and the host that leads it
+Ballot = tuple[int, str]  # (round, host that leads the ballot)
 
 NO_BALLOT: Ballot = (0, "")
 # between ticks, and between broadcasts while an epoch is being decided; changes are broadcast at once
 TICK_INTERVAL_S = 0.2
-HEARTBEAT_INTERVAL_S = 2 * TICK_INTERVAL_S  # between broadcasts when nothing changed
+HEARTBEAT_INTERVAL_S = 2 * TICK_INTERVAL_S  # between broadcasts of an unchanged status
 BALLOT_TIMEOUT_S = 1.0  # for a ballot, until its leader or another host starts the next one
 FAILURE_CONFIRM_S = 0.5  # a status received this long after an event was sent after that event
 MAX_CONSECUTIVE_FAILURES = 6  # in a row, with no step saved in between: the run would fail forever
@@ -56,7 +56,7 @@ class HostPhase(enum.StrEnum):
     PEER_LOST = "lost"  # its ranks are alive, but lost a peer and cannot continue in this epoch
     FATAL = "refused"  # its ranks reported an error that no new epoch would fix
     DONE = "done"  # its ranks finished
-    LEAVING = "leaving"  # like REGROUP, but the next epoch is without this host
+    LEAVING = "leaving"  # like REGROUPING, but the next epoch is without this host
 
 
 # Why an epoch ended, in words. If several apply, report the first listed here: the others are its consequences.
@@ -71,7 +71,7 @@ EPOCH_END_REASONS = {
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """The reason why the current epoch should end, as one host sees it: one of the two at least is not empty."""
+    """The reason why the current epoch should end, as one host sees it: `lost` or `ended` is not empty."""
 
     lost: list[str]  # members out of reach
     ended: dict[str, HostPhase]  # the phases of members whose ranks have left, in the order in which they left
@@ -87,7 +87,7 @@ class EpochEnd:
 
 
 class AcceptorState(msgspec.Struct, frozen=True):
-    """The promise of a host as a Paxos acceptor, and the value it accepted, for the epoch after its own."""
+    """What a host, as a Paxos acceptor, has promised and accepted for the epoch after its current one."""
 
     promised: Ballot = NO_BALLOT  # it ignores lower ballots
     accepted: Ballot = NO_BALLOT
@@ -95,7 +95,7 @@ class AcceptorState(msgspec.Struct, frozen=True):
 
 
 class ConsensusState(msgspec.Struct, frozen=True):
-    """The durable state of a host: on its disk before it is broadcast."""
+    """The durable state of a host, written to its disk before it is broadcast."""
 
     world: MembershipEpoch  # the newest epoch it knows to be decided
     vote: AcceptorState = AcceptorState()
@@ -103,7 +103,7 @@ class ConsensusState(msgspec.Struct, frozen=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The status that a host broadcasts, twice a second or more."""
+    """The status that a host broadcasts at least twice a second: the heartbeat of the host, not of its ranks."""
 
     host: str
     sequence: int  # increases, within an incarnation of the agent
@@ -126,7 +126,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _without_volatile_fields(statement: HostStatus) -> HostStatus:
-    """Return the status without what differs in every one, and without the step, which matters only to a new epoch."""
+    """Return the status without the fields that change with every broadcast or, as the step, with every step."""
     return msgspec.structs.replace(statement, sequence=0, process_samples={}, sampled_at=0.0, step=-1)
 
 
@@ -145,7 +145,7 @@ class Consensus:
         join_deadline: float = 0.0,
         is_elastic: bool = False,
     ) -> None:
-        """Treat a host as failed after `host_timeout_s` of silence, but not before `join_deadline` or until all joined.
+        """Treat a host as failed after `host_timeout_s` of silence, from `join_deadline` on or once all have joined.
 
         `is_elastic`: ranks survive from epoch to epoch.
         """
@@ -159,12 +159,12 @@ class Consensus:
         self._sequence = 0
         self._last_broadcast: tuple[object, ...] = ()  # the content of the last broadcast
         self._last_broadcast_at = -math.inf
-        self._ballot, self._ballot_started_at = NO_BALLOT, -math.inf  # the one it leads; when the highest one began
-        self._ended_at: dict[str, float] = {}  # hosts whose ranks have left, and since when
+        self._ballot, self._ballot_started_at = NO_BALLOT, -math.inf  # the ballot it leads; start of the highest one
+        self._ended_at: dict[str, float] = {}  # host: when its ranks left
 
     @property
     def epoch(self) -> MembershipEpoch:
-        """The newest epoch decided."""
+        """The newest decided epoch that this host knows."""
         return self.state.world
 
     @property
@@ -178,7 +178,7 @@ class Consensus:
         return self.host in self.epoch.hosts
 
     def receive(self, status: HostStatus, now: float) -> bool:
-        """Take in another host's status, unless an older one. Return whether it is more than a heartbeat."""
+        """Store another host's status, unless a later one is stored. Return whether its content has changed."""
         previous = self._received.get(status.host)
         if status.host == self.host or (previous is not None and status.order_key <= previous[0].order_key):
             return False
@@ -186,13 +186,13 @@ class Consensus:
         return previous is None or _without_volatile_fields(status) != _without_volatile_fields(previous[0])
 
     def is_broadcast_due(self, now: float) -> bool:
-        """Return whether the state changed since the last broadcast, or a heartbeat is due."""
+        """Return whether to broadcast the status now: its content changed, or the broadcast interval is over."""
         pause_s = TICK_INTERVAL_S if self._is_epoch_ending else HEARTBEAT_INTERVAL_S
         return self._broadcast_content(now) != self._last_broadcast or now - self._last_broadcast_at >= pause_s
 
     @property
     def _is_epoch_ending(self) -> bool:
-        """Return whether a member has left this epoch and the next one is not decided yet."""
+        """Return whether the phase of a member ends this epoch; the next one is then not decided yet."""
         return any(phase in EPOCH_END_REASONS for phase in self._member_phases().values())
 
     def _broadcast_content(self, now: float) -> tuple[object, ...]:
@@ -254,13 +254,13 @@ class Consensus:
         return self.epoch.number > previous_number
 
     def _detect_suspension(self, now: float) -> None:
-        """After a long pause between ticks this host was suspended: give the others a full timeout before they fail."""
+        """Detect by a long pause between ticks that this host was suspended; then give the others a full timeout."""
         pause_s, self._ticked_at = now - self._ticked_at, now
         if pause_s > self._host_timeout_s / 2:
             self._grace_until = now + self._host_timeout_s
 
     def _adopt_newer_epoch(self) -> None:
-        """Adopt the newest epoch that another host is in: it learned it from a quorum."""
+        """Adopt the newest epoch that another host reports, if it is newer than this host's: a quorum chose it."""
         newest = max((statement.consensus_state.world for statement, _ in self._received.values()), default=self.epoch,
                      key=lambda world: world.number)  # fmt: skip
         if newest.number > self.epoch.number:
@@ -273,7 +273,7 @@ class Consensus:
         self._ballot, self._ballot_started_at, self._ended_at = NO_BALLOT, -math.inf, {}
 
     def _acceptor_states(self) -> Iterator[tuple[str, AcceptorState]]:
-        """Yield the acceptor state of each voter of this epoch, as far as known."""
+        """Yield (host, acceptor state) of each voter of this epoch, without those whose status has not arrived."""
         for host in self.epoch.voters:
             if host == self.host:
                 yield host, self.state.vote
@@ -284,7 +284,7 @@ class Consensus:
         self.state = ConsensusState(self.epoch, vote, self.state.life)
 
     def _promise_and_accept(self, now: float) -> None:
-        """As an acceptor: promise the highest ballot, and accept what was accepted in it."""
+        """As an acceptor: promise the highest ballot, and accept the value that another host accepted in it."""
         votes = [vote for _, vote in self._acceptor_states()]
         highest = max(vote.promised for vote in votes)
         mine = self.state.vote
@@ -329,14 +329,14 @@ class Consensus:
         return {host for host, (_, at) in self._received.items() if now - at <= self._host_timeout_s}
 
     def _connected_hosts(self, now: float) -> list[str]:
-        """Return this host and those connected to it both ways: voters first, members by rank before standby hosts."""
+        """Return this host and those with which it exchanges statuses both ways: voters first, then others by name."""
         connected = {host for host in self._live_peers(now) if self.host in self._received[host][0].live_peers} | {
             self.host
         }
         return [host for host in self.epoch.voters if host in connected] + sorted(connected - set(self.epoch.voters))
 
     def _fully_connected_hosts(self, now: float) -> list[str]:
-        """Return those of them that would take part and are all connected to each other; earlier ones have priority."""
+        """Return the `_connected_hosts` that are not leaving and are all connected to each other; earlier ones win."""
         hosts: list[str] = []
         for host in self._connected_hosts(now):
             if not self._is_leaving(host) and all(self._are_connected(host, other) for other in hosts):
@@ -344,7 +344,7 @@ class Consensus:
         return hosts
 
     def _are_connected(self, a: str, b: str) -> bool:
-        """Return whether two hosts hear each other; for this host, `_connected_hosts` has checked it already."""
+        """Return whether two `_connected_hosts` receive each other's statuses: always true if one is this host."""
         return self.host in (a, b) or (a in self._received[b][0].live_peers and b in self._received[a][0].live_peers)
 
     def _phase_of(self, host: str) -> HostPhase:
@@ -358,7 +358,7 @@ class Consensus:
         return self.reason if host == self.host else self._received[host][0].reason
 
     def _member_phases(self) -> dict[str, HostPhase]:
-        """Return the phase of each member, as far as known."""
+        """Return {host: phase} of the members of this epoch, without those whose status has not arrived."""
         statuses = {host: self if host == self.host else self.peer_status(host) for host in self.epoch.hosts}
         return {host: status.phase for host, status in statuses.items() if status is not None}
 
@@ -392,7 +392,7 @@ class Consensus:
         )
 
     def _epoch_end(self, now: float, able: list[str]) -> EpochEnd | None:
-        """Return why this epoch should end, or None while it should not, or that is not sure; `able` could go on."""
+        """Return why this epoch should end; None while that is not certain. `able`: the hosts that could continue."""
         connected = self._connected_hosts(now)
         phases = {host: phase for host, phase in self._member_phases().items() if host in connected}
         lost = [
@@ -408,9 +408,10 @@ class Consensus:
         return EpochEnd(lost, ended)
 
     def _elastic_hosts(self, now: float, end: EpochEnd, surviving: list[str]) -> list[str] | None:
-        """Return the hosts of the next epoch, in which the surviving ranks continue; None while requests are missing.
+        """Return the hosts of the next epoch of an elastic run: the `surviving` ones, and perhaps the waiting ones.
 
-        Others are let in only where all members have requested the epoch, and none was lost or failed.
+        Waiting hosts are admitted only if all members have requested the epoch and none was lost or failed. Return None
+        while some of these requests are still missing.
         """
         requested = {host for host, phase in end.ended.items() if (phase == HostPhase.REGROUPING and host in surviving)
                      or (self._is_leaving(host) and self._host_has_training_state(host))}  # fmt: skip

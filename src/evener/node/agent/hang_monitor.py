@@ -11,13 +11,13 @@ from evener.core.run.runwriter import RunWriter
 from evener.node.agent.consensus import Consensus
 
 SAMPLE_INTERVAL_S = 1.0  # between samples of the ranks
-# from the report of a hang until the ranks are killed: it may be a person's doing, as with a debugger
+# from the report of a hang until the ranks are killed: a person may have stopped them, as with a debugger
 HANG_GRACE_S = 10.0
 KILLABLE_CAUSES = ("stopped", "idle", "crossed")  # not "disk": a process that waits for its disk cannot be killed
 
 
 class HangMonitor:
-    """The agent's view of hangs: a hang of another host is reported by that host's agent."""
+    """Detects hangs from the samples of all hosts, but reports only those of this host's ranks."""
 
     def __init__(self, spec: AgentSpec, folder: Path, members: list[str]) -> None:
         self._host, self._folder = spec.host, folder
@@ -49,7 +49,7 @@ class HangMonitor:
         return True
 
     def observe(self, now: float, council: Consensus) -> Hang | None:
-        """Take in all hosts' newest samples and report a change; return the hang for which ranks must be killed now."""
+        """Process all hosts' newest samples and report a change; return a hang for which ranks must be killed now."""
         self._detector.observe(self._host, now, council.process_samples)
         for host in council.epoch.hosts:
             if host != self._host:

@@ -1,7 +1,7 @@
 """Start, monitor and kill this host's ranks.
 
-By default `evener.worker.torchrun` starts them, once per epoch. In an elastic run they are started once for all epochs
-they take part in, and rendezvous by themselves: as plain processes, because torchrun would import torch before they do.
+By default `evener.worker.torchrun` starts the ranks, once per epoch. In an elastic run they are plain processes,
+which start once and rendezvous anew in each epoch: torchrun would delay their start, as it imports torch first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from evener.core.run.membership_epoch import (
 from evener.node.remote import process_table
 
 REAP_TIMEOUT_S = 5.0  # for the kernel to remove a killed process
-GROUP_EXIT_S = 5.0  # within which ranks that leave together have exited
+GROUP_EXIT_S = 5.0  # from the first exit of ranks that leave together until all of them must have exited
 
 
 class LaunchedRanks(Protocol):
@@ -59,7 +59,7 @@ class RankProcesses:
     """The ranks of this host."""
 
     def __init__(self, spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> None:
-        """Start the ranks; `folder` is the run's on this host."""
+        """Start the ranks; `folder` is the run's folder on this host."""
         self._rendezvous_path, self._status_folder = folder / RENDEZVOUS_FILE, folder / RANK_STATUS_FOLDER
         self._env_marker, self._heartbeat_folder = str(self._rendezvous_path), folder / HEARTBEAT_FOLDER
         shutil.rmtree(self._status_folder, ignore_errors=True)
@@ -91,12 +91,12 @@ class RankProcesses:
         return statuses
 
     def sample_processes(self) -> dict[int, ProcessSample]:
-        """Return a sample of each rank's process, by local rank: the kernel's figures and the rank's own heartbeat."""
+        """Return a sample of each rank's process, by local rank: the kernel's figures and its heartbeat file."""
         samples = {}
         for local_rank, pid in self._launched.pids().items():
             with contextlib.suppress(
                 OSError, LookupError, msgspec.MsgspecError
-            ):  # it has exited, or wrote no heartbeat
+            ):  # it has exited, or wrote no heartbeat file
                 sample = process_table.sample_rank(pid, str(self._heartbeat_folder / str(local_rank)))
                 samples[local_rank] = from_builtins(sample, ProcessSample)
         return samples
@@ -145,10 +145,10 @@ class TorchrunRanks:
 
 
 class SubprocessRanks:
-    """Ranks started one by one.
+    """Ranks started one by one, each as a plain process.
 
-    The group counts as exited when one fails, and `RankProcesses.kill` ends the rest; ranks that leave together get
-    `GROUP_EXIT_S` for it.
+    The group counts as exited as soon as one rank fails, and `RankProcesses.kill` ends the rest. After an exit code on
+    which all ranks leave (`EXIT_REGROUP`, for example), the others have `GROUP_EXIT_S` to exit, too.
     """
 
     def __init__(self, spec: AgentSpec, folder: Path, meeting: Rendezvous, env: dict[str, str]) -> None:
@@ -197,7 +197,7 @@ class SubprocessRanks:
 
 
 def first_rank_of(spec: AgentSpec) -> int:
-    """Return the number of this host's first rank in the run, whatever its global rank in an epoch."""
+    """Return the number that this host's first rank has in the run; its global rank can differ in each epoch."""
     hosts = [*spec.hosts]
     return sum(spec.hosts[host].num_ranks for host in hosts[: hosts.index(spec.host)])
 

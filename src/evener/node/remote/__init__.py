@@ -20,7 +20,7 @@ def read_source(module: str) -> str:
 
 
 def siblings(source: str) -> list[str]:
-    """Return the modules of this package that a text imports.
+    """Return the names of the modules of this package that a source text imports.
 
     >>> siblings("import os\\nfrom evener.node.remote.file_io import read_file\\n")
     ['file_io']
@@ -29,7 +29,7 @@ def siblings(source: str) -> list[str]:
 
 
 def bundle(module: str) -> str:
-    """Return one program of a module and the siblings that it needs, for what runs from a file without a session."""
+    """Return the text of a program that contains a module and its siblings, to run from a file without a session."""
     source, sources = read_source(module), dict[str, str]()
 
     def add(names: list[str]) -> None:

@@ -46,7 +46,7 @@ _listeners: list[socket.socket] = []  # listening sockets
 _stop_events: list[threading.Event] = []  # one event for all threads that one `listen` started
 
 
-# --- being reached -----------------------------------------------------------------------------------------------
+# --- listening ---------------------------------------------------------------------------------------------------
 
 
 def listen(
@@ -58,7 +58,7 @@ def listen(
     low: int = 32768,
     high: int = 60999,
 ) -> dict[str, Fields]:
-    """Listen on every address: a port that the kernel chooses (as Gloo does), `port`, `more` random ones, and UDP.
+    """Listen on every address: a port that the kernel chooses (as for Gloo), `port`, `more` random ones; and UDP.
 
     Returns {address: {"ephemeral", "rendezvous", "more", "udp", "error"}}; ports that could not be bound are None.
     """
@@ -202,15 +202,16 @@ def _answer_datagrams(server: socket.socket, secret: bytes, stop: threading.Even
             continue
 
 
-# --- reaching others ---------------------------------------------------------------------------------------------
+# --- connecting --------------------------------------------------------------------------------------------------
 
 
 def connect(targets: list[Fields], secret: str, within_s: float) -> list[Fields]:
-    """Try to connect to every target at the same time: {"peer", "address", "port", "identity", "rank"}.
+    """Try to connect to all targets at the same time; each is {"peer", "address", "port", "identity", "rank"}.
 
-    Returns the outcome for each: "ok", "refused", "timeout", "unreachable", "stranger" (another program answers), or
-    "untried", because a target of lower rank of the same peer answered long before. With an identity of None it is
-    enough that the connection is accepted. "source" is the local address that the kernel chose.
+    Return {"result", "detail", "source"} for each. The result is "ok", "refused", "timeout", "unreachable", "stranger"
+    (another program answers), or "untried": not awaited, as every peer had answered on a target of lower rank. With
+    an identity of None the result is "ok" once the connection is accepted. "source" is the local address that the
+    kernel chose.
     """
     results: list[Fields] = [{"result": "timeout", "detail": None, "source": None} for _ in targets]
     with contextlib.suppress(ValueError, OSError):  # a large fleet needs many at once
@@ -312,7 +313,7 @@ def _classify_error(error: OSError) -> Fields:
 
 
 def arp_neighbours(addresses: list[str]) -> dict[str, str]:
-    """Return {address: MAC address} of those that are in a local network of this machine. Linux only."""
+    """Return {address: MAC address} of those `addresses` that are in this machine's ARP table. Linux only."""
     mac_addresses = {}
     with contextlib.suppress(OSError), open("/proc/net/arp") as table:
         for line in table:
@@ -343,8 +344,8 @@ def round_trips(targets: list[Fields], secret: str, repeats: int = 20) -> list[l
 def probe_mtu(targets: list[Fields], secret: str, size: int = CHUNK_BYTES) -> list[Fields]:
     """Test whether a large message gets through, and find the path MTU, for all targets at the same time.
 
-    Each target has "mtu", the largest packet that both ends can send, and "udp". Returns {"large": "ok", "stalled" or
-    "failed", "path_mtu": bytes, or None if UDP does not pass or the system does not tell}.
+    Each target has "mtu", the largest packet that both ends can send, and "udp", its UDP port. Returns for each
+    {"large": "ok", "stalled" or "failed", "path_mtu": bytes, or None if UDP does not pass or the system does not tell}.
     """
     results: list[Fields] = [{"large": "failed", "path_mtu": None} for _ in targets]
 
@@ -481,7 +482,7 @@ def resolve(names: list[str], within_s: float = 2.0) -> dict[str, list[str] | No
     return dict(addresses)
 
 
-# --- small things ------------------------------------------------------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _open_connection(target: Fields, secret: str, request: bytes) -> socket.socket:

@@ -108,7 +108,7 @@ def open_upload(workdir: str, digest: str, size: int) -> dict[str, Any]:
 
 
 def write_upload(part: str, offset: int, body: bytes = b"") -> bool:
-    """Append; calls may arrive out of order, each waits for its turn. False if another sender finished the blob."""
+    """Write `body` at `offset`, after all bytes before it have arrived. False if another sender finished the blob."""
     with _uploads_lock:
         entry = _uploads[part]
     return entry.write(offset, body)

@@ -86,7 +86,7 @@ print(json.dumps({"python_version": platform.python_version(), "torch": version(
 
 
 def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 29500) -> Facts:
-    """Return all facts. `python` is the interpreter that trains; None: WORKDIR's own, else the one that runs this."""
+    """Return all facts. `python` is the interpreter that trains; None: WORKDIR/venv's, else the one that runs this."""
     home = os.path.abspath(os.path.expanduser(workdir))
     python = _find_training_python(home, python)
     facts = {"workdir": home, "python": python}
@@ -616,7 +616,7 @@ def _find_training_processes() -> Facts:
 
 
 def kill_stale_processes() -> list[Facts]:
-    """Kill orphaned processes of evener's runs, and no others; children orphaned by this are found on the next pass."""
+    """Kill orphaned processes of evener's runs, and no others; repeat, as this orphans their children."""
     killed: list[Facts] = []
     for _ in range(50):
         stale = [process for process in _find_training_processes()["stale"] if process["run"]]
@@ -699,7 +699,7 @@ def _describe_process(pid: int, argv: list[str]) -> Facts:
     return {"pid": pid, "owner": owner, "age_s": age, "command": command, "run": run}
 
 
-# --- the rest ----------------------------------------------------------------------------------------------------
+# --- firewall, GPUs, power ---------------------------------------------------------------------------------------
 
 
 def _detect_firewall() -> Facts:
@@ -805,7 +805,7 @@ def _collect_power() -> Facts:
     return result
 
 
-# --- small things ------------------------------------------------------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _parse_number(text: str | None) -> Any:

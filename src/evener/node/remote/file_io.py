@@ -50,7 +50,7 @@ def read_link(path: str) -> str | None:
 
 
 def write_atomic(path: str, content: bytes, *, is_durable: bool = True) -> None:
-    """Replace a file in one step. Where `is_durable`, wait for the disk: it is intact even after a power failure."""
+    """Replace a file atomically. With `is_durable`, fsync it first: it is intact even after a power failure."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -67,7 +67,7 @@ def content_digest(content: bytes) -> str:
 
 
 def file_digest(file: BinaryIO, size: int | None = None) -> str:
-    """Return the same digest of an open file from where it stands, or of its next `size` bytes."""
+    """Return the blake2b digest (32 bytes, as hex) of the next `size` bytes of an open file, or of its rest."""
     digest = hashlib.blake2b(digest_size=32)
     while size is None or size:
         block = file.read(BLOCK_BYTES if size is None else min(BLOCK_BYTES, size))

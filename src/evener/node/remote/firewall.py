@@ -14,7 +14,7 @@ from evener.node.remote.programs import find_program
 def read_nft_table(table: str) -> dict[str, Any]:
     """Return {"has_nft", "is_readable", "rules": nft's own JSON, empty without such a table, "ssh_port"}.
 
-    It is readable by root, or by sudo without a password.
+    Reading takes root, or sudo without a password; else "is_readable" is false.
     """
     ssh_connection = os.environ.get("SSH_CONNECTION", "").split()
     answer: dict[str, Any] = {"has_nft": False, "is_readable": False, "rules": [],

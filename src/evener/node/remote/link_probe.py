@@ -34,7 +34,7 @@ LARGE_BUFFER_BYTES = 1 << 26  # a buffer larger than any system allows by defaul
 HOST_NETWORK_SYSCTL = "/proc/sys/net/core/default_qdisc"  # exists only in the host's own network namespace
 FIRST_SEND_BYTES = 1 << 14  # bytes of a burst that fit in any congestion window
 
-Item = Dict[str, Any]  # noqa: UP006  one of those that a function yields
+Item = Dict[str, Any]  # noqa: UP006  what a function yields
 # retransmits, congestion control, share of the time in which the receiver's window was the limit
 Sent = Tuple[Optional[int], Optional[str], Optional[float]]  # noqa: UP006, UP045
 T = TypeVar("T")
@@ -94,8 +94,8 @@ def send(
 def socket_tcp_options() -> Item:
     """Return the options a socket may set here: congestion controls, and the largest buffers that it gets.
 
-    Only congestion controls that can also become the default: in another network namespace than the host's (a
-    container's), those that the host allows to every user.
+    Only congestion controls that can also become the default are returned. In a container's network namespace these are
+    the ones that the host allows to every user.
     """
     which = "available" if os.path.exists(HOST_NETWORK_SYSCTL) else "allowed"
     try:
@@ -144,9 +144,10 @@ def receive_bursts(address: str, seconds: float) -> Iterator[Item]:
 def send_bursts(
     address: str, port: int, source: str, size: int, pauses_s: list[float], rounds: int, seconds: float
 ) -> list[list[Item]]:
-    """Send bursts of `size` bytes after each of these pauses; return [{"took_s", "window"}] per round and pause.
+    """Send a burst of `size` bytes after each pause, `rounds` times; return a list of {"took_s", "window"} per pause.
 
-    `window` is the congestion window, in segments, at the start of the burst; None where the kernel does not report it.
+    The pauses take turns: a round has one burst after each of `pauses_s`, in order. `window` is the congestion
+    window, in segments, at the start of the burst; None where the kernel does not report it.
     """
     rounds_by_pause: list[list[Item]] = [[] for _ in pauses_s]
     data = memoryview(bytearray(size))
@@ -223,7 +224,7 @@ def iperf3_receive(address: str, seconds: float) -> Iterator[Item]:
 
 
 def iperf3_send(address: str, port: int, source: str, warm_s: float, seconds: float) -> float:
-    """Return the payload that an iperf3 server received, in bytes per second."""
+    """Send to an iperf3 server; return the goodput that it measured, in bytes per second."""
     argv = ["iperf3", "--client", address, "--port", str(port), "--bind", source, "--json"]
     argv += ["--omit", str(int(warm_s + 0.999)), "--time", str(max(1, int(seconds)))]
     parent, errors = os.getpid(), b""
@@ -244,7 +245,7 @@ def iperf3_send(address: str, port: int, source: str, warm_s: float, seconds: fl
 
 
 def _count_received(connection: socket.socket, begins: float, ends: float, bins: list[int]) -> tuple[int, float]:
-    """Return (bytes, seconds) from the first arrival after `begins` to the last one before `ends`."""
+    """Return (bytes, seconds) from the first arrival after `begins` to the last before `ends`; add bytes to `bins`."""
     buffer = memoryview(bytearray(CHUNK_BYTES * CHUNKS_PER_CALL))
     first = last = None
     total = 0
@@ -270,7 +271,7 @@ def _count_received(connection: socket.socket, begins: float, ends: float, bins:
 
 
 def _send_until(connection: socket.socket, until: float) -> Sent:
-    """Send until a time, or until the receiver has measured enough and closes the connection."""
+    """Send until time `until`, or until the receiver has measured enough and closes the connection."""
     retransmits = window_limited = None
     connection.settimeout(STALL_TIMEOUT_S)
     congestion = _congestion_control(connection)
@@ -318,7 +319,7 @@ def _congestion_control(connection: socket.socket) -> str | None:
 
 
 def _run_threads(work: Callable[[int], T], num: int) -> list[T]:
-    """Return work(0), …, work(num - 1), each of its own thread; OSError if one raised it."""
+    """Return [work(0), …, work(num - 1)], each called in a thread of its own; OSError if one raised it."""
     results: dict[int, T] = {}
     failures: list[str] = []
 

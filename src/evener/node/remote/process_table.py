@@ -116,9 +116,9 @@ def local_rank(pid: int) -> int:
 
 
 def sample_rank(pid: int, heartbeat_file: str) -> dict[str, Any]:
-    """Sample a rank's process: {"pid", "state", "cpu_s"}, and "where", "waits" and "moved" if it has a heartbeat.
+    """Sample a rank's process: {"pid", "state", "cpu_s"}, and "where", "waits" and "moved" from its heartbeat file.
 
-    OSError or LookupError if there is no such process.
+    The latter are missing if the process wrote no heartbeat file. OSError or LookupError if there is no such process.
     """
     sample = {"pid": pid, "state": read_process(pid).state, "cpu_s": tree_cpu_s(pid)}
     with contextlib.suppress(ValueError):
@@ -129,9 +129,9 @@ def sample_rank(pid: int, heartbeat_file: str) -> dict[str, Any]:
 
 
 def processes_with(variable: str, ancestor: int | None = None, spared: Collection[int] = ()) -> list[int]:
-    """Return the pids with `variable` (NAME=value) in their environment, or descended from them or from `ancestor`.
+    """Return the pids of processes with `variable` (NAME=value) in their environment, and of their descendants.
 
-    Those `spared` do not count, unless they have the variable.
+    Descendants of `ancestor` count, too. Those `spared` do not, unless they have the variable.
     """
     if HAS_PROC:
         table, pids = list_processes(), set()

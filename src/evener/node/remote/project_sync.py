@@ -62,9 +62,9 @@ def sync(tree: str, folder: str) -> list[int]:
 def list_script_outputs(
     folder: str, since: float, until: float | None = None, run: str | None = None
 ) -> list[dict[str, Any]]:
-    """List the files that programs wrote there from one Unix time to another: [{"path", "size"}], by path.
+    """List the files in a project's folder that programs wrote from Unix time `since` to `until`: [{"path", "size"}].
 
-    The run directory that a script may have joined is left out: it is copied as the run's records.
+    The run directory that the script of `run` may have joined is left out: it is copied as the run's records.
     """
     folder = absolute_path(folder)
     sent, entries, joined = _read_sent_files(folder), [], None

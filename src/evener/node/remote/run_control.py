@@ -52,7 +52,7 @@ _tcp_cache: dict[str, Any] = {}  # what `find_stalled_peers` last read
 REPLACED_FILES = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
 State = Dict[str, Any]  # noqa: UP006  RUN/host/state.json
-Item = Dict[str, Any]  # noqa: UP006  one of those that a function yields
+Item = Dict[str, Any]  # noqa: UP006  what a function yields
 
 
 def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str | None] | None = None) -> State:
@@ -94,7 +94,7 @@ def leave(run: str, why: str) -> Iterator[Item | None]:
 
 
 def put(run: str, files: dict[str, str]) -> None:
-    """Replace files of a run by these texts: {name: text}."""
+    """Replace files of a run by `files`, {name: text}. RuntimeError if there is no such run, or it was stopped."""
     run = absolute_path(run)
     if not os.path.isdir(os.path.join(run, "host")):
         raise RuntimeError(f"no such run on this host: {run}")
@@ -142,9 +142,10 @@ def _start_supervisor(run: str, folder: str) -> State:
 
 
 def status(run: str) -> State | None:
-    """Return RUN/host/state.json, corrected by what is alive: a run whose host went down has "ended", too.
+    """Return the state in RUN/host/state.json, corrected if no process could update it; None if the run never started.
 
-    A run whose supervisor and guard were killed is running as long as its program is, and is "unwatched".
+    A run whose host went down, or whose supervisor and guard were killed, has "ended". But as long as its program still
+    runs, the state is "running", with "unwatched" set.
     """
     folder = os.path.join(absolute_path(run), "host")
     state = _read_state(folder)
@@ -161,7 +162,7 @@ def status(run: str) -> State | None:
 def stop(run: str, now: bool = False) -> Iterator[Item | None]:
     """Stop a run; yield its state once no process of it is left. With `now` the ranks do not save.
 
-    A supervisor that does not end in time is killed. "left" are pids that even SIGKILL did not end.
+    A supervisor that does not end in time is killed. The state's "left" lists pids that even SIGKILL did not end.
     """
     run = absolute_path(run)
     folder = os.path.join(run, "host")
@@ -195,12 +196,12 @@ def kill_leftover_processes(run: str) -> list[int]:
 
 
 def follow(run: str, have: dict[str, list[Any]] | None, until_end: bool = True) -> Iterator[Item | bytes]:
-    """Stream what a run's files gain: {"path", "offset", "identity", "size"}, then the bytes.
+    """Stream what is appended to a run's files: {"path", "offset", "identity", "size"}, then the bytes.
 
-    Also yields {"caught_up": state} after each pass over the files, and every second {"looks": …, "stuck": …} from
-    `sample_processes` and `find_stalled_peers`. `have` is {path: [identity, size]} of what the reader holds, or None if
-    it reads the files itself. A file that was replaced starts again at offset 0. Ends when the run has ended and all is
-    read; without `until_end`, as soon as all is read.
+    `have` is {path: [identity, size]} of the reader's copies; None streams no files, as the reader has them itself. A
+    file that was replaced is streamed again from offset 0. Also yields {"caught_up": state} after each pass over the
+    files and, with `until_end`, every second {"looks": …, "stuck": …} from `sample_processes` and `find_stalled_peers`.
+    Ends when the run has ended and all is read; without `until_end`, after the first pass.
     """
     run = absolute_path(run)
     next_sample_at = 0.0
@@ -243,8 +244,8 @@ def find_stalled_peers() -> list[str]:
     """Return the addresses of peers that do not acknowledge segments despite repeated retransmits. Linux only.
 
     Reading the kernel's table of connections takes milliseconds. So it is read only if a segment was retransmitted
-    since, or if a peer was stalled at the last read, and at an interval: a retransmit that cannot even be sent is not
-    counted.
+    since the last read, a peer was stalled then, or `TCP_TABLE_INTERVAL_S` has passed: the kernel does not count a
+    retransmit that cannot even be sent.
     """
     sent_again, now = _count_retransmits(), time.monotonic()
     is_known = sent_again is not None and sent_again == _tcp_cache.get("sent_again") and not _tcp_cache["stuck"]
@@ -261,7 +262,7 @@ def find_stalled_peers() -> list[str]:
                     or int(fields[6], 16) < STALLED_RETRANSMITS
                 ):
                     continue
-                packed = fields[2].partition(":")[0]  # 32 bits at a time, as the processor has them
+                packed = fields[2].partition(":")[0]  # in words of 32 bits, in the processor's byte order
                 parts = [int(packed[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(packed), 8)]
                 stalled.add(socket.inet_ntop(family, b"".join(parts)))
     _tcp_cache.update(sent_again=sent_again, stuck=stalled, at=now)
@@ -271,7 +272,7 @@ def find_stalled_peers() -> list[str]:
 def _count_retransmits() -> int | None:
     """Return how many segments TCP has retransmitted so far, or None where the kernel does not tell.
 
-    Before Linux 5.0 its count of timeouts omits further ones of a connection that has had one.
+    The kernel's count of timeouts is not used: before Linux 5.0 it omits repeated timeouts of one connection.
     """
     lines = [line.split() for line in (read_bytes("/proc/net/snmp") or b"").splitlines() if line.startswith(b"Tcp:")]
     if len(lines) != 2:
@@ -303,10 +304,11 @@ def list_checkpoints(run: str) -> list[Item]:
 def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
     """Roll back to the named checkpoint before a resume: verify it, and remove everything of later steps.
 
-    Return "whole", "damaged" or "none": is it here, with a state.json of the blake2b `wanted`, which holds the digests
-    of all other files? A checkpoint of other content is removed with the per-rank state of its step: an earlier start
-    left it, and the run continued elsewhere. A damaged one is removed without that state, which is of the right step.
-    RuntimeError if a later checkpoint here is intact.
+    `wanted` is the blake2b of the checkpoint's state.json, which holds the digests of its other files. Return "whole"
+    if the checkpoint is here with all its files, "damaged" if only state.json matches, else "none". RuntimeError if
+    state.json matches and a later checkpoint here is intact. A checkpoint with another state.json is removed with the
+    per-rank state of its step: an earlier start left it, and the run continued elsewhere. A damaged one is removed
+    without the per-rank state, which belongs to the right step.
     """
     run = absolute_path(run)
     _require_not_running(os.path.join(run, "host"))
@@ -336,7 +338,7 @@ def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
 
 
 def find_differing_files(run: str, files: dict[str, tuple[int, str]]) -> list[str]:
-    """Return those paths of {path: [size, blake2b]} whose file here does not begin with that content."""
+    """Return the paths in `files`, {path: [size, blake2b]}, whose first `size` bytes here have another digest."""
     differing = []
     for path, (size, wanted) in files.items():
         if _digest_file(os.path.join(absolute_path(run), path), size) != wanted:
@@ -446,7 +448,7 @@ def _file_identity(path: str, facts: os.stat_result) -> str:
 
 
 def _require_not_running(folder: str) -> None:
-    """RuntimeError if the run is running here; wait for a supervisor that has recorded the end but not exited yet."""
+    """Raise RuntimeError if the run is running here; first wait for a supervisor that is about to exit."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     state = _read_state(folder)
     if state is not None and state["state"] == "running" and not _is_supervised(folder) and _has_program(folder, state):

@@ -24,7 +24,7 @@ def free_port(address: str, wanted: int = 0) -> int:
 
 
 def find_free_port(address: str, wanted: int, low: int, high: int) -> int | None:
-    """Return a port free on this address: the wanted one, else one of the range, else None."""
+    """Return a port that is free on this address: `wanted`, else a random one from `low` to `high`, else None."""
     for port in [wanted, *random.sample(range(low, high), NUM_TRIES)]:
         try:
             return free_port(address, port)

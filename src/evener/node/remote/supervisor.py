@@ -1,7 +1,7 @@
 """The supervisor: a detached process, one per run and host, that runs the program, keeps its logs and cleans up.
 
     python3 supervisor.py RUN [N LOCK]   RUN/host/spec.json: what to start; RUN/host/state.json: its state;
-                                         N: supervisors killed before this one; LOCK: the descriptor of the held lock
+                                         N: supervisors that were killed before; LOCK: the descriptor of the held lock
 
 It runs in a session of its own, so it outlives ssh, the terminal and the controller. It starts one program and logs
 everything that the program and its ranks print, with timestamps and in full. When the program ends or is asked to stop,
@@ -111,7 +111,7 @@ class TimestampedLog:
 class RankLogs:
     """The logs of the ranks, read from the stdout and stderr files of each rank as these grow.
 
-    `sizes` are those of the logs when an earlier start began: what the logs hold beyond them is in the files, too.
+    `sizes`: the size of each log when an earlier start began. Output that a log holds beyond it is not copied again.
     """
 
     def __init__(self, folder: str, logs: str, host: str, first_rank: int, sizes: dict[str, int] | None = None) -> None:
@@ -170,12 +170,12 @@ def _natural_sort_key(path: str) -> list[Any]:
 
 
 def log_name(host: str, rank: int | None = None) -> str:
-    """Return the file name of the log of the program, or of one of its ranks."""
+    """Return the file name of a rank's log, or, without a rank, of the log of the program itself."""
     return f"{host}.log" if rank is None else f"{host}.{rank}.log"
 
 
 def count_logged_bytes(path: str, since: int) -> dict[str, int]:
-    """Return the bytes of each stream that a log holds from an offset on; drop a line cut short by a killed writer."""
+    """Return {stream: bytes} in a log from offset `since`; cut off a last line that a killed writer left incomplete."""
     counts = {"O": 0, "E": 0}
     with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
         file.seek(since)
@@ -194,10 +194,10 @@ def count_logged_bytes(path: str, since: int) -> dict[str, int]:
 
 
 def recover_rank_logs(run: str) -> None:
-    """Copy to the logs the ranks' output of an earlier start that its supervisor, killed, did not copy.
+    """Copy to the logs the ranks' output that a killed supervisor of an earlier start had not copied yet.
 
-    What the logs hold is counted from the logs themselves, so this can be interrupted and repeated: no byte is lost or
-    duplicated.
+    The bytes already copied are counted in the logs themselves, so this can be interrupted and repeated: no byte is
+    lost or duplicated.
     """
     folder, logs = os.path.join(run, "host", "ranks"), os.path.join(run, "logs")
     try:
@@ -482,7 +482,7 @@ def is_locked(descriptor: int) -> bool:
 def start_guard(run: str, run_id: str, held_lock: int | None) -> int:
     """Fork a process that kills the run's processes if the supervisor is killed; return the pipe that dismisses it.
 
-    With `held_lock`, which keeps other programs out meanwhile, the guard then restarts the supervisor.
+    With `held_lock`, the descriptor of the run's lock, the guard then keeps that lock and restarts the supervisor.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -521,7 +521,7 @@ def is_stop_requested(run: str) -> bool:
 
 
 def signal_name(status: int | None) -> str | None:
-    """Return the signal name of a negative exit status, else None. The numbers depend on the system: call it here."""
+    """Return the signal name of a negative exit status, else None. Numbers differ by system: call it on the host."""
     if status is None or status >= 0:
         return None
     try:
@@ -542,7 +542,7 @@ def _become_subreaper() -> None:
 
 
 def _reap_orphans(but: int) -> None:
-    """Reap adopted children that have exited; `but` is waited for elsewhere."""
+    """Reap adopted children that have exited, except the one with pid `but`, which is waited for elsewhere."""
     while sys.platform.startswith("linux"):  # elsewhere there are none
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

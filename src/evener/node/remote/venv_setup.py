@@ -77,7 +77,7 @@ print(json.dumps({
 }))
 """
 
-Item = Dict[str, Any]  # noqa: UP006  one of those that a function yields
+Item = Dict[str, Any]  # noqa: UP006  what a function yields
 
 _held_locks: dict[str, TextIO] = {}
 
@@ -85,7 +85,7 @@ _held_locks: dict[str, TextIO] = {}
 def inspect_setup(
     workdir: str, python: str | None = None, default_python: str | None = None, preferred: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Inspect what is installed.
+    """Return the interpreter that a setup will use on this host, what is installed for it, and the free disk space.
 
     `python`: the interpreter that the fleet file names, or that WORKDIR/venv was made of; `default_python`: the one to
     use if there is no venv.
@@ -142,7 +142,7 @@ def lock_setup(workdir: str) -> str | None:
 
 
 def mark_unfinished(prefix: str, what: str) -> None:
-    """Mark an environment as unfinished: "packages", or "evener" alone."""
+    """Mark an environment as unfinished; `what` is about to change: "packages", or "evener" alone."""
     with open(os.path.join(prefix, UNFINISHED_FILE), "w") as file:
         file.write(what)
 
@@ -158,7 +158,7 @@ def finish_setup(prefix: str | None = None) -> None:
 
 
 def make_venv(workdir: str, base: str, named: str | None = None) -> Iterator[Item]:
-    """Create WORKDIR/venv of an interpreter, after removing an earlier one. Yields as `_run_streaming` does.
+    """Create WORKDIR/venv from an interpreter, after removing an earlier venv. Yields as `_run_streaming` does.
 
     `named`: the interpreter that the fleet file names, and that the venv replaces from now on.
     """
@@ -225,7 +225,7 @@ def inspect_interpreter(python: str) -> dict[str, Any] | None:
 
 
 def _find_base_python(names: Iterable[str]) -> dict[str, Any]:
-    """Return the first of these interpreters that can make a venv, or why none can."""
+    """Return the first of these interpreters that is new enough and can make a venv, or why none is."""
     path = os.pathsep.join([os.environ.get("PATH", "")] + [os.path.expanduser(place) for place in PROGRAM_FOLDERS])
     code = (
         "import sys, json; from importlib.util import find_spec as find; "
