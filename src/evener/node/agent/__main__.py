@@ -120,23 +120,23 @@ class HostAgent:
 
     async def run(self) -> int:
         """Take part until the run ends or continues without this host; return the exit status."""
-        gossip = PeerLinks(self._spec.key.encode(), self.on_status)
+        peer_links = PeerLinks(self._spec.key.encode(), self.on_status)
         member = self._spec.hosts[self._spec.host]
-        await gossip.listen((member.address, self._spec.port))
+        await peer_links.listen((member.address, self._spec.port))
         try:
             while (status := self.tick()) is None:
-                statement = self.make_status()
-                if statement is not None:
+                host_status = self.make_status()
+                if host_status is not None:
                     others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
                               if name != self._spec.host}  # fmt: skip
-                    gossip.broadcast(statement, others)
+                    peer_links.broadcast(host_status, others)
                 self._status_received.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_INTERVAL_S):
                         await self._status_received.wait()
             return status
         finally:
-            await gossip.close()
+            await peer_links.close()
             self.close()
 
     def close(self) -> None:
@@ -144,11 +144,11 @@ class HostAgent:
         if self._ranks is not None:
             self._ranks.kill()
 
-    def on_status(self, statement: HostStatus) -> None:
+    def on_status(self, status: HostStatus) -> None:
         """Receive another host's status."""
         # First the list of hosts: one may have been added while this host was unreachable, and the status may name it.
-        self._is_spec_unsaved |= self._apply_hosts(statement.hosts, statement.version)
-        if statement.host in self._spec.hosts and self._consensus.receive(statement, self._clock()):
+        self._is_spec_unsaved |= self._apply_hosts(status.hosts, status.version)
+        if status.host in self._spec.hosts and self._consensus.receive(status, self._clock()):
             self._status_received.set()
 
     def make_status(self) -> HostStatus | None:
@@ -168,10 +168,10 @@ class HostAgent:
         try:
             status, write_error = self._tick(), ""
         except OSError as error:
-            status, write_error, council = None, f"{self._folder}: {error.strerror}", self._consensus
+            status, write_error, consensus = None, f"{self._folder}: {error.strerror}", self._consensus
             self._kill_ranks()
-            if council.phase not in (HostPhase.DONE, HostPhase.FATAL):
-                council.phase = self._regroup_phase() if council.is_member else HostPhase.WAITING
+            if consensus.phase not in (HostPhase.DONE, HostPhase.FATAL):
+                consensus.phase = self._regroup_phase() if consensus.is_member else HostPhase.WAITING
             self._write_error_since = self._write_error_since if self._write_error else self._clock()
             if self._clock() - self._write_error_since > WRITE_ERROR_TIMEOUT_S:
                 raise
@@ -182,33 +182,33 @@ class HostAgent:
 
     def _tick(self) -> int | None:
         """Run one iteration; OSError if the disk fails."""
-        now, council = self._clock(), self._consensus
+        now, consensus = self._clock(), self._consensus
         self._check_disk_space(now)
         self._reload_spec()
         self._advance_consensus(now)
-        if council.epoch.is_over:
+        if consensus.epoch.is_over:
             return self._report_failed_run() if self._can_exit(now) else None
-        if council.is_run_finished and council.phase not in (HostPhase.RUNNING, HostPhase.FATAL, HostPhase.DONE):
-            council.phase = HostPhase.DONE  # by then all members had taken the last step
+        if consensus.is_run_finished and consensus.phase not in (HostPhase.RUNNING, HostPhase.FATAL, HostPhase.DONE):
+            consensus.phase = HostPhase.DONE  # by then all members had taken the last step
             self._kill_ranks()
-        match council.phase:
+        match consensus.phase:
             case HostPhase.WAITING | HostPhase.READY if self._regroup_phase() == HostPhase.LEAVING:
-                council.phase = HostPhase.LEAVING
-            case HostPhase.LEAVING if not council.is_member and self._required_bytes is None and self._can_exit(now):
+                consensus.phase = HostPhase.LEAVING
+            case HostPhase.LEAVING if not consensus.is_member and self._required_bytes is None and self._can_exit(now):
                 reason = self._leave_reason or self._exclusion_path.read_text()
                 print(f"evener: this host has left the run: {reason}", flush=True)
                 return EXIT_HOST_LEFT
-            case HostPhase.WAITING if council.is_member and not council.has_lost_quorum(now):
+            case HostPhase.WAITING if consensus.is_member and not consensus.has_lost_quorum(now):
                 self._join_epoch()
-            case HostPhase.WAITING | HostPhase.READY if self._spec.is_elastic and not council.is_member:
+            case HostPhase.WAITING | HostPhase.READY if self._spec.is_elastic and not consensus.is_member:
                 self._run_standby_ranks(now)
             case HostPhase.REGROUPING | HostPhase.PEER_LOST | HostPhase.LEAVING if self._ranks is not None:
                 self._monitor_ranks(now)
             case HostPhase.RUNNING:
                 waiting = self._folder / JOIN_PENDING_FILE
-                waiting.touch() if council.waiting_hosts(now) else waiting.unlink(missing_ok=True)
+                waiting.touch() if consensus.waiting_hosts(now) else waiting.unlink(missing_ok=True)
                 self._monitor_ranks(now)
-                if council.phase == HostPhase.RUNNING and self._hang_monitor.is_sample_due(now):
+                if consensus.phase == HostPhase.RUNNING and self._hang_monitor.is_sample_due(now):
                     self._detect_hang(now)
             case HostPhase.DONE if self._can_exit(now):
                 return 0
@@ -216,19 +216,19 @@ class HostAgent:
 
     def _advance_consensus(self, now: float) -> None:
         """Take part in the decision on the next epoch; write changed consensus state to disk before it is broadcast."""
-        council = self._consensus
+        consensus = self._consensus
         if self._is_spec_unsaved:  # before any epoch that names these hosts is saved
             write_atomic(self._spec_path, msgspec.json.encode(self._spec))
             self._is_spec_unsaved = False
-        if council.tick(now):
-            epoch = council.epoch
+        if consensus.tick(now):
+            epoch = consensus.epoch
             print(f"evener: {epoch.why}: world {epoch.number} is {', '.join(epoch.hosts)}", flush=True)
-            if epoch.is_cold_start or (self._have_ranks_joined and not council.is_member):
+            if epoch.is_cold_start or (self._have_ranks_joined and not consensus.is_member):
                 self._kill_ranks()
             self._hang_monitor.set_members(epoch.hosts)
-        if council.state != self._saved_state:
-            write_atomic(self._state_path, msgspec.json.encode(council.state))
-            self._saved_state = council.state
+        if consensus.state != self._saved_state:
+            write_atomic(self._state_path, msgspec.json.encode(consensus.state))
+            self._saved_state = consensus.state
 
     def _report_failed_run(self) -> int:
         """Pass the failures of this host's ranks on to the supervisor; return the exit status."""
@@ -261,10 +261,10 @@ class HostAgent:
             or shutil.disk_usage(self._folder).free < self._required_bytes
         ):
             return
-        self._required_bytes, council = None, self._consensus
+        self._required_bytes, consensus = None, self._consensus
         print("evener: this host has enough disk space again", flush=True)
-        if council.phase == HostPhase.LEAVING:
-            council.phase = self._regroup_phase() if council.is_member else HostPhase.WAITING
+        if consensus.phase == HostPhase.LEAVING:
+            consensus.phase = self._regroup_phase() if consensus.is_member else HostPhase.WAITING
 
     def _reload_spec(self) -> None:
         """Read the spec again if its file changed: `evener add` writes the new host into it on all hosts."""
@@ -285,59 +285,59 @@ class HostAgent:
 
     def _join_epoch(self) -> None:
         """Start this host's ranks in the epoch, or move them into it, once the port of the epoch's store is known."""
-        council, spec = self._consensus, self._spec
-        first = council.epoch.hosts[0]
+        consensus, spec = self._consensus, self._spec
+        first = consensus.epoch.hosts[0]
         if first == spec.host:
-            port = council.store_port = free_port(spec.hosts[first].address)
+            port = consensus.store_port = free_port(spec.hosts[first].address)
         else:
-            status = council.peer_status(first)
+            status = consensus.peer_status(first)
             port = status.store_port if status else 0
         if not port:
             return
-        meeting = make_rendezvous(spec, council.epoch, port)
+        rendezvous = make_rendezvous(spec, consensus.epoch, port)
         if self._ranks is not None:
-            self._ranks.set_rendezvous(meeting)
-        elif council.epoch.is_cold_start:
-            self._ranks, self._failures = self._start_ranks(spec, self._folder, meeting), []
+            self._ranks.set_rendezvous(rendezvous)
+        elif consensus.epoch.is_cold_start:
+            self._ranks, self._failures = self._start_ranks(spec, self._folder, rendezvous), []
         else:  # they ended while the epoch was decided
-            council.phase, council.reason = HostPhase.FAILED, "its ranks have ended"
+            consensus.phase, consensus.reason = HostPhase.FAILED, "its ranks have ended"
             return
-        council.phase, self._have_ranks_joined = HostPhase.RUNNING, True
+        consensus.phase, self._have_ranks_joined = HostPhase.RUNNING, True
         self._training_since = min(self._training_since, self._clock())
 
     def _run_standby_ranks(self, now: float) -> None:
         """Keep standby ranks running, and set phase READY once all of them can be admitted to the next epoch."""
-        council = self._consensus
+        consensus = self._consensus
         if self._ranks is None:
             if now >= self._restart_at:
                 self._restart_at = now + min(
                     RESTART_BACKOFF_S * 2 ** min(self._num_failed_starts, 10), MAX_RESTART_BACKOFF_S
                 )
                 self._num_failed_starts += 1
-                meeting = Rendezvous(epoch=council.epoch)
-                self._ranks, self._failures = self._start_ranks(self._spec, self._folder, meeting), []
+                rendezvous = Rendezvous(epoch=consensus.epoch)
+                self._ranks, self._failures = self._start_ranks(self._spec, self._folder, rendezvous), []
         elif self._ranks.poll() is not None:
             failures = self._ranks.failures()
             fatal = [failure for failure in failures if failure["exitcode"] == EXIT_HOST_NOT_RETRYABLE]
             self._kill_ranks()
-            council.phase = HostPhase.WAITING
+            consensus.phase = HostPhase.WAITING
             if EXIT_DISK_FULL in {failure["exitcode"] for failure in failures}:
                 self._leave_for_disk_space()
             elif fatal:
                 rank = first_rank_of(self._spec) + fatal[0]["local_rank"]
                 self._leave_run(f"rank {rank} ended with exit code {EXIT_HOST_NOT_RETRYABLE}")
         elif len(self._ranks.rank_statuses()) == self._spec.hosts[self._spec.host].num_ranks:
-            council.phase = HostPhase.READY
+            consensus.phase = HostPhase.READY
 
     def _monitor_ranks(self, now: float) -> None:
         """Check whether the ranks still run, and set this host's phase accordingly."""
         assert self._ranks is not None
-        council, status = self._consensus, self._ranks.poll()
+        consensus, status = self._consensus, self._ranks.poll()
         if status is None:
-            if council.has_lost_quorum(now):
+            if consensus.has_lost_quorum(now):
                 print("evener: no quorum of the hosts is reachable: the ranks are killed until one is", flush=True)
                 self._kill_ranks()
-                council.phase = self._regroup_phase()
+                consensus.phase = self._regroup_phase()
             elif self._spec.is_elastic:
                 self._read_rank_statuses()
             return
@@ -345,7 +345,7 @@ class HostAgent:
         for failure in failures:
             failure["rank"] = first + failure["local_rank"]  # its number in the run, not its global rank in this epoch
         self._kill_ranks()
-        council.step = max(council.step, *RunDir(self._folder).checkpoint_steps()[-1:], -1)
+        consensus.step = max(consensus.step, *RunDir(self._folder).checkpoint_steps()[-1:], -1)
         killed = {one["local_rank"]: one["time"] for one in failures if one["exitcode"] == -signal.SIGKILL}
         if killed:
             self._killed_at |= killed
@@ -355,45 +355,45 @@ class HostAgent:
         if EXIT_DISK_FULL in codes:
             self._leave_for_disk_space()
         elif status == 0:
-            council.phase = HostPhase.DONE
+            consensus.phase = HostPhase.DONE
         elif codes == {EXIT_REGROUP} or status == EXIT_TERMINATED:
-            council.phase = self._regroup_phase()
+            consensus.phase = self._regroup_phase()
         else:
             self._on_rank_failure(failures, codes)
 
     def _on_rank_failure(self, failures: list[dict[str, Any]], codes: set[int]) -> None:
         """Handle ranks that exited with an error: leave if a retry would fail again and others can continue."""
-        council, me = self._consensus, self._spec.host
+        consensus, me = self._consensus, self._spec.host
         # a rank killed for lack of memory will use less of it
         own_codes = codes - {EXIT_PEER_FAILED, EXIT_REGROUP, -signal.SIGKILL}
-        if council.epoch.is_cold_start and own_codes:  # else the other hosts' ranks kept their training state
+        if consensus.epoch.is_cold_start and own_codes:  # else the other hosts' ranks kept their training state
             self._num_consecutive_failures = (
-                self._num_consecutive_failures + 1 if council.step == self._last_failure_step else 1
+                self._num_consecutive_failures + 1 if consensus.step == self._last_failure_step else 1
             )
-            self._last_failure_step = council.step
+            self._last_failure_step = consensus.step
         self._failures = failures
         if failures:
-            council.reason = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
-        is_alone = council.epoch.hosts == [me]
+            consensus.reason = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
+        is_alone = consensus.epoch.hosts == [me]
         is_hopeless = EXIT_HOST_NOT_RETRYABLE in codes or (
             bool(own_codes) and self._num_consecutive_failures > MAX_HOST_FAILURES
         )
         if EXIT_RUN_FAILED in codes or (EXIT_HOST_NOT_RETRYABLE in codes and is_alone):
-            council.phase = HostPhase.FATAL
+            consensus.phase = HostPhase.FATAL
         elif is_hopeless and not is_alone:
             count = (
                 ""
                 if EXIT_HOST_NOT_RETRYABLE in codes
                 else f" {self._num_consecutive_failures} times, and nothing was saved in between"
             )
-            self._leave_run(f"{council.reason}{count}")
+            self._leave_run(f"{consensus.reason}{count}")
         else:
-            council.phase = HostPhase.FAILED
+            consensus.phase = HostPhase.FAILED
 
     def _leave_run(self, reason: str) -> None:
         """Leave the run, until the user adds this host again."""
-        council, me = self._consensus, self._spec.host
-        council.phase, council.reason, self._leave_reason = HostPhase.LEAVING, reason, reason
+        consensus, me = self._consensus, self._spec.host
+        consensus.phase, consensus.reason, self._leave_reason = HostPhase.LEAVING, reason, reason
         hint = f"evener logs RUN shows why; once it is fixed, evener add RUN --host {me} adds {me} again"
         with contextlib.suppress(OSError):  # a full disk
             write_atomic(self._exclusion_path, reason.encode())
@@ -402,26 +402,26 @@ class HostAgent:
     def _read_rank_statuses(self) -> None:
         """Read the ranks' statuses: the step they reached, and whether they request a new epoch."""
         assert self._ranks is not None
-        council, number = self._consensus, self._consensus.epoch.number
+        consensus, number = self._consensus, self._consensus.epoch.number
         statuses = self._ranks.rank_statuses().values()
         in_epoch = [status for status in statuses if status.epoch_number >= 0]
-        council.has_training_state = len(in_epoch) == self._spec.hosts[self._spec.host].num_ranks
-        council.step = max([council.step, *(status.step for status in in_epoch)])
+        consensus.has_training_state = len(in_epoch) == self._spec.hosts[self._spec.host].num_ranks
+        consensus.step = max([consensus.step, *(status.step for status in in_epoch)])
         requests = {status.regroup_reason for status in in_epoch if status.epoch_number == number} - {""}
         if PEER_LOST in requests:
-            council.phase = HostPhase.PEER_LOST
+            consensus.phase = HostPhase.PEER_LOST
         elif requests:
-            council.phase = self._regroup_phase()
+            consensus.phase = self._regroup_phase()
 
     def _detect_hang(self, now: float) -> None:
         """Sample this host's ranks, and kill them if one hangs and blocks the others for too long."""
         assert self._ranks is not None
-        council, first = self._consensus, first_rank_of(self._spec)
-        council.process_samples = {first + local: sample for local, sample in self._ranks.sample_processes().items()}
-        council.sampled_at = now
-        if (hang := self._hang_monitor.observe(now, council)) is not None:
+        consensus, first = self._consensus, first_rank_of(self._spec)
+        consensus.process_samples = {first + local: sample for local, sample in self._ranks.sample_processes().items()}
+        consensus.sampled_at = now
+        if (hang := self._hang_monitor.observe(now, consensus)) is not None:
             self._kill_ranks()
-            council.phase, council.reason = HostPhase.FAILED, describe_hang(hang)
+            consensus.phase, consensus.reason = HostPhase.FAILED, describe_hang(hang)
 
     def _regroup_phase(self) -> HostPhase:
         """Return the phase that requests a new epoch: with this host, or without it if it is to leave."""
@@ -441,11 +441,11 @@ class HostAgent:
     def _can_exit(self, now: float) -> bool:
         """Return whether the others know that the run has ended, or had enough time to learn it."""
         self._ended_at = self._ended_at or now
-        council = self._consensus
-        statuses = [council.peer_status(host) for host in council.epoch.hosts if host != council.host]
-        is_done = council.epoch.is_over or not council.is_member
+        consensus = self._consensus
+        statuses = [consensus.peer_status(host) for host in consensus.epoch.hosts if host != consensus.host]
+        is_done = consensus.epoch.is_over or not consensus.is_member
         all_know = all(status is not None and (is_done or status.phase == HostPhase.DONE) for status in statuses)
-        all_know = all_know and (is_done or not council.waiting_hosts(now))
+        all_know = all_know and (is_done or not consensus.waiting_hosts(now))
         return all_know or now - self._ended_at > LINGER_S
 
 

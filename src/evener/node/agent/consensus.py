@@ -125,9 +125,9 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
         return self.consensus_state.life, self.sequence
 
 
-def _without_volatile_fields(statement: HostStatus) -> HostStatus:
+def _without_volatile_fields(status: HostStatus) -> HostStatus:
     """Return the status without the fields that change with every broadcast or, as the step, with every step."""
-    return msgspec.structs.replace(statement, sequence=0, process_samples={}, sampled_at=0.0, step=-1)
+    return msgspec.structs.replace(status, sequence=0, process_samples={}, sampled_at=0.0, step=-1)
 
 
 class Consensus:
@@ -261,7 +261,7 @@ class Consensus:
 
     def _adopt_newer_epoch(self) -> None:
         """Adopt the newest epoch that another host reports, if it is newer than this host's: a quorum chose it."""
-        newest = max((statement.consensus_state.world for statement, _ in self._received.values()), default=self.epoch,
+        newest = max((status.consensus_state.world for status, _ in self._received.values()), default=self.epoch,
                      key=lambda world: world.number)  # fmt: skip
         if newest.number > self.epoch.number:
             self._enter_epoch(newest)
@@ -277,8 +277,8 @@ class Consensus:
         for host in self.epoch.voters:
             if host == self.host:
                 yield host, self.state.vote
-            elif (statement := self.peer_status(host)) is not None:
-                yield host, statement.consensus_state.vote
+            elif (status := self.peer_status(host)) is not None:
+                yield host, status.consensus_state.vote
 
     def _set_acceptor_state(self, vote: AcceptorState) -> None:
         self.state = ConsensusState(self.epoch, vote, self.state.life)

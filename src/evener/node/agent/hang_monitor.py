@@ -48,12 +48,12 @@ class HangMonitor:
         self._next_sample_at = now + SAMPLE_INTERVAL_S
         return True
 
-    def observe(self, now: float, council: Consensus) -> Hang | None:
+    def observe(self, now: float, consensus: Consensus) -> Hang | None:
         """Process all hosts' newest samples and report a change; return a hang for which ranks must be killed now."""
-        self._detector.observe(self._host, now, council.process_samples)
-        for host in council.epoch.hosts:
+        self._detector.observe(self._host, now, consensus.process_samples)
+        for host in consensus.epoch.hosts:
             if host != self._host:
-                status = council.peer_status(host)
+                status = consensus.peer_status(host)
                 self._detector.observe(
                     host, status.sampled_at if status else now, status.process_samples if status else {}
                 )

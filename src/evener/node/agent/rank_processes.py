@@ -151,10 +151,11 @@ class SubprocessRanks:
     which all ranks leave (`EXIT_REGROUP`, for example), the others have `GROUP_EXIT_S` to exit, too.
     """
 
-    def __init__(self, spec: AgentSpec, folder: Path, meeting: Rendezvous, env: dict[str, str]) -> None:
+    def __init__(self, spec: AgentSpec, folder: Path, rendezvous: Rendezvous, env: dict[str, str]) -> None:
         num = spec.hosts[spec.host].num_ranks
         ranks_folder = folder / "host" / "ranks"
-        logs = ranks_folder / f"{meeting.epoch.number}-{len([*ranks_folder.glob('*-*')])}" / "0"  # as torchrun has them
+        # the folders that torchrun would make
+        logs = ranks_folder / f"{rendezvous.epoch.number}-{len([*ranks_folder.glob('*-*')])}" / "0"
         self._processes = list[subprocess.Popen[bytes]]()
         self._ended_at: dict[int, float] = {}  # when, by local rank
         for local_rank in range(num):
