@@ -1,4 +1,4 @@
-"""The live page as a person sees it: it draws, goes on with the run, and outlives its server."""
+"""The live page in Chromium follows a run, passes accessibility rules, and survives a stop of its server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def end(run: RunWriter, verdict: str) -> None:
     run.write_manifest(msgspec.structs.replace(run.manifest(), verdict=verdict))
 
 
-def test_page_draws_updates_in_two_tabs_and_shows_end(context, page, run, watch):
+def test_page_follows_run_in_two_tabs_and_shows_its_end(context, page, run, watch):
     watched = watch(str(run.path))
     page.goto(watched.url)
     assert "token" not in page.url
@@ -85,7 +85,7 @@ def test_page_survives_server_stop(page, run, watch):
     expect(page.locator("#gone")).to_be_hidden(timeout=SOON_MS)
 
 
-def test_a_hidden_tab_has_no_stream(page, run, watch):
+def test_hidden_tab_closes_its_event_stream_until_shown_again(page, run, watch):
     """And a new one when it is seen again."""
     page.add_init_script("""
         const Real = EventSource;
@@ -107,7 +107,7 @@ def test_a_hidden_tab_has_no_stream(page, run, watch):
 
 
 @exhaustive
-def test_long_open_page_does_not_grow(page, run, watch):
+def test_page_memory_does_not_grow_with_number_of_messages(page, run, watch):
     """Messages as the server sends them, many times as many as of an evening: as many nodes, as much memory."""
     page.add_init_script("""
         const Real = EventSource;

@@ -1,4 +1,4 @@
-"""The same on a GPU, where one is."""
+"""Train on GPUs: losses match the CPU's, replicas agree, and recorded step parts sum to the step time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .. import traces
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-def test_a_gpu_trains_the_same_model_and_its_parts_sum_to_the_step(tmp_path, train):
+def test_gpu_losses_match_cpu_and_step_parts_sum_to_step_time(tmp_path, train):
     flags = ("--steps", "20", "--micro-batch", "4", "--dtype", "fp32", "--compile", "off")
     cpu = train(tmp_path / "cpu", *flags, "--device", "cpu")
     gpu = train(tmp_path / "gpu", *flags, "--device", "cuda")
@@ -29,7 +29,7 @@ def test_a_gpu_trains_the_same_model_and_its_parts_sum_to_the_step(tmp_path, tra
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("sync", ["ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:5:int8",
                                   "diloco:5:int4:streamed"])  # fmt: skip
-def test_two_gpus_over_nccl_agree_to_the_bit(tmp_path, train, sync):
+def test_replicas_on_two_gpus_over_nccl_are_bit_equal(tmp_path, train, sync):
     run = train(tmp_path / "run", "--steps", "20", "--sync", sync, "--verify-every", "5", ranks=2)
     assert run.manifest().roster.backend == "nccl"
     assert run.manifest().result.replicas_agree is True
@@ -52,7 +52,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 
 
 @pytest.mark.parametrize("sync", ["ddp", "packed", "int8", "powersgd:4", "diloco:5"])
-def test_gpu_and_cpu_train_one_model(tmp_path, corpus, run_script, sync):
+def test_replicas_on_gpu_and_cpu_stay_equal_over_gloo(tmp_path, corpus, run_script, sync):
     """Over Gloo; what test_unequal_ranks.py plays with two processors."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
              "--shares", "3:1", "--steps", "30", "--verify-every", "10", "--out", str(tmp_path / "run")]  # fmt: skip

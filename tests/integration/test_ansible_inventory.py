@@ -1,4 +1,4 @@
-"""Are inventories imported as Ansible's own program reads them, and without running what they could name?
+"""Import Ansible inventories with Ansible's own program, without running anything that they name.
 
 The examples are from its documentation [docs.ansible.com, "How to build your inventory", and the plugins ini and yaml].
 """
@@ -60,7 +60,7 @@ ansible_user = web
 """
 
 
-def test_ini_inventory_is_imported(tmp_path):
+def test_ini_inventory_yields_hosts_with_their_ssh_settings(tmp_path):
     path = written(tmp_path, INI)
     (tmp_path / "group_vars").mkdir()
     written(tmp_path / "group_vars", "ansible_user: everybody\nansible_ssh_common_args: -o ProxyJump=gate\n", "targets")
@@ -118,7 +118,7 @@ all: # keys must be unique, i.e. only one 'hosts' per group
 
 
 @pytest.mark.parametrize("name", ["hosts", "hosts.yaml"])
-def test_yaml_inventory_is_imported(tmp_path, name):
+def test_yaml_inventory_yields_hosts_with_their_ssh_settings(tmp_path, name):
     listing = import_inventory(written(tmp_path, YAML, name))
     assert hosts_of(listing) == {
         "test1": HostConfig(address="test1", user="everybody", port=2222),
@@ -132,7 +132,7 @@ def test_yaml_inventory_is_imported(tmp_path, name):
     ]
 
 
-def test_nothing_of_an_inventory_is_run(tmp_path, monkeypatch):
+def test_importing_an_inventory_executes_nothing_in_it(tmp_path, monkeypatch):
     """Neither a script, nor a template, nor a plugin or a setting that lies beside the file or in this folder."""
     monkeypatch.chdir(tmp_path)
     ran = f"touch {tmp_path}/ran"
@@ -178,7 +178,7 @@ LAUGHS = "all:\n hosts:\n  h:\n   a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 
 @pytest.mark.parametrize("text", [LAUGHS, "n[1:999999999]\n"], ids=["yaml", "range"])
-def test_a_text_that_expands_without_end_is_refused(tmp_path, monkeypatch, text):
+def test_inventory_that_expands_without_end_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setattr(import_hosts, "READER_TIMEOUT_S", 4.0)
     with pytest.raises(UsageError, match=r"bomb: not read "):
         import_inventory(written(tmp_path, text, "bomb"))

@@ -1,6 +1,4 @@
-"""What a run saved on a host comes home whole; and one that is resumed goes on from the same checkpoint on every host,
-whatever an earlier start left there.
-"""
+"""Fetch checkpoints from hosts, and resume all hosts from the same one whatever an earlier start left there."""
 
 from __future__ import annotations
 

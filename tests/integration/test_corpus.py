@@ -1,4 +1,4 @@
-"""A corpus folder is whole or not there, also when its preparation is killed."""
+"""A killed corpus preparation leaves nothing that loads, and preparation does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees arrive byte for byte, once; an interrupted copy goes on; what is bad never gets a name."""
+"""Send and fetch file trees: byte for byte, each file once, resumed if interrupted, damaged data discarded."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_corrupt_partial_file_is_discarded(session, tmp_path, work):
     assert arrived.sent_bytes == size
 
 
-def test_oversized_partial_file_is_reused(session, tmp_path, work):
+def test_partial_file_with_extra_bytes_is_reused_without_resending(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(2 * MB)}))
     digest = tree.files["train.bin"].digest
     write(Path(work), {f"blobs/{digest}.x.part": noise(2 * MB) + b"and more"})
@@ -238,7 +238,7 @@ def test_stalled_sender_does_not_block_others(session, tmp_path, work):
     assert not parts(work)
 
 
-def test_out_of_order_chunks_are_ordered(session, tmp_path, work):
+def test_chunks_that_arrive_out_of_order_are_written_in_order(session, tmp_path, work):
     content = noise(2 * MB)
     digest = describe_data(write(tmp_path / "d", {"x": content})).files["x"].digest
     session.call("content_store", "find_missing_blobs", workdir=work, digests={digest: 2 * MB}, tree="x")
@@ -266,7 +266,7 @@ def test_file_changed_during_send_is_an_error(session, tmp_path, work, size):
     assert Path(send_to_host(session, work, describe_project(root)).path, "a").read_bytes() == noise(size, seed=1)
 
 
-def test_tree_changed_by_program_is_recreated(session, tmp_path, work):
+def test_tree_changed_by_program_is_restored_without_resending(session, tmp_path, work):
     """Modes stop an ordinary user; root, who trains on rented machines, only the check."""
     root = write(tmp_path / "p", {"a.py": b"1", "sub/b.py": b"2"})
     path = Path(send_to_host(session, work, describe_project(root)).path)
@@ -315,7 +315,7 @@ def test_path_outside_tree_is_refused(session, tmp_path, work):
     assert not list(Path(work, "trees").iterdir())
 
 
-def test_invalid_workdir_is_reported(session, tmp_path):
+def test_workdir_below_a_file_is_an_error_with_hint(session, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(HostError, match="Not a directory") as caught:
         send_to_host(session, str(tmp_path / "file/work"), describe_files({}))
@@ -500,13 +500,13 @@ def test_a_large_file_is_hashed_once(tmp_path, monkeypatch):
         describe_data(root)
 
 
-def test_just_written_file_hash_is_not_cached(tmp_path):
+def test_hash_of_just_written_file_is_not_cached(tmp_path):
     root = write(tmp_path / "d", {"train.bin": noise(2 * MB)})
     describe_data(root)
     assert not (tmp_path / "cache/evener/digests.json").exists()
 
 
-def test_chunk_size_is_as_tests_assume():
+def test_chunk_size_is_one_mebibyte():
     assert CHUNK_BYTES == MB
 
 

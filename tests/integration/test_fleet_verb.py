@@ -1,4 +1,4 @@
-"""`evener fleet init`: a file that loads, from lists or from answers; what it cannot read leaves nothing behind."""
+"""`evener fleet init` writes a valid fleet file from arguments, host lists or answers, and none after an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ssh_config(folder, text=HOSTS):
     (folder.parent / "home" / ".ssh" / "config").write_text(text)
 
 
-def test_typed_hosts_are_written(folder):
+def test_hosts_given_as_arguments_are_written_to_fleet_file(folder):
     status, out, err = init("local", "attic=192.168.1.36", "ben@laptop:2222")
     assert status == 0
     assert load_fleet("fleet.toml").hosts == {
@@ -62,7 +62,7 @@ def test_typed_hosts_are_written(folder):
     assert err == "fleet.toml: 3 hosts\n\n\nnext: evener doctor\n"
 
 
-def test_init_names_file_and_missing_local_host(folder):
+def test_init_prints_fleet_file_and_warns_if_local_host_is_missing(folder):
     _, _, err = init("attic", "--out", "my fleets/two.toml")
     assert 'this machine is not in the file; if it trains too, add [hosts.Desk] with address = "local"\n' in err
     assert err.endswith("next: evener doctor --fleet 'my fleets/two.toml'\n")
@@ -137,7 +137,7 @@ def test_existing_file_is_not_overwritten(folder):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_invalid_list_leaves_no_file(folder, seed):
+def test_invalid_host_list_leaves_no_fleet_file(folder, seed):
     rng = random.Random(seed)
     for flag in ("--hostfile", "--inventory", "--ssh-config"):
         Path("junk").write_bytes(b"\xff" + rng.randbytes(rng.randrange(200)))
@@ -158,13 +158,13 @@ def ask(folder, *lines, status=0, end="\n"):
     return in_terminal("fleet", "init", typed=typed, cwd=folder, status=status, HOME=str(folder.parent / "home"))
 
 
-def test_ctrl_c_writes_nothing(folder, monkeypatch):
+def test_ctrl_c_writes_no_fleet_file(folder, monkeypatch):
     monkeypatch.setattr(fleet_prompts, "prompt_hosts", mock.Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(fleet, "is_interactive", lambda: True)
     assert init() == (130, "", "\nnothing was written\n")
 
 
-def test_interactive_answers_give_fleet(folder):
+def test_interactive_answers_are_written_to_fleet_file(folder):
     ssh_config(folder)
     text = ask(folder, "2, 1", "laptop=192.168.1.28", "b[r eva@nas:22", "9", "", "b b", "ben", "maybe", "y")
     own, *others = load_fleet("fleet.toml").hosts.items()
@@ -190,7 +190,7 @@ def test_interactive_answers_give_fleet(folder):
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_interactive_init_without_ssh_config_works(folder):
+def test_interactive_init_needs_no_ssh_config(folder):
     text = ask(folder, "attic", "", "", "n")
     assert "~/.ssh" not in text
     assert load_fleet("fleet.toml").hosts == {"attic": HostConfig(address="attic")}

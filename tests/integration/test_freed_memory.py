@@ -1,4 +1,4 @@
-"""What a process does with the memory that it frees, by the kernel's own count of pages."""
+"""A process reuses the memory that it frees, by the kernel's own count of pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the help of a verb costs, and how a slip is answered, by the program itself."""
+"""`--help` answers within 0.2 s, and a mistyped argument is a one-line error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..integration.pseudo import argv, environment
         ("train --stepz 3", "No such option: --stepz; there are --keep, --seed, --steps"),
     ],
 )
-def test_mistyped_argument_is_one_line_with_help_hint(line, told):
+def test_mistyped_argument_is_a_one_line_error_with_help_hint(line, told):
     done = subprocess.run(argv(*line.split()), capture_output=True, text=True, check=False, env=environment())
     verb = "" if line == "rums" else f"{line.split()[0]} "
     assert done.stderr == f"error: {told}\nhint:  evener {verb}--help\n"

@@ -1,4 +1,4 @@
-"""What a host needs is worked out for that host, and nothing is changed that is not evener's to change."""
+"""Host setup installs what each host lacks and changes nothing that is not evener's."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_installed_evener_can_be_repackaged(wheel, tmp_path):
 # -- What a host needs --
 
 
-def test_versions_equal_constraints(wheel):
+def test_dependency_versions_equal_constraints_file(wheel):
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     canonical = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     here = WheelTarget.from_interpreter(remote.inspect_interpreter(sys.executable), wants_cuda=False)
@@ -105,7 +105,7 @@ def test_versions_equal_constraints(wheel):
     assert {name: canonical.get(name) for name in found} == found
 
 
-def test_wheel_platforms_match_target():
+def test_wheel_platforms_follow_libc_and_os_of_target():
     assert target().platforms()[0] == "manylinux_2_36_x86_64"
     assert "manylinux2014_x86_64" in target().platforms()
     assert target(("", "")).platforms()[:2] == ["musllinux_1_2_x86_64", "musllinux_1_1_x86_64"]
@@ -135,7 +135,7 @@ def tiny_wheel(folder: Path, name: str, version: str, *requires: str, files: dic
 
 
 @exhaustive
-def test_target_only_dependencies_are_read_from_wheels(tmp_path, monkeypatch):
+def test_dependencies_only_the_target_needs_are_read_from_wheels(tmp_path, monkeypatch):
     """As torch's build for CUDA needs packages that its build for processors does not."""
     shop = tmp_path / "shop"
     shop.mkdir()
@@ -178,7 +178,7 @@ def base_of(monkeypatch, folder: Path, preferred: list[str]) -> dict[str, Any]:
     return remote.inspect_setup(str(folder / "work"), preferred=preferred)["base"]
 
 
-def test_suitable_python_is_chosen_for_venv(tmp_path, monkeypatch):
+def test_newest_python_with_venv_is_chosen_unless_one_is_preferred(tmp_path, monkeypatch):
     folder = tmp_path / "bin"
     script(folder, "python3", '[[3, 9, 2], true, "/usr/bin/python3"]')
     script(folder, "python3.14", "a shim of a version that is not there")
@@ -211,7 +211,7 @@ def test_failed_venv_creation_gives_reason(session, wheel, base, check, text, hi
     assert hint in caught.value.hint
 
 
-def test_half_installed_package_does_not_count(tmp_path):
+def test_half_installed_package_counts_as_missing(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
     [site] = (tmp_path / "v/lib").glob("python*/site-packages")
     for name, whole in (("rich", True), ("torch", False)):
@@ -244,7 +244,7 @@ def test_only_one_setup_runs_at_a_time(session, tmp_path):
     assert session.call("venv_setup", "lock_setup", workdir=str(tmp_path)) is None
 
 
-def test_current_environment_needs_no_setup(tmp_path):
+def test_up_to_date_environment_needs_no_setup(tmp_path):
     fleet = Fleet(hosts={"here": HostConfig(address="local", workdir=str(tmp_path))})
     found = run_setup(fleet)["here"]
     assert found.summary.startswith("here: nothing to do: torch 2")
@@ -340,7 +340,7 @@ def test_setup_reports_each_host(tmp_path):
     assert 'did you mean "here"?' in done.stderr
 
 
-def test_target_round_trips_as_json():
+def test_wheel_target_round_trips_as_json():
     assert msgspec.json.decode(msgspec.json.encode(target()), type=WheelTarget) == target()
 
 

@@ -1,4 +1,4 @@
-"""Verbs run where torch, or anything heavy, cannot be imported."""
+"""Verbs that need no worker run without importing torch or other heavy packages."""
 
 from __future__ import annotations
 

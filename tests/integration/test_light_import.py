@@ -1,4 +1,4 @@
-"""Importing evener loads no package of frames."""
+"""Importing evener imports no dataframe package."""
 
 from __future__ import annotations
 

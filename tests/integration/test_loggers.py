@@ -1,4 +1,4 @@
-"""Loggers hear of every step once, live, late, and again after they or the run were ended: by their own readers."""
+"""Experiment loggers get every step once: live, after the run, and after the logger or the run was killed."""
 
 from __future__ import annotations
 
@@ -448,7 +448,7 @@ def test_missing_logger_package_is_reported_before_start(monkeypatch):
         parse_loggers(["wandbb"])
 
 
-def test_folder_with_package_name_is_not_a_package(tmp_path, monkeypatch):
+def test_folder_named_like_a_logger_does_not_count_as_installed(tmp_path, monkeypatch):
     (tmp_path / "mlflow").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     if experiment_loggers.find_spec("mlflow").origin is None:  # else the real one is here, too, and is meant

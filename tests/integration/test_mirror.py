@@ -1,4 +1,4 @@
-"""The copy of a run's files: complete, never twice, from two terminals, and nowhere but where it belongs."""
+"""The local copy of a run's files is complete, without duplicates, and stays inside the run directory."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_replaced_file_is_copied_anew(make: Callable[..., HostMirror], there: Pa
         ("/etc/passwd", 0, False),
     ],
 )
-def test_host_writes_only_its_own_files(
+def test_mirror_writes_only_files_that_belong_to_its_host(
     make: Callable[..., HostMirror], tmp_path: Path, path: str, node_rank: int, is_taken: bool
 ) -> None:
     mirror = make(node_rank)
@@ -157,7 +157,7 @@ def test_host_removed_from_run_no_longer_changes_copies(
     assert {path: path.read_bytes() for path in (tmp_path / "here").rglob("*") if path.is_file()} == before
 
 
-def test_host_error_names_the_typed_fleet_file(
+def test_host_error_names_the_given_fleet_file(
     make: Callable[..., HostMirror], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **more: object) -> None:
@@ -187,7 +187,7 @@ def test_returning_host_is_restarted_when_run_continues_elsewhere(
     assert (mirror.state or {})["status"] == 0
 
 
-def test_single_local_host_needs_no_copy(there: Path) -> None:
+def test_run_on_local_host_alone_copies_no_file(there: Path) -> None:
     """Its folder is the run directory."""
     host = msgspec.structs.replace(part(there), run=None)
     rundir, plan = RunDir(there), Plan(kind="train", spec=None, hosts=[host])
@@ -204,7 +204,7 @@ def test_single_local_host_needs_no_copy(there: Path) -> None:
     assert [event["event"] for event in rundir.events()] == ["launched"]
 
 
-def test_events_from_every_location_of_run_are_kept(
+def test_events_are_kept_when_local_run_continues_on_a_host(
     make: Callable[..., HostMirror], there: Path, tmp_path: Path
 ) -> None:
     """It began on this machine alone and goes on elsewhere."""

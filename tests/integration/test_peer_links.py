@@ -1,4 +1,4 @@
-"""What hosts tell each other over a real socket: the run's own words are heard, whatever anybody else sends there."""
+"""Hosts exchange signed messages over real sockets; forged, replayed and malformed ones are rejected."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Raw:
         return await asyncio.to_thread(self.answer)
 
 
-def test_two_listeners_receive_each_other(quietly):
+def test_two_listeners_receive_messages_of_each_other(quietly):
     async def main() -> None:
         async with Listener() as a, Listener() as b:
             assert a.gossip._server is not None
@@ -202,7 +202,7 @@ SIGNED = {  # by somebody who has the key: an agent of another version, or a bro
 
 
 @pytest.mark.parametrize("what", SIGNED)
-def test_signed_non_statement_closes_only_its_connection(quietly, what):
+def test_signed_malformed_message_closes_only_its_connection(quietly, what):
     async def main() -> None:
         async with Listener() as listener:
             async with listener.connect() as raw:

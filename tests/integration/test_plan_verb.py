@@ -1,4 +1,4 @@
-"""`evener plan` as a person meets it: answers at once, in words, without torch; mistakes cost one line."""
+"""`evener plan` answers within half a second, without torch, and reports invalid input in one line."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def evener(*args: object, cwd: Path | None = None) -> subprocess.CompletedProces
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=cwd, env=environment())
 
 
-def test_two_described_hosts_are_planned():
+def test_hosts_described_by_flags_get_verdict_within_loss_budget():
     done = evener(*WORDS)
     assert done.stdout.startswith("Train on both hosts with int8: 943 tokens/s, 1.89 times the fastest host alone; its")
     done = evener(*WORDS, "--loss-budget", "0")
@@ -93,7 +93,7 @@ def processor_s(run):
     return ended.ru_utime - began.ru_utime + ended.ru_stime - began.ru_stime
 
 
-def test_fleet_file_alone_is_enough(tmp_path):
+def test_plan_reads_hosts_links_and_rates_from_fleet_file(tmp_path):
     (tmp_path / "fleet.toml").write_text(FLEET)
     flags = ("--model", "d8", "--block-size", "512", "--batch", "8")
     done = evener(*flags, cwd=tmp_path)
@@ -147,7 +147,7 @@ def test_fleet_file_alone_is_enough(tmp_path):
         (["--model", "char"], "no fleet.toml here"),
     ],
 )
-def test_invalid_argument_is_one_line_with_hint(tmp_path, args, told):
+def test_invalid_argument_is_a_one_line_error_with_hint(tmp_path, args, told):
     done = evener(*args, cwd=tmp_path)
     assert done.returncode == 2
     error, *rest = done.stderr.splitlines()
@@ -158,7 +158,7 @@ def test_invalid_argument_is_one_line_with_hint(tmp_path, args, told):
 
 
 @pytest.mark.parametrize("bad", ["goodput_Bps = -1", "goodput_Bps = 0", 'goodput_Bps = "fast"'])
-def test_impossible_bandwidth_in_fleet_file_is_located(tmp_path, bad):
+def test_impossible_bandwidth_in_fleet_file_is_a_short_error(tmp_path, bad):
     (tmp_path / "fleet.toml").write_text(FLEET.replace("goodput_Bps = 117e6", bad, 1))
     done = evener("--model", "d8", cwd=tmp_path)
     assert done.returncode == 2
@@ -166,14 +166,14 @@ def test_impossible_bandwidth_in_fleet_file_is_located(tmp_path, bad):
     assert len(done.stderr.splitlines()) <= 2
 
 
-def test_missing_measurement_is_requested(tmp_path):
+def test_missing_rate_is_an_error_that_names_the_probe_command(tmp_path):
     (tmp_path / "fleet.toml").write_text(FLEET.split("[rates.laptop")[0])
     done = evener("--model", "d8", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: laptop: nobody measured its processor\nhint:  evener probe host --model d8")
 
 
-def test_finished_run_supplies_its_rates(tmp_path):
+def test_plan_from_finished_run_uses_rates_of_its_records(tmp_path):
     """One rank, 1024 tokens in 100 ms: 10,240 tokens/s, whatever anybody predicted."""
     write_run(tmp_path / "runs" / "one", [{}])
     done = evener("--from", "runs/one", "--json", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Do only the hosts of a run reach its ports? By nft's own words, or by trying."""
+"""The firewall of `--private` admits only the run's hosts, checked by nft's output or by connecting."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> PortProtect
     return inspect_port_protection(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
 
 
-def test_guard_state_is_derived_from_nft_output():
+def test_firewall_state_is_derived_from_nft_output():
     seen = {"has_nft": True, "is_readable": True, "rules": [], "ssh_port": None}
     assert guard_of(seen).state == "absent"
     assert guard_of(seen | {"rules": told(mark="other")}).state == "differs"
@@ -93,7 +93,7 @@ def sshd() -> Iterator[Callable[[str], int]]:
         yield lambda address: stack.enter_context(socket.create_server((address, 0))).getsockname()[1]
 
 
-def test_guard_is_probed_by_connection_when_nft_is_unreadable(sshd, monkeypatch):
+def test_firewall_is_probed_by_connecting_if_nft_is_unreadable(sshd, monkeypatch):
     seen = {"has_nft": True, "is_readable": False, "rules": []}
     assert guard_of(seen | {"ssh_port": sshd("127.0.0.2")}, "127.0.0.2").state == "open"
     assert guard_of(seen | {"ssh_port": sshd("127.0.0.1")}, "127.0.0.1").state == "untold"  # we are of the run
@@ -121,7 +121,7 @@ def test_guard_is_probed_by_connection_when_nft_is_unreadable(sshd, monkeypatch)
         ("none", "error", f"leave out --private; {firewall.ALTERNATIVE_HINT}"),
     ],
 )
-def test_guard_state_gives_its_finding(state, severity, fix):
+def test_each_firewall_state_gives_its_finding_and_fix(state, severity, fix):
     (found,) = check_port_protection(
         {"attic": PortProtection(state=state, rules=RULES)}, NETWORK.interfaces, {"attic": "sudo "}
     )
@@ -129,7 +129,7 @@ def test_guard_state_gives_its_finding(state, severity, fix):
 
 
 @pytest.mark.parametrize(("state", "severity"), [("untold", "error"), ("closed", "warning")])
-def test_unknown_guard_state_is_reported_with_fix(state, severity):
+def test_unknown_firewall_state_is_reported_with_fix(state, severity):
     (found,) = check_port_protection(
         {"attic": PortProtection(state=state, rules=RULES)}, NETWORK.interfaces, {"attic": "sudo "}
     )

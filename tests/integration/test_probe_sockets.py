@@ -1,6 +1,4 @@
-"""Whatever somebody sends to a probe that listens for a moment: no thread dies of it, nothing hangs, and whoever knows
-the secret is answered.
-"""
+"""Probe servers survive whatever a stranger sends and still answer whoever knows the secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A project's folder on a host: as it is at home, and nothing that a program wrote is lost."""
+"""Syncing a project to a host updates its files and preserves what programs wrote there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the agent sees of its ranks."""
+"""List all processes of a rank, from /proc or from ps."""
 
 from __future__ import annotations
 

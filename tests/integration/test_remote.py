@@ -1,4 +1,4 @@
-"""What runs on a host: facts of this machine by a local session, and connections over its loopback."""
+"""Collect the facts of this machine, and test connections over its loopback interface."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def facts(session: Session) -> HostFacts:
     return decode_facts(session.call("facts", "collect", workdir="/nowhere/yet"), session.clock_offset_s())
 
 
-def test_facts_match_this_machine(facts):
+def test_host_facts_match_this_machine(facts):
     assert facts.hostname == socket.gethostname()
     assert facts.python == sys.executable
     assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
@@ -72,7 +72,7 @@ def test_bf16_support_follows_compute_capability(facts, cards, capabilities, hav
     assert msgspec.structs.replace(facts, **found).gpus_have_bf16 == have_bf16
 
 
-def test_facts_list_every_interface(facts):
+def test_host_facts_list_every_interface(facts):
     loopback = next(one for one in facts.interfaces if one.kind == "loopback")
     assert loopback.first_address is not None
     assert loopback.first_address.address == "127.0.0.1"
@@ -80,7 +80,7 @@ def test_facts_list_every_interface(facts):
     assert {one.name for one in facts.interfaces} == {name for _, name in socket.if_nameindex()}
 
 
-def test_gloo_address_is_a_candidate_or_loopback(facts):
+def test_gloo_address_is_first_bindable_candidate_or_loopback(facts):
     binding = [one.address for one in facts.gloo.candidates if one.binds]
     assert facts.gloo.address == (binding or ["127.0.0.1"])[0]
 
@@ -189,7 +189,7 @@ def test_lower_ranked_paths_are_not_awaited_after_best_one_answers(ports):
     assert [one["result"] for one in found] == ["ok", "untried"]
 
 
-def test_higher_ranked_path_is_awaited(ports):
+def test_higher_ranked_path_is_awaited_after_lower_one_answers(ports):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = connectivity.connect(
             [target(ports["ephemeral"], rank=1), target(silent.getsockname()[1], rank=0)], SECRET, 2.0
@@ -241,13 +241,13 @@ def test_stalled_large_message_is_reported(monkeypatch):
         assert connectivity._send_large_message(target(silent.getsockname()[1]), SECRET, 1 << 24) == "stalled"
 
 
-def test_unknown_names_resolve_to_none():
+def test_unknown_host_names_resolve_to_none():
     found = connectivity.resolve(["localhost", "no-such-host.invalid"])
     assert "127.0.0.1" in found["localhost"] or "::1" in found["localhost"]
     assert found["no-such-host.invalid"] is None
 
 
-def test_cancel_tolerates_request_ending_meanwhile(monkeypatch):
+def test_cancelling_a_request_that_just_ended_is_no_error(monkeypatch):
     """Whoever asks twice, whether it runs and then for it, finds nothing the second time."""
 
     class Ending(dict):

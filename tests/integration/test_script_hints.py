@@ -1,4 +1,4 @@
-"""What a script's last words mean on a fleet: the words are Python's and PyTorch's own, as they were printed."""
+"""Give hints for failed scripts, tested with errors exactly as Python and PyTorch printed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session with this machine: what it leaves behind, and how it ends."""
+"""A session with this machine forgets finished requests and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def session() -> Iterator[Session]:
     opened.close()
 
 
-def test_finished_requests_are_forgotten(session: Session) -> None:
+def test_finished_requests_leave_no_pending_replies(session: Session) -> None:
     session.clock_offset_s(repeats=2)
     assert session.call("project_sync", "list_script_outputs", folder="/nowhere", since=0) == []
     with pytest.raises(RemoteError, match="no such run"):
@@ -57,7 +57,7 @@ def test_python_that_reads_nothing_is_an_error_and_leaves_no_process(monkeypatch
     assert started[0].stdin.closed
 
 
-def test_call_can_be_left_after_connection_is_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_can_be_closed_after_connection_is_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by Ctrl-C in another thread, while the host still runs."""
     monkeypatch.setattr(session_module, "HANDSHAKE_TIMEOUT_S", 0.05)
     items = session.stream("link_probe", "echo", address="127.0.0.1", seconds=60)

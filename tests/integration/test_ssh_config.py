@@ -1,4 +1,4 @@
-"""Is a configuration imported as ssh itself reads it, and without running the programs that it names?"""
+"""Import ssh configurations as ssh itself reads them, without running the programs that they name."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Host -p
 """
 
 
-def test_ssh_config_hosts_are_read(home, tmp_path):
+def test_ssh_config_hosts_are_imported_without_forges_and_duplicates(home, tmp_path):
     ssh = home / ".ssh"
     (tmp_path / "conf.d").mkdir()
     (tmp_path / "conf.d" / "2.conf").write_text("Host two one\n HostName later.lan\n")

@@ -1,4 +1,4 @@
-"""A run under its supervisor on this machine: complete logs, true exit codes, no process left, whatever is killed."""
+"""A supervised run has complete logs, true exit codes and no process left, whatever is killed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def python(code: str, *args: str) -> list[str]:
     return [sys.executable, "-c", code, *args]
 
 
-def test_status_and_output_are_returned(session: Session, tmp_path: Path) -> None:
+def test_exit_status_and_complete_output_are_recorded(session: Session, tmp_path: Path) -> None:
     code = "import sys; print('out'); print('err', file=sys.stderr); print('unended', end=''); sys.exit(7)"
     started = Started(session, tmp_path / "run", python(code))
     state = started.wait()
@@ -246,7 +246,7 @@ RANK_ITSELF = """if True:
 """
 
 
-def test_program_that_is_a_rank_is_treated_as_rank(session: Session, tmp_path: Path) -> None:
+def test_program_that_is_itself_a_rank_has_rank_log_and_rank_failure(session: Session, tmp_path: Path) -> None:
     """It has a rank's log, is asked like a rank, and its end is a rank's failure."""
     asked = Started(session, tmp_path / "asked", python(RANK_ITSELF), grace_s=600.0, is_rank=True)
     wait_until(lambda: (tmp_path / "asked/logs/here.4.log").exists() and b"ready" in asked.printed("here.4")["O"])
@@ -273,7 +273,7 @@ def test_an_attached_run_ends_with_its_launcher(session: Session, tmp_path: Path
     assert started.processes() == []
 
 
-def test_second_stop_does_not_wait(session: Session, tmp_path: Path) -> None:
+def test_immediate_stop_kills_unresponsive_rank_without_grace_period(session: Session, tmp_path: Path) -> None:
     """A rank that hears nothing, as one that is stuck in the kernel."""
     started = Started(session, tmp_path / "run", python(RANK_ITSELF), grace_s=600.0, is_rank=True)
     wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
@@ -309,7 +309,7 @@ def test_running_run_is_not_started_again(session: Session, tmp_path: Path) -> N
     first.stop()
 
 
-def test_stop_works_without_state_file(session: Session, tmp_path: Path) -> None:
+def test_stop_needs_no_state_file(session: Session, tmp_path: Path) -> None:
     """The lock itself says who looks after the run."""
     started = Started(session, tmp_path / "run", python(SLEEP))
     (tmp_path / "run/host/state.json").unlink()
@@ -446,7 +446,7 @@ def test_run_can_restart_as_soon_as_it_ended(session: Session, tmp_path: Path) -
     assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
 
 
-def test_program_without_ranks_is_signalled_itself(session: Session, tmp_path: Path) -> None:
+def test_stop_terminates_program_without_ranks_at_once(session: Session, tmp_path: Path) -> None:
     """As while it imports torch: there is nobody to wait for."""
     started = Started(session, tmp_path / "run", python(SLEEP), grace_s=600.0)
     started.wait_printed(b"ready")
@@ -456,7 +456,7 @@ def test_program_without_ranks_is_signalled_itself(session: Session, tmp_path: P
     assert (last["status"], last["signal"], last["stopped"]) == (-signal.SIGTERM, "SIGTERM", True)
 
 
-def test_late_ranks_are_signalled_too(session: Session, tmp_path: Path) -> None:
+def test_ranks_started_during_stop_are_terminated_too(session: Session, tmp_path: Path) -> None:
     code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {SLEEP!r}])"
     started = Started(session, tmp_path / "run", python(code), grace_s=600.0)
     started.wait_printed(b"ready")
@@ -496,7 +496,7 @@ def test_endless_line_is_written_in_parts(tmp_path: Path) -> None:
     assert [LINE.fullmatch(line)[1] for line in content.split(b"\n")[:-1]] == [b"o"] * 4 + [b"O", b"o"]  # type: ignore[index]
 
 
-def test_missing_folder_is_named(session: Session, tmp_path: Path) -> None:
+def test_missing_working_directory_is_named(session: Session, tmp_path: Path) -> None:
     started = Started(session, tmp_path / "run", python(""), cwd=tmp_path / "gone")
     assert started.wait()["status"] == 127
     assert f"{tmp_path / 'gone'}: No such file".encode() in started.printed()["E"]
@@ -513,7 +513,7 @@ def test_reading_run_status_does_not_block_start_or_stop(session: Session, tmp_p
 
 
 @pytest.mark.parametrize("content", ["", '{"state": "run', "\0\0\0"])
-def test_damaged_state_counts_as_lost_run(session: Session, tmp_path: Path, content: str) -> None:
+def test_run_with_damaged_state_file_counts_as_lost(session: Session, tmp_path: Path, content: str) -> None:
     run = tmp_path / "runs/one"
     Started(session, run, python("")).wait()
     wait_until(lambda: not run_control._is_supervised(str(run / "host")))
@@ -524,13 +524,13 @@ def test_damaged_state_counts_as_lost_run(session: Session, tmp_path: Path, cont
     assert session.call("run_control", "status", run=str(tmp_path / "runs/never")) is None
 
 
-def test_state_removed_during_status_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_is_none_if_run_state_is_removed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter([{"state": "running"}, None])
     monkeypatch.setattr(run_control, "_read_state", lambda folder: next(states))
     assert run_control.status(str(tmp_path)) is None
 
 
-def test_signals_are_named(session: Session, tmp_path: Path) -> None:
+def test_failures_name_the_signal_that_ended_the_rank(session: Session, tmp_path: Path) -> None:
     """Their numbers differ between systems."""
     failures = [{"rank": 4, "exitcode": -signal.SIGUSR1}, {"rank": 5, "exitcode": 1}, {"rank": 6, "exitcode": -63}]
     told = "os.write(int(os.environ['EVENER_FAILURES']), sys.argv[1].encode())"
@@ -540,7 +540,7 @@ def test_signals_are_named(session: Session, tmp_path: Path) -> None:
     assert [one["signal"] for one in state["failures"]] == ["SIGUSR1", None, "signal 63"]
 
 
-def test_checkpoints_are_listed_in_order(tmp_path: Path) -> None:
+def test_complete_checkpoints_are_listed_in_order_of_step(tmp_path: Path) -> None:
     names = ("step-1000000", "step-000100", "step-999999", "step-000200.tmp", "step-x", "step-7", "best", "step-000300")
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)

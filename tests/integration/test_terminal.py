@@ -1,4 +1,4 @@
-"""What verbs write to a terminal fits its width, and colour is where it is wanted."""
+"""Output of the verbs fits the width of a terminal and is colored only where that is wanted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_scale_verdict_is_shown_at_any_width(place, columns):
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
-def test_each_run_has_one_line(place, columns):
+def test_listed_run_takes_one_line_at_any_width(place, columns):
     text = ESCAPE.sub("", in_terminal("runs", columns=columns, cwd=place))
     whole = piped("runs", cwd=place)
     fits(text, whole, columns)
@@ -92,7 +92,7 @@ def test_columns_variable_sets_pipe_width(place):
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
-def test_drill_list_is_not_truncated(columns):
+def test_drill_names_are_not_truncated_at_any_width(columns):
     text = ESCAPE.sub("", in_terminal("lab", "drill", "--list", columns=columns))
     fits(text, piped("lab", "drill", "--list"), columns)
     assert re.search(r"^net.rendezvous-loopback-name +b ↔ a", text, re.M)

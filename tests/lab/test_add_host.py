@@ -1,4 +1,4 @@
-"""A friend's laptop for the night: a host that a run never had takes part in it, and what is learned stays the same."""
+"""Add a new host to a running run: it joins, and the losses stay the same."""
 
 from __future__ import annotations
 

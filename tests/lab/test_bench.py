@@ -1,4 +1,4 @@
-"""evener bench of emulated hosts: what it measures is theirs, and a bench that was stopped goes on where it was."""
+"""`evener bench` measures emulated hosts, and a stopped bench resumes where it was."""
 
 from __future__ import annotations
 

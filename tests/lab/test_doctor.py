@@ -1,4 +1,4 @@
-"""doctor on real hosts: one thing is broken, and that is found; what is healthy gives no finding."""
+"""`evener doctor` names each fault of emulated hosts and has no finding for what is healthy."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_slow_asymmetric_or_lossy_link_is_reported(lab, rates, check):
         b.set_rate("1Gbit")
 
 
-def test_interface_link_speed_is_checked(lab):
+def test_interface_linked_at_100_mbit_is_reported(lab):
     path = "/sys/class/net/eth0/speed"
     lab.host("b").override_file(path, "100\n")
     try:
@@ -248,7 +248,7 @@ HOSTS_FILES = [
 
 
 @pytest.mark.parametrize(("on", "name", "address", "expected"), HOSTS_FILES, ids=[row[3][0][0] for row in HOSTS_FILES])
-def test_misleading_host_names_are_reported(lab, on, name, address, expected):
+def test_misleading_addresses_in_etc_hosts_are_reported(lab, on, name, address, expected):
     host = lab.host(on)
     before = host.exec(["cat", "/etc/hosts"]).stdout
     lines = [line for line in before.splitlines() if line.split()[-1] != name]
@@ -325,7 +325,7 @@ def test_a_link_slower_than_all_others_is_one_finding(make_lab):
 
 
 @exhaustive
-def test_sixteen_hosts_take_less_than_half_a_minute(make_lab):
+def test_doctor_checks_sixteen_hosts_within_half_a_minute(make_lab):
     lab = make_lab(**{name: HostSpec(rate="1Gbit") for name in "abcdefghijklmnop"})
     try:
         with SlowedDown() as other:

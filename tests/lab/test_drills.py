@@ -1,4 +1,4 @@
-"""Is every fault named, where it is, within seconds, and gone once it is mended? Is a healthy fleet left alone?"""
+"""Doctor names every injected fault and its host within seconds, and no longer once it is fixed."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class TestWithoutEvener:
             to_its_end = dataclasses.replace(raw, idle_timeout_s=TIMEOUT_S, timeout_s=TIMEOUT_S)
             assert "rank 1: 1 + 2 = 3" in summarize_output(play.context.run_manually(to_its_end)["b"])
 
-    def test_small_mtu_passes_small_messages_only(self) -> None:
+    def test_small_mtu_fault_lets_only_small_messages_pass(self) -> None:
         with DrillRun(patient("net.mtu")) as play:
             play.inject_fault()
             said = play.reproduce_manually()["a"].lines  # after a while an error, too
@@ -259,13 +259,13 @@ class TestTheCommandLine:
         assert (told["named"], told["mended"], told["left"]) == (True, True, [])
         assert told["expected"] == {"check": "env.ineffective", "host": "b", "peer": None}
 
-    def test_drill_list_marks_impossible_ones(self) -> None:
+    def test_drill_list_names_checks_that_no_drill_can_test(self) -> None:
         done = subprocess.run(evener_argv("--list", "--json"), capture_output=True, text=True, check=True)
         told = json.loads(done.stdout)
         assert len(told["drills"]) == len(DRILLS) >= 18
         assert {one["check"] for one in told["not_possible"]} == UNSUPPORTED_CHECKS.keys()
 
-    def test_unnamed_fault_exits_with_status_1(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_drill_exits_with_status_1_if_doctor_names_no_fault(self, capsys: pytest.CaptureFixture[str]) -> None:
         nothing_broken = dataclasses.replace(DRILLS["net.unresolvable"], fault=[])
         assert _run_one(nothing_broken, short=True, as_json=False) == 1
         assert "not named" in capsys.readouterr().out

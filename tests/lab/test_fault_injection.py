@@ -1,4 +1,4 @@
-"""What befalls a lab's hosts by chance: every fault does what its row says, and nothing of it is left."""
+"""Random fault injection: each fault has the effect that its table row states, and leaves no trace."""
 
 from __future__ import annotations
 

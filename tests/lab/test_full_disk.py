@@ -1,4 +1,4 @@
-"""A host whose disk is full takes part no more, until there is room: the others do not even begin anew."""
+"""A host with a full disk leaves and rejoins once there is space; the other hosts do not even restart."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Faults in which nothing ends: who holds the run up is named, and what goes on by itself loses nothing. And ends that
-nobody saw: a rank that the kernel took, a run whose keepers are gone.
-"""
+"""Name the rank that hangs or was killed unseen; a run that can recover loses nothing."""
 
 from __future__ import annotations
 

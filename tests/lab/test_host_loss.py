@@ -1,4 +1,4 @@
-"""A run that goes on without the hosts that it loses, and takes them back: nothing that is learned changes."""
+"""A run continues without lost hosts and readmits them, with unchanged losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bare machine that reaches no registry becomes one that trains; then only what changed is sent.
+"""Set up a bare host that reaches no registry until it can train, then send only what changed.
 
 evener is run from a copy of its source tree, so that its code can be changed.
 """

@@ -1,4 +1,4 @@
-"""Do the hosts of somebody else's list answer, once they stand in a fleet file? By sshd, with keys, proxy and all."""
+"""Hosts imported from other tools' lists are reachable through sshd, with their keys and proxies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is an emulated host like a real one, and does nothing of it stay behind?"""
+"""Emulated hosts behave like real ones and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class TestAHost:
             named = python(host, "import socket; print(*[socket.gethostbyname(n) for n in ('a', 'b')])")
             assert named == "10.77.0.1 10.77.0.2"
 
-    def test_host_etc_can_be_changed(self, pair: EmulatedLab) -> None:
+    def test_change_of_etc_hosts_stays_on_its_host(self, pair: EmulatedLab) -> None:
         before = Path("/etc/hosts").read_bytes()
         a, b = pair.hosts
         a.exec(["sed", "-i", "$a 10.9.9.9 elsewhere", "/etc/hosts"])  # replaces the file, which a bind mount forbids
@@ -235,7 +235,7 @@ class TestSsh:
 
 class TestTheLink:
     @pytest.mark.parametrize("rate", ["100Mbit", *exhaustively("1Gbit")])
-    def test_a_sender_gets_its_rate(self, pair: EmulatedLab, rate: str) -> None:
+    def test_sender_throughput_equals_rate_of_its_link(self, pair: EmulatedLab, rate: str) -> None:
         for host in pair.hosts:
             host.set_rate(rate)
         assert_rate(pair.host("a"), pair.host("b"), rate)
@@ -278,7 +278,7 @@ class TestTheLink:
         assert by_policer > 1000  # of 6,900
         assert by_policer > 5 * by_queue
 
-    def test_mtu_can_be_set(self, pair: EmulatedLab) -> None:
+    def test_set_mtu_changes_mtu_of_interface(self, pair: EmulatedLab) -> None:
         a = pair.host("a")
         a.set_mtu(1400)
         assert a.exec(["cat", "/sys/class/net/eth0/mtu"]).stdout == "1400\n"
@@ -347,7 +347,7 @@ class TestLimits:
         share, others = tries[-1]  # where this machine is busy nobody gets half a core, but each gets the same
         assert 0.9 * min(0.5, others) < share < 0.55, tries
 
-    def test_host_sees_its_usable_cores(self, limited: EmulatedLab) -> None:
+    def test_usable_cores_follow_cpu_limit_and_pinning(self, limited: EmulatedLab) -> None:
         cores = "from evener.core.cluster.host_info import usable_cores; print(usable_cores())"
         everything = len(os.sched_getaffinity(0))
         found = {host.name: int(python(host, cores)) for host in limited.hosts}
@@ -367,7 +367,7 @@ def decoys(make_lab: MakeLab) -> EmulatedLab:
 
 
 class TestDecoys:
-    def test_decoy_interfaces_look_real(self, decoys: EmulatedLab) -> None:
+    def test_decoy_interfaces_have_kind_and_address_of_real_ones(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         found = {one["ifname"]: one for one in json.loads(a.exec(["ip", "-json", "-details", "address"]).stdout)}
         assert set(found) == {"lo", "eth0", "docker0", "tun0", "wlan0"}
@@ -390,7 +390,7 @@ class TestDecoys:
         assert a.interface_counters().tx_bytes - before > 2_000_000
         assert a.interface_counters("tun0").tx_bytes > 2_000_000
 
-    def test_second_link_carries_traffic(self, decoys: EmulatedLab) -> None:
+    def test_traffic_to_address_of_second_link_uses_that_link(self, decoys: EmulatedLab) -> None:
         a, b = decoys.hosts
         before = a.interface_counters().tx_bytes
         listening = listen(b, RECEIVE, 5201)
@@ -553,7 +553,7 @@ print(json.dumps(found | {"left": lab.path.exists()}))
 class TestCgroupV2:
     """No machine of ours has it alone: a folder stands for it."""
 
-    def test_cgroup_limits_are_written(self, tmp_path: Path) -> None:
+    def test_cpu_and_memory_limits_are_written_to_cgroup_of_host(self, tmp_path: Path) -> None:
         (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids")
         procs = cgroup.make("lab", "a", 0.5, 10**9, root=tmp_path)
         group = tmp_path / "evener-lab" / "lab" / "a"
@@ -642,7 +642,7 @@ class TestTheCommandLine:
 
 
 class TestTheSpec:
-    def test_defaults_apply_to_hosts(self, tmp_path: Path) -> None:
+    def test_spec_defaults_apply_unless_host_overrides_them(self, tmp_path: Path) -> None:
         file = tmp_path / "spec.toml"
         file.write_text(
             'name = "x"\n[defaults]\nrate = "1Gbit"\n[hosts.a]\n[hosts.b]\nrate_up = "100Mbit"\ncpus = 0.5\n'
@@ -685,6 +685,6 @@ class TestTheSpec:
             LabSpec(hosts={"a": host}).check()
         assert says in str(raised.value)
 
-    def test_default_names_are_unique_and_valid(self) -> None:
+    def test_default_host_names_are_unique_and_valid(self) -> None:
         assert len(set(default_host_names(200))) == 200
         LabSpec(hosts=dict.fromkeys(default_host_names(200), HostSpec())).check()

@@ -1,4 +1,4 @@
-"""Runs on real hosts over real ssh: exact results, complete logs, the first failure, and no process left anywhere."""
+"""Launch runs over real ssh: exact results, complete logs, the first failure named, and no process left."""
 
 from __future__ import annotations
 
@@ -449,7 +449,7 @@ def test_dry_run_prints_commands(fleet: Fleet) -> None:
     assert re.search(r"# on b\ncd .* && .*--rdzv-conf=rank=1 .* hello.py 'a b'", text)
 
 
-def test_failed_start_ends_other_hosts(fleet: Fleet) -> None:
+def test_failed_start_on_one_host_ends_the_run_on_others(fleet: Fleet) -> None:
     """A host on whose disk the run has no place: the other is ended again, and no run directory is left."""
     runs = fleet.lab.host("b").home / ".evener" / "runs"
     runs.mkdir(parents=True, exist_ok=True)

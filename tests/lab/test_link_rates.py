@@ -1,4 +1,4 @@
-"""The wire between emulated hosts is as fast as the lab makes it, and collectives send what the formulas say."""
+"""Probes measure the rates that the lab gives its links, and collectives send the bytes that formulas give."""
 
 from __future__ import annotations
 

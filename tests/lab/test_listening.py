@@ -1,4 +1,4 @@
-"""While two hosts look at each other and train, nothing listens but on the address of each that the run uses."""
+"""While two hosts are surveyed and train, they listen only on the addresses that the run uses."""
 
 from __future__ import annotations
 

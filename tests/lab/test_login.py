@@ -1,4 +1,4 @@
-"""Hosts that answer and let nobody in, or let one in and then run nothing: doctor tells them apart, and the remedy."""
+"""Doctor tells a rejected login from a login shell that breaks commands, and gives the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On emulated hosts: probed, predicted, trained, explained; one chain of commands, as a person gives them."""
+"""Probe, plan, train and report on emulated hosts with the commands that a user would type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that loses its power, and comes up again: what do others hear of it, and what is as it was?"""
+"""A host that loses power falls silent to the others and boots again with its files unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--private: nobody but the run's hosts can connect to what it listens on, and it says so where that is not so."""
+"""With `--private` and a firewall a stranger can connect only to ssh; without the firewall, to all ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run made on its hosts is here at the end, whoever followed it, and when the hosts are gone."""
+"""The results of a run are fetched from its hosts, followed or detached, and usable without these hosts."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_script_outputs_persist_on_host_and_are_fetched(fleet: Fleet) -> None:
 
 
 @exhaustive
-def test_file_not_sent_is_named(fleet: Fleet) -> None:
+def test_file_missing_because_it_was_not_sent_is_named(fleet: Fleet) -> None:
     project = fleet.folder / "project"
     (project / "data").mkdir(parents=True)
     (project / "data" / "train.bin").write_bytes(b"12345")

@@ -1,4 +1,4 @@
-"""Hosts of unequal speed: shares follow what each can do now, and what is learned stays what one process learns."""
+"""A host that is throttled during a run gets a smaller share, and losses match those of one process."""
 
 from __future__ import annotations
 

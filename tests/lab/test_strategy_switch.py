@@ -1,4 +1,4 @@
-"""A link that becomes slow in the middle of a run with --sync auto."""
+"""`--sync auto` changes the strategy when a link slows during a run, and keeps the new one on resume."""
 
 from __future__ import annotations
 

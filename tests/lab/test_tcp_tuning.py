@@ -1,4 +1,4 @@
-"""Settings of TCP that limit a wire are found by trying others on it; what is expected comes from closed forms."""
+"""Find the TCP settings that limit a link by trying others on it; closed forms give the expected rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on real hosts that lose their power or their link, and that stop at awkward moments."""
+"""A torchrun job survives half a minute without its link, and ends when a host loses power."""
 
 from __future__ import annotations
 

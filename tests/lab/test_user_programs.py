@@ -1,4 +1,4 @@
-"""Programs that nobody here wrote start by `launch` on two hosts, with their own options; what they wrote is fetched.
+"""Third-party programs run unchanged by `launch` on two hosts, and what they wrote is fetched.
 
 Those that are no packages come as an option: --nanogpt DIR, a checkout of karpathy/nanoGPT.
 """

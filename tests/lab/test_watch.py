@@ -1,6 +1,4 @@
-"""The live page of a run on a fleet, which nobody else follows: its steps come home as they are made, and its buttons
-reach its ranks.
-"""
+"""The live page of a fleet run shows its steps as they are made, and its buttons save and stop the run."""
 
 from __future__ import annotations
 

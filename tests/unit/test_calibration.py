@@ -1,4 +1,4 @@
-"""A finished run's records give back the rates that made them."""
+"""Fit compute and link rates to a finished run's records: known rates are recovered."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def manifest(job: Job, option: PlanOption) -> Manifest:
     )  # fmt: skip
 
 
-def test_refit_corrects_wrong_prediction():
+def test_refitted_rates_predict_the_run_they_were_fitted_to():
     """Probed twice too fast, over a link that is half as fast as measured: the refitted cluster predicts the run."""
     truth = priced(JOB, cluster(500.0, 250.0))
     wrong = cluster(1000.0, 500.0, bandwidth_Bps=8e7)
@@ -80,7 +80,7 @@ def test_ranks_with_unequal_shares_of_one_host_have_one_rate():
     assert found.hosts["a"].tokens_per_s["fp32"] == pytest.approx(500.0)
 
 
-def test_correct_prediction_is_unchanged_by_refit():
+def test_refit_keeps_rates_that_predicted_the_run_correctly():
     truth = cluster(500.0, 250.0)
     option = priced(JOB, truth)
     found = calibrate_cluster(JOB, manifest(JOB, option), records(option), truth)
@@ -90,7 +90,7 @@ def test_correct_prediction_is_unchanged_by_refit():
     assert found.link_between("a", "b").bandwidth_Bps == pytest.approx(4e7, rel=0.01)
 
 
-def test_fit_works_without_prediction():
+def test_rates_are_fitted_without_a_prediction():
     truth = priced(JOB, cluster(500.0, 250.0))
     found = calibrate_cluster(JOB, manifest(JOB, truth), records(truth), None)
     assert priced(JOB, found).step_s == pytest.approx(truth.step_s, rel=0.02)

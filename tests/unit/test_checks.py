@@ -1,4 +1,4 @@
-"""Facts built by hand → the findings they must give, one row for each id; a healthy fleet gives none."""
+"""Each failure planted in host facts gives its finding and no other; a healthy fleet gives none."""
 
 from __future__ import annotations
 
@@ -743,7 +743,7 @@ def test_single_host_uses_loopback():
     assert single_host_interface(facts("here", 5), HostConfig(address="local")).address == "127.0.0.1"
 
 
-def test_training_modules_exist():
+def test_modules_detected_as_training_exist():
     """A process that runs another module is not detected as training."""
     for name in TRAINING_MODULES:
         spec = importlib.util.find_spec(name)

@@ -1,4 +1,4 @@
-"""A trace of a run on two hosts whose spans are written by hand beside its real records and its real prediction."""
+"""The trace of a two-host run with hand-written spans matches its records and its prediction."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def process_of(trace: traces.Trace, name: str) -> str:
     return found
 
 
-def test_trace_parts_sum_to_records(run):
+def test_span_durations_in_trace_sum_to_recorded_step_parts(run):
     trace = traced(run)
     for rank, name in enumerate(("a", "b")):
         found = traces.step_parts_s(trace, process_of(trace, name))
@@ -204,7 +204,7 @@ def test_trace_command_writes_trace(run, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", ["x", "5:", "7:7", "9:3", "-1:4", ""])
-def test_invalid_steps_are_refused(run, steps):
+def test_invalid_step_range_is_refused(run, steps):
     done = CliRunner().invoke(app, ["trace", str(run), "--steps", steps])
     assert isinstance(done.exception, UsageError)
 
@@ -250,7 +250,7 @@ def test_trace_checker_detects_each_fault(run, tmp_path):
             print(name, traces.read(tmp_path / "spoilt.json"))
 
 
-def test_page_shows_median_step(run):
+def test_page_draws_spans_of_the_median_step_to_scale(run):
     """The pieces lie where the spans say: in per cent of the axis, which ends where the last rank does."""
     timeline = read_timeline(run, max_steps=20)
     found = typical_step_gantt(timeline, {0: "a", 1: "b"})

@@ -1,4 +1,4 @@
-"""Clocks whose difference is known: it lies within the interval that collectives give, and the interval is narrow."""
+"""Estimate clock offsets from collectives: the true offset lies within the reported error, which is small."""
 
 from __future__ import annotations
 

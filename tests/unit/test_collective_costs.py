@@ -1,4 +1,4 @@
-"""Costs of collectives against a simulator that executes them, message by message, with real data."""
+"""Cost formulas of collectives match a simulator that executes each message with real data."""
 
 from __future__ import annotations
 

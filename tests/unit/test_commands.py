@@ -1,4 +1,4 @@
-"""Plans of fleets by hand: which rank is where, with which command, environment and arithmetic."""
+"""A plan gives each rank its host, command, environment and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs beside each other: what differs and nothing else, curves over the same tokens, and formats others can read."""
+"""Compare runs: only differing settings, curves over the same tokens, and exports that other tools read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_run_compared_with_itself_has_no_differences(place):
     assert "Nothing: all have the same settings" in compare_runs.comparison_page(same, "twice")
 
 
-def test_curves_count_tokens_and_step_time(place):
+def test_comparison_curves_end_at_tokens_steps_and_time_trained(place):
     """20 steps of 16 × 64 tokens; 105 ms a step on one rank, 54 on two."""
     one, two = both().values()
     assert (one.summary.tokens_read, two.summary.tokens_read) == (20 * BATCH * BLOCK_SIZE,) * 2

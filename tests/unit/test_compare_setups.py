@@ -1,4 +1,4 @@
-"""Benches of a fleet: which set-ups there are, and what their runs say beside each other."""
+"""A bench chooses which setups of a fleet to run, and compares their speed and loss."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Histories of kills, cuts, one-way cuts, lost messages and returns, simulated: there is one world of each number, and
-when all is well again everybody is in the last.
-"""
+"""Simulate kills, partitions and lost messages: each epoch has one membership, and all hosts end in the last epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a corpus what was put in, whole or not there, and is every bad input named in one line?"""
+"""A corpus returns the text that it was made of, is complete or absent, and bad input is a one-line error."""
 
 from __future__ import annotations
 

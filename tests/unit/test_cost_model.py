@@ -1,4 +1,4 @@
-"""What a step costs: closed forms, limits, and the figures of the notes that the project grew from."""
+"""Predicted step costs match closed forms, limits and published figures."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_overlapped_communication_reduces_compute_throughput():
     assert twice.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s == pytest.approx(grown_s / 2, rel=0.05)
 
 
-def test_bytes_per_strategy_match_table():
+def test_sent_bytes_of_each_strategy_match_formulas():
     """P = 4 · parameters, n = 3: 2(n-1)/n · P for ddp, and what the others make of it on Gloo."""
     P, n = 4 * SHAPE.num_params(), 3
     ring = 2 * (n - 1) / n * P
@@ -152,7 +152,7 @@ def test_bucket_copy_cost_matches_measured_backward_overhead(shape, copied_s, me
 
 
 @pytest.mark.parametrize("preset", ["tiny", "char", "gpt2", "gpt2-xl", "d4", "d20"])
-def test_gradients_appear_once_each_in_order(preset):
+def test_every_gradient_is_listed_once_in_order_of_ready_time(preset):
     shape = PRESETS[preset]
     found = gradient_tensors(shape)
     assert sum(tensor.num_params for tensor in found) == shape.num_params()
@@ -163,7 +163,7 @@ def test_gradients_appear_once_each_in_order(preset):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_has_tables_matches_lookup_gradients(name):
+def test_only_shapes_with_lookup_gradients_have_sparse_embeddings(name):
     shape = preset_shape(name, 512)
     assert shape.has_sparse_embeddings == any(gradient.is_lookup for gradient in gradient_tensors(shape))
     assert max(min(gradient.rows, gradient.columns) for gradient in gradient_tensors(shape)) == shape.width

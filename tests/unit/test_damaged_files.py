@@ -1,4 +1,4 @@
-"""Whatever stands in a file that evener reads, a verb ends well or with an error that its reader can mend.
+"""Verbs given damaged files succeed or report an error that the user can fix.
 
 10,000 of them: python -m tests.unit.test_damaged_files 10000 [seed]
 """
@@ -427,7 +427,7 @@ def restore(folder: Path, pristine: Path) -> None:
             shutil.copy2(twin, path)
 
 
-def test_damaged_files_give_recoverable_errors(tmp_path):
+def test_damaged_files_are_read_or_refused_with_a_fixable_error(tmp_path):
     counts, wrong = fuzz(tmp_path / "world", NUM, SEED)
     assert not wrong, "\n".join(wrong[:5])
     assert counts["refused"] > NUM // 3

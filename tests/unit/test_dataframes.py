@@ -1,4 +1,4 @@
-"""A run in a notebook: the same figures in pandas and polars, which read them from the files for themselves, too."""
+"""pandas and polars dataframes of a run hold the same figures as its files."""
 
 from __future__ import annotations
 

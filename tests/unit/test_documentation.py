@@ -1,4 +1,4 @@
-"""Commands of README and docs: CI runs those of `sh` blocks; verbs and flags of `console` blocks exist."""
+"""Commands in README and docs are valid, and CI runs those in `sh` blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_command_of_a_page_is_accepted_by_its_verb(page, line):
     check(" ".join(shlex.quote(word) for word in shlex.split(line)), "")
 
 
-def test_pages_have_commands():
+def test_evener_commands_are_found_in_readme_and_docs():
     assert len(EVENER_COMMANDS) > 100
     assert {page for page, _ in EVENER_COMMANDS} > {"README.md", "docs/start/two-machines.md", "docs/guides/lab.md"}
 

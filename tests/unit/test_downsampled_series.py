@@ -1,4 +1,4 @@
-"""A curve of any length stays as small as it was, and forgets nothing that a person would look for in it."""
+"""A downsampled curve has bounded size and keeps every peak."""
 
 from __future__ import annotations
 

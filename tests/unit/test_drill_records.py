@@ -1,4 +1,4 @@
-"""What doctor saw in each fault drill is named by the pure checks, and nothing else is."""
+"""From doctor's records of each fault drill, the checks name that drill's fault and nothing else."""
 
 from __future__ import annotations
 

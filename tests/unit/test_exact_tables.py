@@ -1,4 +1,4 @@
-"""Shares, schedules, splits: tables with exact answers."""
+"""Shares, micro-batches and step parts match tables of exact answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_blocked_time_splits_into_transfer_and_wait(blocked):
         assert exposed + wait == pytest.approx(total)
 
 
-def test_step_cost_sums_measured_parts():
+def test_step_cost_total_is_the_sum_of_its_parts():
     assert StepCost().total_s == 0
     assert StepCost(**dict.fromkeys(PHASES, 0.5)).total_s == 2.5
 
@@ -50,5 +50,5 @@ def test_ring_bytes_of_126m_model_on_two_ranks_match():
 
 
 @pytest.mark.parametrize(("cores", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])])
-def test_process_counts_end_with_core_count(cores, counts):
+def test_benched_process_counts_end_with_core_count(cores, counts):
     assert process_counts(cores) == counts

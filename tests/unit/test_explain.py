@@ -1,4 +1,4 @@
-"""Each cause is planted alone; the paragraph must name it first and no other."""
+"""The explanation of a run's scaling names the planted cause first, and no other."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_unexplained_loss_is_reported(one, two):
     assert "30 ms remain unexplained" in text
 
 
-def test_shrunken_part_counts_as_gain(tmp_path, write_run, two, contention):
+def test_step_part_that_shrinks_is_reported_as_gain(tmp_path, write_run, two, contention):
     long = {"data_s": 0.05, "exposed_sync_s": 0.06, "optimizer_s": 0.08}  # a busy machine, or DDP of one rank
     before = summarize_run(write_run(tmp_path / "1", [long], cpus=[0.99], contention=contention(1, alone_s=0.1)))
     text = explain_scaling([before, two()])
@@ -259,7 +259,7 @@ def test_a_run_without_steps_is_left_out(tmp_path, write_run, one, two):
     assert "Nothing to compare" in explain_scaling([])
 
 
-def test_losses_are_compared_for_model_equality(one, two):
+def test_explanation_says_how_closely_losses_of_two_runs_agree(one, two):
     assert "equal to the last digit, so the same model was learned" in explain_scaling([one(), two()])
     close = two(losses=lambda step: 3.0000001 / (step + 1))
     assert "agree to 7 digits, so the same model" in explain_scaling([one(), close])
@@ -283,7 +283,7 @@ def test_different_machines_get_different_explanations(one, two, contention):
     assert named(full_bus) == ["memory"]
 
 
-def test_uneven_threads_count_for_each_rank(tmp_path, write_run, one):
+def test_unequal_thread_counts_of_ranks_are_summed(tmp_path, write_run, one):
     rundir = write_run(tmp_path / "uneven", [{"compute_s": 0.05, "wait_s": 0.03}] * 2, cpus=[0.6, 1.2])
     manifest = rundir.manifest()
     ranks = [msgspec.structs.replace(rank, threads=num) for rank, num in zip(manifest.ranks, (1, 3), strict=True)]

@@ -1,4 +1,4 @@
-"""One figure has one source: whatever says it of a run, in whichever place, says the same.
+"""Page, terminal, JSON and tables show the same figures for the same run.
 
 The records are real: tiny on tiny Shakespeare, two emulated hosts of a core each over 100 Mbit/s, shares 3:1 (2026-11).
 """

@@ -1,4 +1,4 @@
-"""Lines that a full disk or a kill cut short."""
+"""Append to files with a line cut short by a kill, and report a full disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_partial_line_is_repaired_before_appending(tmp_path: Path, left: bytes, 
     assert (path.stat().st_ino != was) == (left != kept)
 
 
-def test_short_write_raises_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_write_raises_no_space_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kernel's write(2) that comes back short nobody else would hear."""
     file = LineFile(tmp_path / "lines")
     monkeypatch.setattr(file, "_file", type("Short", (io.RawIOBase,), {"write": lambda self, lines: len(lines) - 1})())

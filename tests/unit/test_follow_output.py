@@ -1,4 +1,4 @@
-"""What a run that is followed tells of its speed."""
+"""The output of a followed run shows its speed, its slowest hosts and changes of its settings."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def drawn(columns, paces=(), **how):
     return where.file.getvalue().rstrip("\n").split("\n")
 
 
-def test_progress_bar_shows_figures():
+def test_progress_bar_shows_time_left_loss_throughput_and_communication():
     """40 steps of 2 s: 160 are left, so 320 s; a half of each was spent sending."""
     first, second = drawn(80)
     assert first.endswith("  step 40/200  left 5 min 20 s")
@@ -154,7 +154,7 @@ def test_one_line_per_host_fits_terminal(columns, num):
         assert lines[-1].rstrip() == "and 7 hosts between them"
 
 
-def test_step_bars_are_to_scale():
+def test_step_bars_of_hosts_are_drawn_to_scale():
     """The longest has 24 marks: 22.8 of work and 1.2 of sending; the other half as much work."""
     lines = drawn(100, [HostStepTime("a", 1.9, 0.1, 0.0), HostStepTime("b", 0.95, 0.1, 0.95)])[2:]
     assert [(line.count("━"), line.count("╍"), line.count("·")) for line in lines] == [(23, 1, 0), (11, 2, 11)]

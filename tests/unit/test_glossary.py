@@ -1,4 +1,4 @@
-"""The glossary and the code speak the same language."""
+"""The glossary is sorted, and defines each name where the code does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_name_of_the_glossary_is_defined_where_it_says():
     assert missing == []
 
 
-def test_terms_stand_once_and_in_order():
+def test_glossary_terms_are_unique_and_sorted():
     terms = [term.lower() for term, _ in ROWS]
     assert terms == sorted(set(terms))
 

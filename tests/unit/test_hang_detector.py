@@ -1,4 +1,4 @@
-"""Who holds a run up? What was seen of its processes says it, and never blames a rank that works or waits."""
+"""Name the rank that holds a run up, and never one that works or waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices by name: what people type and what PyTorch prints, and the figures beside those of other public tables."""
+"""Look up hardware by the names that people and PyTorch use; its rates match published ones."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_count_in_hardware_name_is_refused_with_flag_hint(text):
 
 
 @pytest.mark.parametrize("text", ["cpu:0", "cpu:1025", "cpu:999999999"])
-def test_core_count_is_limited(text):
+def test_core_count_outside_1_to_1024_is_refused(text):
     with pytest.raises(UsageError, match="expected 1 to 1024 cores"):
         parse_hardware(text)
 
 
-def test_cpu_cores_scale_linearly():
+def test_cpu_rates_grow_linearly_with_cores():
     one, eight = parse_hardware("cpu:1"), parse_hardware("CPU: 8")
     assert (one.name, eight.name) == ("1 processor core", "8 processor cores")
     assert one.memory_bytes is None
@@ -125,7 +125,7 @@ ROWS = [*HARDWARE.items(), ("cpu:4", parse_hardware("cpu:4"))]
 
 
 @pytest.mark.parametrize(("short", "row"), ROWS, ids=[short for short, _ in ROWS])
-def test_hardware_row_is_plausible(short, row):
+def test_hardware_row_has_source_and_plausible_rates(short, row):
     assert len(row.source) > 20
     assert row.kind == "cuda" or row.intra_node_Bps is None
     assert row.matmul_flops.keys() <= {"fp32", "bf16", "fp16"}

@@ -1,4 +1,4 @@
-"""What is told of hosts by what they last said of their part of a run."""
+"""A lost supervisor is reported once, and only the loss of a watched host ends the other hosts."""
 
 from __future__ import annotations
 

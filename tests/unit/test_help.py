@@ -1,4 +1,4 @@
-"""The help of every verb: plain lines that fit, words for what is expected, examples that the verbs take, at once."""
+"""The help of every verb fits 80 columns, names value types and defaults, and has valid examples."""
 
 from __future__ import annotations
 

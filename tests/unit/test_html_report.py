@@ -1,4 +1,4 @@
-"""The page opens offline, stands on its own, and lets nothing in the data speak as markup."""
+"""The HTML report needs no network, draws the recorded values, and escapes all names and texts."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_first_failure_is_shown_first(run):
     assert "The first failure: rank 1: killed by SIGKILL evener train --resume x" in text
 
 
-def test_silent_run_is_not_shown_as_running(run):
+def test_run_without_new_records_is_shown_as_unresponsive(run):
     rundir = run(verdict="running", evaluations={})
     last = rundir.records(0)[-1].ended
     speaking, silent = Page(run_page(rundir, now=last + 5)), Page(run_page(rundir, now=last + 3600))

@@ -1,4 +1,4 @@
-"""The live page's server: who is let in, what is told of a run, and that no request becomes a path."""
+"""The live page's server admits only requests with its token, reports the run, and refuses path traversal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Are machines read as typed and from hostfiles, beside the manuals of mpirun and deepspeed? And what becomes of what
-ssh and Ansible say; tests/integration asks those themselves.
+"""Read host arguments and hostfiles as the manuals of mpirun and DeepSpeed say, and what ssh and Ansible print.
+
+Tests of ssh and Ansible themselves are in tests/integration.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def hosts_of(listing):
         ("CORP\\ben@attic", HostConfig(address="attic", user="CORP\\ben")),
     ],
 )
-def test_host_argument_is_parsed(word, host):
+def test_host_argument_yields_address_user_and_port(word, host):
     assert parse_ssh_target(word) == host
 
 
@@ -142,7 +143,7 @@ HOSTFILES = {  # text: what it means, as (name, user, port)
 
 
 @pytest.mark.parametrize("text", HOSTFILES)
-def test_hostfiles_are_parsed(tmp_path, text):
+def test_hostfile_formats_yield_name_user_and_port_but_no_ranks(tmp_path, text):
     (tmp_path / "hostfile").write_bytes(text.encode())
     listing = import_hostfile(tmp_path / "hostfile")
     assert [(one.name, one.host.user, one.host.port) for one in listing.hosts] == HOSTFILES[text]
@@ -249,7 +250,7 @@ def test_only_the_hosts_of_a_group_are_imported():
         listed({})
 
 
-def test_a_group_that_contains_itself_ends():
+def test_ansible_group_that_contains_itself_is_read_once():
     groups = {"all": {"children": ["a"]}, "a": {"children": ["b"], "hosts": ["x"]}, "b": {"children": ["a"]}}
     assert list(hosts_of(hosts_of_inventory(parse_inventory_list(json.dumps(groups)), Path("hosts.yml")))) == ["x"]
 
@@ -276,7 +277,7 @@ Hostname not-one
 """
 
 
-def test_names_of_host_lines_are_listed(tmp_path):
+def test_ssh_aliases_are_listed_across_included_files(tmp_path):
     written(tmp_path, "Host first\nInclude " + str(tmp_path / "config"), "1.conf")
     written(tmp_path, "Host more", "more")
     written(tmp_path, "Host never", "never")

@@ -1,4 +1,4 @@
-"""On which network do hosts meet that share more than one?"""
+"""Choose the network on which hosts connect if they share several."""
 
 from __future__ import annotations
 

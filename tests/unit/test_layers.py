@@ -1,4 +1,4 @@
-"""The house: a folder's name says what it may import, no two files import each other, torch is the worker's alone."""
+"""Imports follow the folder table and have no cycles, and no verb imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person calls a link, and what a collective gets of it."""
+"""Parse descriptions of links, and derive the bandwidth that a collective gets on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.planner import cluster_of
         ("Wi-Fi:200Mbit,6ms", 200e6 / 8 / 2, 3e-3),
     ],
 )
-def test_link_text_is_parsed(text, Bps, latency_s):
+def test_link_text_yields_bandwidth_latency_and_sharing(text, Bps, latency_s):
     wire = parse_link(text).wire
     assert wire.bandwidth_Bps == pytest.approx(Bps)
     assert wire.latency_s == pytest.approx(latency_s)
@@ -32,7 +32,7 @@ def test_link_text_is_parsed(text, Bps, latency_s):
 
 
 @pytest.mark.parametrize("text", ["1 GB", "1gb", "1gb/s", "10 Gb"])
-def test_ambiguous_bits_or_bytes_are_refused(text):
+def test_rate_ambiguous_between_bits_and_bytes_is_refused(text):
     """A factor of 8 lies between them: "1 GB" and "1gb" were taken for two links."""
     with pytest.raises(UsageError, match="bits or bytes") as told:
         parse_link(text)

@@ -1,4 +1,4 @@
-"""Which shares are fastest: against every other division, and in closed form."""
+"""The fastest shares match brute force over all divisions, and closed forms."""
 
 from __future__ import annotations
 

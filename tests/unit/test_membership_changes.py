@@ -1,4 +1,4 @@
-"""What it cost that hosts were lost and came back, by hand; and who could not tell it."""
+"""Compute the time that each loss and return of a host cost a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_regroup_cost_uses_one_rank_clock_and_minimum_over_ranks() -> None:
     assert [lost.cost_s, back.cost_s, again.cost_s] == pytest.approx([4.0, 0.5, 9.0])
 
 
-def test_membership_summary_names_largest_cost() -> None:
+def test_membership_summary_states_total_cost_and_cost_of_each_change() -> None:
     text = explain_membership_changes(membership_changes(EVENTS, {0: A, 2: C}), elapsed_s=135.0)
     assert text == (
         "The membership changed 3 times: once a host was lost or left, once one joined, once all ranks restarted. "

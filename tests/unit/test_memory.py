@@ -1,4 +1,4 @@
-"""Memory of a rank in closed forms."""
+"""The predicted memory of a rank matches closed forms."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_fsdp_shards_state_and_gathers_parameters() -> None:
     assert sharded.total < one.total / 2
 
 
-def test_only_cpu_has_heap_overhead() -> None:
+def test_heap_fragmentation_is_predicted_for_cpu_only() -> None:
     assert need(CHAR).fragmentation > 0
     assert need(CHAR, device="cuda:0").fragmentation == 0
     assert need(CHAR, device="cuda:0").process == PROCESS_BYTES["cuda"]

@@ -1,4 +1,4 @@
-"""Whoever is loud because another rank is gone, did not fail first."""
+"""Tell the first failure from the failures that follow it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OWN = ["peer pressure", "CUDA out of memory", "mat1 and mat2 shapes cannot be mu
 
 
 @pytest.mark.parametrize("text", AFTER)
-def test_peer_loss_errors_are_consequences(text: str) -> None:
+def test_errors_after_peer_loss_are_peer_failures(text: str) -> None:
     assert is_peer_failure(RuntimeError(text))
     assert not is_peer_failure(RunError(text))  # ours say what they mean
 
 
 @pytest.mark.parametrize("text", OWN)
-def test_own_errors_are_not_consequences(text: str) -> None:
+def test_errors_of_the_rank_itself_are_not_peer_failures(text: str) -> None:
     assert not is_peer_failure(RuntimeError(text))
 
 
@@ -40,7 +40,7 @@ def test_torch_errors_are_recognized_by_class_name() -> None:
     assert is_peer_failure(DistNetworkError("anything at all"))
 
 
-def test_own_error_is_recognized_by_its_type_and_in_a_log():
+def test_peers_lost_error_is_recognized_by_type_and_in_a_traceback():
     error = PeersLostError("another membership epoch has begun")
     assert is_peer_failure(error)
     assert not is_peer_failure(RuntimeError(str(error)))

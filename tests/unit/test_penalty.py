@@ -1,4 +1,4 @@
-"""What a way of agreeing costs in loss is what somebody measured, and is said to be no more than that."""
+"""The loss penalty of a sync strategy is what runs measured, and unknown beyond them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compared(way: Way) -> list[tuple[dict, dict]]:
 
 
 @pytest.mark.parametrize("row", OURS, ids=lambda row: "-".join(map(str, way_of(row))))
-def test_own_penalties_match_bench_records(row):
+def test_loss_penalty_table_matches_bench_records(row):
     way = way_of(row)
     runs = compared(way)
     penalties = [mine["val_loss"] / theirs["val_loss"] - 1 for mine, theirs in runs]

@@ -1,4 +1,4 @@
-"""Machines that nobody has: by flags, by a file and by name they are the same; three people's questions, answered."""
+"""Flags, fleet file and hardware names describe the same machines alike; three typical questions are answered."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ shed = "200Mbit,6ms"
     assert not any("way back" in line for line in cluster.assumed)
 
 
-def test_measured_links_keep_shared_medium(tmp_path):
+def test_hosts_with_measured_links_still_share_one_wifi(tmp_path):
     """Between two hosts nothing shows that a third one has to wait."""
     file = write(tmp_path / "fleet.toml", """
 link = "wifi"
@@ -260,7 +260,7 @@ def test_advised_micro_batch_fits_in_memory():
 # --- bills ------------------------------------------------------------------------------------------------------------
 
 
-def test_bill_matches_hand_calculation():
+def test_training_hours_energy_and_cost_match_hand_calculation():
     """1e9 tokens at 1,000 a second are 277.8 hours; 500 W make 138.9 kWh; at 0.40 that is 55.56."""
     question = asked(MachineFlags(rates="1000", watts=500.0), "--model=gpt2", "--batch=8")
     found = answer_request(question)
@@ -304,7 +304,7 @@ def test_invalid_model_size_is_a_one_line_error(text):
 # --- many ranks -------------------------------------------------------------------------------------------------------
 
 
-def test_identical_ranks_are_priced_as_one_case():
+def test_identical_hosts_cost_the_same_as_when_priced_one_by_one():
     """Each rank of many is priced as the same ranks one by one: a host's figures copied are another object."""
     job = job_of(PRESETS["gpt2"], batch=96, model="gpt2")
     same = cluster_of(*[100.0] * 6, wire=parse_link("1GbE").wire)
@@ -315,7 +315,7 @@ def test_identical_ranks_are_priced_as_one_case():
         assert predict_step(job, same, roster) == predict_step(job, one_by_one, roster)
 
 
-def test_few_host_sets_are_evaluated():
+def test_at_most_16_host_sets_are_evaluated():
     for num in (4, 16, 64, 1000):
         machines = cluster_of(*[100.0] * num, wire=parse_link("1GbE").wire, names=[f"h{i}" for i in range(num)])
         job = job_of(PRESETS["char"], batch=4096)
@@ -367,7 +367,7 @@ def test_thousand_host_fleet_with_link_override_is_planned(tmp_path):
     assert answer_request(question).recommended
 
 
-def test_hosts_with_equal_values_compare_equal(tmp_path):
+def test_hosts_with_equal_values_share_one_object(tmp_path):
     rates = "".join(f"[rates.n{i}.cpu.models.char]\ntokens_per_s = 500\n" for i in range(3))
     hosts = "".join(f'[hosts.n{i}]\naddress = "n{i}"\n' for i in range(3))
     file = write(tmp_path / "fleet.toml", f'link = "1GbE"\n{hosts}{rates}')
@@ -418,7 +418,7 @@ def test_rank_count_is_checked_before_ranks_are_created():
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 
-def test_planner_sweep_sample_passes():
+def test_planner_properties_hold_in_30_random_cases():
     """`bench/planner_properties.py` looks at thousands of them."""
     path = Path(__file__).parents[2] / "bench" / "planner_properties.py"
     spec = util.spec_from_file_location("evener_planner_sweep", path)

@@ -1,4 +1,4 @@
-"""Each cause of a wrong prediction is planted alone; the sentences must name it, where, by how much, and no other."""
+"""The explanation of a wrong prediction names the planted cause with host and size, and no other."""
 
 from __future__ import annotations
 
@@ -337,13 +337,13 @@ def test_slower_update_is_reported(run):
     assert "10.00 s more: the update takes laptop 11.80 s, predicted were 1.80 s" in text[2]
 
 
-def test_hidden_difference_is_reported(run):
+def test_slowdown_that_does_not_change_step_time_is_reported(run):
     text = told(run({"compute_s": 29.0}))
     assert named(text) == {"right", "own speed", "hidden"}
     assert "The step does not show it: attic computes 1.4 times slower" in text[1]
 
 
-def test_many_small_differences_are_summed(run):
+def test_differences_too_small_to_name_are_summed(run):
     text = told(
         run({"exposed_sync_s": 5.8}, {"compute_s": 31.6, "exposed_sync_s": 5.8, "optimizer_s": 3.4}, sync_s=7.5)
     )
@@ -379,7 +379,7 @@ def test_run_without_steps_is_not_compared(tmp_path, write_run):
     assert "Predicted and measured" in run_page(rundir, now=0.0)
 
 
-def test_unknown_parts_are_not_compared(run):
+def test_unpredicted_and_unmeasured_parts_are_not_compared(run):
     prediction = predict(option(ATTIC | {"optimizer_s": None}, LAPTOP | {"optimizer_s": None}))
     text = told(run({"data_s": None}, {"data_s": None, "optimizer_s": 12.0}, prediction=prediction))
     assert named(text) == set()
@@ -391,7 +391,7 @@ def test_unknown_parts_are_not_compared(run):
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def test_prediction_table_rows_match(run):
+def test_prediction_table_has_predicted_measured_and_difference(run):
     summary = run(laptop={"compute_s": 60.0})
     chosen = summary.predicted
     assert [prediction_cells(row) for row in step_rows(summary, chosen)] == [
@@ -408,7 +408,7 @@ def test_prediction_table_rows_match(run):
     assert found["communication in flight"].predicted == SYNC_S
 
 
-def test_unknown_values_are_marked(run):
+def test_unpredicted_and_unmeasured_values_are_marked(run):
     prediction = predict(option(ATTIC | {"data_s": None}, LAPTOP))
     summary = run({"optimizer_s": None}, verdict="stopped", prediction=prediction)
     found = {row.name: prediction_cells(row) for row in rank_rows(summary, summary.predicted, 0)}
@@ -417,7 +417,7 @@ def test_unknown_values_are_marked(run):
     assert found["peak memory"][1:] == ["390.0 MB", "not measured", "–", "–"]
 
 
-def test_prediction_is_in_json_and_bench(run):
+def test_json_and_bench_table_contain_the_prediction(run):
     summary = run(laptop={"compute_s": 60.0})
     predicted = summary_json(summary)["predicted"]
     assert predicted["option"] == "ddp"

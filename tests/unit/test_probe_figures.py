@@ -1,4 +1,4 @@
-"""Formulas of collectives against nccl-tests' own, the seeds' figures and closed forms; who is measured with whom."""
+"""Figures of probes match nccl-tests, published values and closed forms; pairs of hosts are measured once."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_gloo_broadcast_is_binomial_tree(num_ranks, times):
 
 
 @given(st.floats(1e-4, 100), st.floats(1e-6, 1e-2), st.integers(2, 16))
-def test_the_parts_of_a_split_sum_to_the_time(time_s, latency_s, num_ranks):
+def test_collective_time_parts_sum_to_its_total(time_s, latency_s, num_ranks):
     split = split_collective_time(
         "all_reduce", 1e6, num_ranks, time_s=time_s, latency_s=latency_s, bandwidth_Bps=1e8, sum_Bps=1e10
     )
@@ -136,7 +136,7 @@ def row(collective, size_bytes, time_s, num_wrong=0):
         ([(0, 0), (0, 0), (0, 0)], (0, 0), [2, 6, 6]),
     ],
 )
-def test_fairest_duplex_measurement_is_used(tries, seen, lasted_s):
+def test_duplex_attempt_with_most_equal_directions_is_used(tries, seen, lasted_s):
     lasted = []
 
     def flow(which):
@@ -172,7 +172,7 @@ def test_summary_states_peak_bandwidth_and_latency_bound_size():
     assert not bandwidth_findings(judged, world())
 
 
-def test_a_slow_stack_and_a_wrong_result_are_findings():
+def test_slow_network_stack_and_wrong_collective_result_are_reported():
     slow = collective_efficiencies([row("all_reduce", 1 << 26, 2.0, num_wrong=3)], world(), 117.5e6)
     found = {finding.check: finding for finding in bandwidth_findings(slow, world())}
     assert found["net.stack-loss"].severity == "warning"
@@ -183,7 +183,7 @@ def test_a_slow_stack_and_a_wrong_result_are_findings():
     assert "net.stack-loss" not in {finding.check for finding in bandwidth_findings(slow, here)}
 
 
-def test_columns_match_nccl_tests():
+def test_collectives_table_columns_match_nccl_tests():
     one, wrong = row("all_reduce", 1 << 20, 9.2e-3), row("all_reduce", 1 << 30, 9.2, num_wrong=1 << 28)
     judged, all_wrong = collective_efficiencies([one, wrong], world(), 117.5e6)
     columns = [title for title, _, _ in COLLECTIVES_COLUMNS]
@@ -201,7 +201,7 @@ def test_columns_match_nccl_tests():
     assert len({len(line) for line in lines}) == 1
 
 
-def test_human_readable_sizes_are_parsed():
+def test_buffer_sizes_are_read_in_binary_units_or_refused():
     assert _buffer_sizes("1KiB", "256MiB", 4)[-1] == 1 << 28
     assert len(_buffer_sizes("1KiB", "256MiB", 4)) == 10
     assert _parse_bytes("--min-size", "1.5GiB") == 3 << 29
@@ -293,7 +293,7 @@ def test_pass_fit_predicts_large_pass_exactly(one_s, between_s, large_s):
     assert pass_s + 4096 / tokens_per_s == pytest.approx(large_s)
 
 
-def test_superlinear_pass_has_no_fixed_cost():
+def test_fitted_fixed_cost_is_zero_if_time_grows_faster_than_tokens():
     """Activations that outgrow the cache bend the line the other way: the large pass is the one that trains."""
     assert fit_micro_batch_time({256: 0.08, 4096: 1.6}) == pytest.approx((0.0, 2560.0))
 

@@ -1,4 +1,4 @@
-"""What others measured comes out of the cost model, and the page that says so is up to date."""
+"""The cost model reproduces published measurements, and the page that lists them is up to date."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_prediction_is_within_10_percent_when_interconnect_is_known(row):
     assert row.error == pytest.approx(0.0, abs=0.10)
 
 
-def test_number_of_rows_with_known_interconnect_is_fixed():
+def test_ten_percent_check_covers_42_rows():
     """An empty list would pass every test above."""
     assert len(STATED) == 42
 
 
-def test_a_throttled_gpu_sets_the_step():
+def test_step_with_throttled_gpu_matches_published_time():
     (row,) = [row for row in ROWS["Training"] if row.name == "straggler7b"]
     assert row.error == pytest.approx(0.0, abs=0.03)
 
@@ -69,7 +69,7 @@ def test_nccl_curve_matches_published_figures(row):
 
 
 @pytest.mark.parametrize("terms", [(1e-5, 1e-8, 1e-11), (0.0, 1e-8, 1e-11), (1e-5, 0.0, 1e-11), (0.0, 0.0, 1e-11)])
-def test_nccl_fit_recovers_its_terms(terms):
+def test_nccl_fit_recovers_fixed_root_and_bandwidth_terms(terms):
     a, b, c = terms
     points = [(1 << i, a + b * math.sqrt(1 << i) + c * (1 << i)) for i in range(10, 34, 2)]
     curve = MODULE["fit_nccl"](points, 4)

@@ -1,4 +1,4 @@
-"""Shares follow speed: within a few steps of a change, never because of noise, alike on every rank."""
+"""Shares follow the speed of ranks within a few steps, do not follow noise, and are equal on every rank."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_host_is_not_retried_when_no_share_can_be_given():
 # --- replicas that drift ----------------------------------------------------------------------------------------------
 
 
-def test_round_shares_are_finer_than_one_sequence_per_step():
+def test_local_update_shares_are_finer_than_one_sequence_per_step():
     """Of 16 sequences hosts of 1 : 1/2 : 1/4 have 9 1/7, 4 4/7 and 2 2/7 at best. In whole ones the best are 9 : 5 : 2,
     and the second takes 5 / (4 4/7) times as long: 0.914 of what they can.
     """
@@ -317,7 +317,7 @@ def test_round_shares_are_finer_than_one_sequence_per_step():
     ("batch", "slow", "pass_sequences", "micro_batch"),
     [(8, 1 / 3, 1.0, 1000), (8, 1 / 3, 0.5, 1000), (16, 0.8, 2.0, 8), (16, 0.5, 2.0, 4), (16, 0.7, 4.0, 8)],
 )
-def test_round_steps_reveal_pass_cost(seed, batch, slow, pass_sequences, micro_batch):
+def test_local_update_shares_settle_although_step_sizes_differ(seed, batch, slow, pass_sequences, micro_batch):
     """A host with 1.5 sequences a step has one or two; were their times taken for in proportion, it would come and go.
     Just above a micro-batch some of a round's steps have one more pass, not all of them.
     """
@@ -345,7 +345,7 @@ def test_local_update_host_cut_to_half_is_rebalanced_within_ten_steps(fleet, of_
 
 @pytest.mark.parametrize("spread", [0.02, 0.1])
 @pytest.mark.parametrize("hosts", ["ab", "abcd"])
-def test_noise_does_not_change_round_shares(hosts, spread):
+def test_noise_does_not_change_local_update_shares(hosts, spread):
     assert not Simulated(hosts, 16, noise=independent(random.Random(1), spread), every=10).go(2000).changes
 
 

@@ -1,4 +1,4 @@
-"""What follows from a run's losses and gradient norms beside those of its replay: by table."""
+"""Compare a run's losses and gradient norms with those of its replay, and name the first difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends of runs by hand: which of the failures is named."""
+"""Name the failure that ended a run, among all that its ranks and hosts reported."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_silent_host_is_named_before_hosts_that_lost_it(rundir: RunDir, b: Any, 
     assert named(rundir, **states) == expected
 
 
-def test_consequence_is_reported_when_no_cause_is_known(rundir: RunDir) -> None:
+def test_rank_with_peer_error_is_named_when_no_other_cause_is_known(rundir: RunDir) -> None:
     log(rundir, "a.0", PEER)
     assert named(rundir, a=state(status=1, failures=died(0, 1, 99.0)), b=state(), c=state(status=143)) == (
         "rank 0 on a exited with status 1"
@@ -108,7 +108,7 @@ FAILED = {
 }
 
 
-def test_error_reported_by_a_rank_takes_precedence(rundir: RunDir) -> None:
+def test_error_reported_by_a_rank_precedes_exit_statuses(rundir: RunDir) -> None:
     say(rundir, 0, "RunError", "step 3: the loss of rank 0 is not finite", 97.0)
     assert named(rundir, **FAILED) == "rank 0 on a: step 3: the loss of rank 0 is not finite"
 

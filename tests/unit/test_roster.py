@@ -1,4 +1,4 @@
-"""A batch is divided once, for everybody: shares, devices, arithmetic and strategies have one rule each."""
+"""Divide a batch into shares, and choose devices, dtypes and backend of all ranks."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_nccl_without_a_gpu_for_every_rank_is_refused(seats, where):
     assert choose_backend([GPU, GPU_1, T4], "nccl") == "nccl"
 
 
-def test_devices_of_host_ranks_are_resolved():
+def test_rank_devices_follow_flag_then_fleet_file_then_detected_gpus():
     gpus = HostConfig(address="x", devices="auto")
     assert rank_devices("x", gpus, 2, MachineSpec(device="cpu", ranks=3)) == ["cpu"] * 3  # the flag wins
     assert rank_devices("x", HostConfig(address="x", devices="cpu"), 2, MachineSpec()) == ["cpu"]

@@ -1,4 +1,4 @@
-"""One look tells whether a run is well: each of its states is planted alone, and must be the one that is told."""
+"""The health of a run is the state that was planted in its records, and names its cause."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run(tmp_path, write_run) -> RunWriter:
 SOON = STARTED + 60 * STEP_S + 1
 
 
-def test_healthy_run_is_healthy(run):
+def test_run_without_problems_is_reported_healthy(run):
     found = assess_health(read(run), SOON)
     assert (found.state, found.message, found.hint) == ("healthy", "step 60 of 60.", "")
 
@@ -122,7 +122,7 @@ def test_run_slower_than_predicted_is_slow(run):
     assert "100 ms instead of 45 ms" in found.message
 
 
-def test_run_as_predicted_is_healthy(run):
+def test_run_as_fast_as_predicted_is_healthy(run):
     predict(run, step_s=0.09)
     reader = read(run)
     assert assess_health(reader, SOON).state == "healthy"

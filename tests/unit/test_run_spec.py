@@ -1,4 +1,4 @@
-"""What a user writes is understood, or refused in one line."""
+"""Settings of a run are read from flags and files, or refused in one line."""
 
 from __future__ import annotations
 

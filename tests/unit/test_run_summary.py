@@ -1,4 +1,4 @@
-"""What ranks recorded is compared step by step, whatever is missing and whatever their files look like."""
+"""The summary of a run compares its ranks step by step, even if records are missing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_summary_uses_only_steps_common_to_all_ranks(run, kept):
 
 
 @pytest.mark.parametrize("kept", HOLES.values(), ids=HOLES)
-def test_charts_place_steps_correctly(run, kept):
+def test_charts_show_only_common_steps_each_at_its_number(run, kept):
     common = sorted(set(kept[0]) & set(kept[1]))
     taken = [step + 1 for step in common]  # behind each
     rundir = run(lambda rank: kept[rank])
@@ -141,7 +141,7 @@ def test_rates_use_current_rank_count(tmp_path, write_run, before, now):
 
 
 @pytest.mark.parametrize("since", [0, 25])
-def test_figures_cover_steps_since_settings_changed(tmp_path, write_run, since):
+def test_summary_covers_only_steps_since_settings_changed(tmp_path, write_run, since):
     rundir = write_run(tmp_path / "run", [{}, {}], steps=STEPS, sync_s=0.01)
     for rank in range(2):
         lossy = Fidelity(error=0.1, cosine=0.9)
@@ -182,7 +182,7 @@ def test_later_record_of_repeated_step_wins(run):
     assert align_steps({0: [first, again], 1: [other]}) == [{0: again, 1: other}]
 
 
-def test_noise_scale_is_ratio_of_means_with_batch_cost(run):
+def test_noise_scale_is_mean_trace_over_mean_squared_norm(run):
     """At a scale of as many tokens as a batch has, twice the batch needs 3/4 of the steps and 3/2 of the tokens."""
     rundir = run(lambda rank: range(STEPS))
     records = rundir.records(0)
@@ -209,7 +209,7 @@ def test_noise_scale_is_ratio_of_means_with_batch_cost(run):
     assert change_request(asked, {"model": "gpt2"}, None).job.noise_tokens is None
 
 
-def test_local_update_step_is_mean_of_round(tmp_path, write_run):
+def test_diloco_step_figures_are_means_over_a_round(tmp_path, write_run):
     """Every fourth step sends, for 0.3 s: a median step would have none of it."""
     rundir = write_run(tmp_path / "run", [{}, {}], steps=22, sync_s=0.0, cpus=[0.99, 0.99])
     manifest = rundir.manifest()

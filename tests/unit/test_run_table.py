@@ -1,4 +1,4 @@
-"""`evener runs`: found, in order, counted as `du` counts, and pruned of what nobody will miss."""
+"""`evener runs` lists, sorts and filters runs, and prunes only those it lists as removable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No crash leaves half a file."""
+"""A crash leaves no partial file, and a partial last line of a record file is skipped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_records_of_repeated_steps_are_dropped(tmp_path):
     assert run.recorded_ranks() == [0]
 
 
-def test_unmeasured_part_is_read_as_none(tmp_path):
+def test_unmeasured_step_part_is_read_as_none(tmp_path):
     run = RunDir(tmp_path)
     write_atomic(run.steps_path(0), msgspec.json.encode(record(0)) + b"\n")
     (read,) = run.records(0)

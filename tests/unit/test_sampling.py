@@ -1,4 +1,4 @@
-"""Steps read what they should: against closed forms, and against a sampler whose steps overlap, which must be caught.
+"""Samples are uniform and independent, epochs read every item once, and overlapping steps are detected.
 
 Every statistic is of fixed seeds, so it comes out the same each time; the bounds are five standard deviations.
 """
@@ -187,7 +187,7 @@ def test_epoch_order_is_uncorrelated():
     assert abs(neighbours - 2 * num_epochs) < 5 * math.sqrt(2 * num_epochs)
 
 
-def test_memory_does_not_grow_with_the_data():
+def test_sampler_memory_does_not_grow_with_the_data():
     tracemalloc.start()
     few = epoch_indices(10**15, 1, 10**16, 480)
     _, peak_bytes = tracemalloc.get_traced_memory()

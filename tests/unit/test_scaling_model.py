@@ -1,4 +1,4 @@
-"""Simulated scaling: closed forms, published figures, and what must hold whatever the scenario."""
+"""Simulated scaling matches closed forms and published figures."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_inter_node_bus_bandwidth_matches_published_value():
 # Shares
 
 
-def test_a_fixed_batch_ends_at_one_sequence_a_rank():
+def test_strong_scaling_ends_at_one_sequence_per_rank():
     points = simulate_scaling(changed(kind="strong", update_s=0.0), [1, 2, 3, 16, 64])
     assert [point.share for point in points] == [16, 8, 6, 1, 1]
     assert [point.efficiency for point in points] == pytest.approx([1, 1, 16 / 18, 1, 0.25])
@@ -183,7 +183,7 @@ def test_a_fixed_batch_ends_at_one_sequence_a_rank():
     assert points[4].cost.wait_s == pytest.approx(3 / 4 / 16)
 
 
-def test_parts_sum_to_the_step_and_tokens_follow():
+def test_simulated_throughput_is_tokens_over_step_time():
     for kind in ("weak", "strong"):
         for point in simulate_scaling(changed(REAL, kind=kind), COUNTS):
             tokens = 60 * 1024 * (point.ranks if kind == "weak" else 1)
@@ -212,7 +212,7 @@ def test_checkpoint_interval_matches_daly(mtbf_min, published_min):
 
 
 @pytest.mark.parametrize("mtbf_s", [900.0, 21_600.0, 86_400.0])
-def test_no_other_interval_loses_less(mtbf_s):
+def test_checkpoint_interval_maximizes_useful_time(mtbf_s):
     best = max(useful_time_fraction(every_s, 300.0, 600.0, mtbf_s) for every_s in range(30, 20_000, 10))
     assert useful_time_fraction(checkpoint_interval_s(300.0, mtbf_s), 300.0, 600.0, mtbf_s) == pytest.approx(
         best, rel=1e-3
@@ -225,7 +225,7 @@ def test_checkpoint_overhead_matches_young():
     assert lost == pytest.approx(math.sqrt(2 / 1e8), rel=0.01)
 
 
-def test_nodes_fail_independently():
+def test_mtbf_is_that_of_a_node_over_number_of_nodes():
     for point in simulate_scaling(REAL, COUNTS):
         assert point.mtbf_s == pytest.approx(300 * 86400 / point.nodes)
         assert point.checkpoint_every_s >= point.step_s
@@ -261,7 +261,7 @@ def test_required_jitter_gives_requested_efficiency():
     )
 
 
-def test_unreachable_target_is_none():
+def test_required_bandwidth_and_jitter_are_none_if_unreachable():
     assert required_bandwidth_Bps(changed(nanogpt_scenario(), jitter=0.5), 64, 0.7) is None
     assert required_jitter(changed(nanogpt_scenario(), inner=ETHERNET), 8, 0.8) is None
 

@@ -1,4 +1,4 @@
-"""Which way is recommended, who is left out, and where it would pay: answers that are known beforehand."""
+"""The planner recommends the hosts, shares and strategy that are known to be best, and the break-even link."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def told(found):
     return [advice.text for advice in collect_advice(found)]
 
 
-def test_equal_hosts_and_a_fast_link_train_together():
+def test_plan_recommends_both_hosts_if_equal_and_link_is_fast():
     found = predict(JOB, cluster(1000.0, 1000.0))
     assert found.recommended == "ddp"
     assert found.verdict.startswith("Train on both hosts with ddp: 2.0k tokens/s")
@@ -69,7 +69,7 @@ def test_slow_link_recommends_single_host():
     assert found.option("ddp").rejected_because.startswith("slower: a alone trains")
 
 
-def test_slow_host_helps_with_suitable_share():
+def test_slow_host_is_recommended_with_share_by_speed():
     equal = predict(changed(JOB, shares="equal"), cluster(60.0, 28.0))
     assert "b is the straggler" in told(equal)[0]
     assert not any("break even" in line for line in told(equal))  # with shares by speed it does, over any link
@@ -153,7 +153,7 @@ def test_host_with_too_little_memory_is_reported():
     assert found.recommended == "ddp without a"  # and not without the slowest, which has room
 
 
-def test_several_hosts_beat_one_above_break_even_link():
+def test_several_hosts_beat_one_only_above_break_even_bandwidth():
     start = cluster(1000.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=3e6))
     (line,) = [line for line in told(predict(JOB, start)) if "several hosts break even at" in line]
     text = re.search(r"even at (\S+) between", line)[1]
@@ -163,7 +163,7 @@ def test_several_hosts_beat_one_above_break_even_link():
     assert speeds[0] > 1020.0 > speeds[1]
 
 
-def test_advice_gives_the_stated_speedup():
+def test_following_advice_gives_the_stated_speedup():
     start = cluster(20000.0, 12000.0, 12000.0, 3000.0, wire=parse_link("2.5GbE").wire)
     job = job_of(preset_shape("gpt2", 50257, 1024), batch=64, model="gpt2")
     for advice in collect_advice(predict(job, start)):
@@ -178,7 +178,7 @@ def test_advice_gives_the_stated_speedup():
         assert f"{advice.gain:.2f} times as much as a alone" in advice.text
 
 
-def test_a_larger_batch_is_weighed_by_the_noise_scale():
+def test_larger_batch_advice_uses_the_measured_noise_scale():
     """At a scale of a batch's tokens N = T, k times the batch needs (k + 1) / 2 times the tokens for the same loss."""
     tokens, slow = JOB.tokens, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0, bandwidth_Bps=3e6))
     assert not any("noise" in line for line in told(predict(JOB, slow)))
@@ -203,7 +203,7 @@ def test_a_larger_batch_is_weighed_by_the_noise_scale():
     assert batch(little) is None
 
 
-def test_single_host_has_nothing_to_distribute():
+def test_single_host_has_only_the_local_option():
     found = predict(JOB, cluster(1000.0))
     assert found.verdict == "a with 1 rank trains 1.0k tokens/s."
     assert [option.name for option in found.options] == ["a alone"]
@@ -224,7 +224,7 @@ def test_the_ring_avoids_the_slow_link():
     assert planned.option("ddp").roster.hosts == ["a", "c", "b"]
 
 
-def test_given_shares_keep_fleet_file_order():
+def test_explicit_shares_apply_to_hosts_in_fleet_file_order():
     """With them no ring is looked for: ranks are counted as the file lists their hosts."""
     found = cluster(1000.0, 500.0, 250.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
     slow = msgspec.structs.replace(found, wires={"b": {"a": LinkModel(latency_s=0.0, bandwidth_Bps=1e8)}})
@@ -239,7 +239,7 @@ def test_given_shares_keep_fleet_file_order():
     assert recommended_flags(other) == "--shares auto"
 
 
-def test_many_shares_are_named_by_their_origin():
+def test_shares_of_five_hosts_are_named_as_asked_or_by_speed():
     five = cluster(1000.0, 900.0, 800.0, 700.0, 600.0)
     asked = predict(changed(JOB, shares="1:1:1:1:2"), five)
     assert asked.chosen == "ddp, shares as asked"
@@ -594,14 +594,14 @@ def test_rate_of_narrower_model_is_derived_and_marked():
     assert any("follows from that of the preset, by FLOPs" in line for line in found.assumed)
 
 
-def test_declared_rate_is_sufficient():
+def test_host_with_declared_rate_needs_no_probe():
     declared = fleet(b=Rates(models={"char": ModelRate(tokens_per_s=30.0)}))
     found = build_cluster(declared, job())
     assert found.hosts["b"].tokens_per_s == {"fp32": 30.0}  # whatever it was measured in
     assert any("b: the weight update is assumed to be part" in line for line in found.assumed)
 
 
-def test_missing_measurement_is_requested():
+def test_missing_rate_or_link_is_an_error_that_names_the_probe_command():
     with pytest.raises(NotMeasuredError, match="b: nobody measured how fast it trains") as told:
         build_cluster(fleet(b=Rates()), job())
     assert "evener probe host --model char" in told.value.hint
@@ -669,7 +669,7 @@ def test_unknown_link_is_a_one_line_error(text):
         ("wi-fi", NAMED_LINKS["wifi"].wire.bandwidth_Bps),
     ],
 )
-def test_named_link_has_its_bandwidth(text, Bps):
+def test_link_text_gives_usable_bandwidth(text, Bps):
     assert parse_link(text).wire.bandwidth_Bps == pytest.approx(Bps)
 
 

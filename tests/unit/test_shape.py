@@ -1,4 +1,4 @@
-"""Parameter counts against published figures, and the shapes that cannot be."""
+"""Parameter counts match published figures, and invalid shapes are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smoothed curve, beside numpy's own fit of a line at each of its points."""
+"""A smoothed curve matches numpy's weighted linear fit at each point."""
 
 import random
 
@@ -30,7 +30,7 @@ def test_smoothing_stays_within_value_range():
     assert min(kernel_average(values)) > 0.1
 
 
-def test_average_matches_weighted_mean_definition():
+def test_kernel_average_matches_weighted_mean_definition():
     """Σ w_i x_i / Σ w_i with w_i = exp(-|n - i| / span), written out."""
     rng = random.Random(3)
     values, span = [rng.random() for _ in range(20)], 4.0
@@ -40,5 +40,5 @@ def test_average_matches_weighted_mean_definition():
 
 
 @pytest.mark.parametrize("values", [[], [1.5], [1.5, 2.5]])
-def test_smoothing_few_points_returns_them(values):
+def test_smoothing_leaves_few_points_unchanged(values):
     assert local_linear_fit(values) == pytest.approx(values)

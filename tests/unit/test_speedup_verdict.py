@@ -1,4 +1,4 @@
-"""Was it worth it? Runs on machines whose speed is known, and what the report says first of each."""
+"""The report says first whether the run was faster than its fastest host alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_slow_host_with_equal_share_is_not_worth_it(told):
     assert times == pytest.approx(5.0, rel=0.1)  # the whole batch in the time of a tenth, beside a half of it
 
 
-def test_host_without_gain_makes_no_difference(told):
+def test_equal_throughput_is_reported_as_no_difference(told):
     found, _ = told(1000.0, 1000.0, bandwidth_Bps=3.75 * SHAPE.num_params() / (TOKENS / 2000.0))
     assert found.message.startswith("It made no difference: a and b trained ")
 

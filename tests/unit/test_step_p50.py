@@ -1,4 +1,4 @@
-"""The median step by one rank's walls alone is the one of the summary, of all ranks."""
+"""The median step time that is computed from one rank's records equals the summary's."""
 
 import msgspec
 import pytest

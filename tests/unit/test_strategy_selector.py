@@ -1,4 +1,4 @@
-"""A link that changes in the middle of a run: another way to agree where that is faster, and none for noise."""
+"""Choose another sync strategy when a link slows during a run, and never because of noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trials of other settings say, from figures made by hand."""
+"""Judge TCP settings by hand-written trials: only a lasting gain is reported, with its fix."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TestInTurn:
         assert tcp_settings.is_clearly_faster(seen[None], seen["bbr"])
 
 
-def test_every_host_is_probed_with_few_pairs() -> None:
+def test_number_of_probed_pairs_equals_number_of_hosts() -> None:
     assert ring_pairs([]) == ring_pairs(["a"]) == []
     assert len(ring_pairs([str(number) for number in range(64)])) == 64
 
@@ -104,7 +104,7 @@ class TestArithmetic:
 
 
 class TestTold:
-    def test_finding_lasts_while_host_has_the_setting(self) -> None:
+    def test_tcp_finding_lasts_until_host_changes_the_setting(self) -> None:
         attic, before = facts(), facts(net__ipv4__tcp_rmem=GAIN.was)
         after = facts(net__ipv4__tcp_rmem=GAIN.better)
         assert [one[:2] for one in tcp_settings.applicable_gains(links(GAIN), {"attic": attic, "laptop": before})] == [
@@ -113,7 +113,7 @@ class TestTold:
         assert list(tcp_settings.applicable_gains(links(GAIN), {"attic": attic, "laptop": after})) == []
         assert list(tcp_settings.applicable_gains(links(GAIN), {"attic": attic})) == []  # not reached
 
-    def test_setting_is_reported_once(self) -> None:
+    def test_tcp_setting_is_reported_once_with_its_largest_gain(self) -> None:
         more = msgspec.structs.replace(GAIN, better_Bps=2 * GAIN.better_Bps)
         hosts = {"attic": facts(), "laptop": facts(net__ipv4__tcp_rmem=GAIN.was)}
         assert [one[2] for one in tcp_settings.applicable_gains(links(GAIN, more), hosts)] == [more]

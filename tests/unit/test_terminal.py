@@ -1,4 +1,4 @@
-"""Tables and lines fit any terminal, and nothing that decides is cut."""
+"""Tables and lines fit any terminal, and the most important columns are never cut."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TITLES = ("way", "step", "more", "why not")
 ROWS = [("ddp", "1 s", "9", "too slow by far"), ("int8", "20 ms", "10", "")]
 
 
-def test_fitting_table_prints_whole():
+def test_table_that_fits_is_printed_with_all_columns():
     assert shown(40, TITLES, ROWS, wrap_last=True) == [
         "way    step  more  why not",
         "──────────────────────────────────",
@@ -66,7 +66,7 @@ def test_least_important_column_is_dropped_and_named():
     ]  # fmt: skip
 
 
-def test_required_columns_wrap_to_own_line():
+def test_required_columns_that_do_not_fit_wrap_to_next_line():
     assert shown(13, TITLES[:3], [row[:3] for row in ROWS]) == [
         "way", "     step  more", "─────────────", "ddp", "      1 s     9", "int8", "    20 ms    10",
     ]  # fmt: skip

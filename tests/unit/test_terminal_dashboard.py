@@ -1,4 +1,4 @@
-"""The page in a terminal: all of it fits, whatever the run and the terminal; a pipe gets lines."""
+"""The dashboard fits any terminal, and prints one line per run to a pipe."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_screen_shows_state_curve_ranks_and_events(tmp_path, write_run):
     assert "evaluation: step 10: validation loss 2.0000" in text
 
 
-def test_plotted_curve_matches_values():
+def test_braille_plot_has_peaks_where_values_have_them():
     """Of a sine: its crest is in the middle of the first half, its trough in that of the second."""
     xs = list(range(200))
     lines = terminal_dashboard.braille_plot(xs, [math.sin(2 * math.pi * x / 199) for x in xs], 40, 5)

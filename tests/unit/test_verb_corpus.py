@@ -1,4 +1,4 @@
-"""Is the verb corpus English, and is it the same everywhere?"""
+"""The verb corpus is correct English and depends only on its seed."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_sentences_match_expected_english(
 
 
 @pytest.mark.parametrize("forms", re.findall(r"\S+ \S+ \S+ \S+ \S+", PARTS))
-def test_principal_parts_match(forms: str) -> None:
+def test_verb_forms_match_expected_english(forms: str) -> None:
     parts = principal_parts(forms.split()[0])
     assert [parts.base, parts.third, parts.past, parts.participle, parts.ing] == forms.split()
 
@@ -196,11 +196,11 @@ def test_ungrammatical_sentence_is_refused(lemma: str, features: VerbFeatures, r
         ("one-eyed cat", "a one-eyed cat"), ("ordinary day", "an ordinary day"), ("uninvited man", "an uninvited man"),
     ],
 )  # fmt: skip
-def test_article_follows_sound(noun: str, expected: str) -> None:
+def test_article_a_or_an_follows_sound(noun: str, expected: str) -> None:
     assert with_indefinite_article(noun) == expected
 
 
-def test_plurals_match() -> None:
+def test_plurals_match_expected_english() -> None:
     nouns = "child box knife party key potato photo sheep woman apple_pie bus wolf ax dish day"
     assert [pluralize_noun(noun.replace("_", " ")) for noun in nouns.split()] == [
         "children", "boxes", "knives", "parties", "keys", "potatoes", "photos", "sheep", "women", "apple pies",
@@ -208,7 +208,7 @@ def test_plurals_match() -> None:
     ]  # fmt: skip
 
 
-def test_every_verb_makes_a_sentence_of_every_kind_that_it_has() -> None:
+def test_every_verb_makes_a_sentence_of_every_kind_it_allows() -> None:
     subjects = [noun_phrase(word) for word in ("I", "you", "she", "they")]
     for verb in VERBS.values():
         made = set()

@@ -1,4 +1,4 @@
-"""What agents of several hosts agree on and do, whatever befalls them: simulated, and as processes."""
+"""Agents of several hosts restart, readmit or end a run after any failure, together."""
 
 from __future__ import annotations
 

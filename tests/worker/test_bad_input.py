@@ -1,4 +1,4 @@
-"""300 mistakes: each costs one line that says what is wrong, never a traceback, and leaves nothing behind."""
+"""Invalid flags, files and arguments give a one-line error, never a traceback, and leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says of DDP's buckets is what torch does."""
+"""The planner's DDP buckets and their ready times match torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running statistics do not depend on who ran which micro-batch."""
+"""Running statistics are averaged over all micro-batches, whichever rank computed them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Average(nn.Module):
         self.cache = torch.ones(len(x))
 
 
-def test_reassigned_buffer_tensor_is_tracked():
+def test_buffer_that_a_module_reassigns_is_averaged_in_place():
     torch.manual_seed(0)
     module = nn.Sequential(Average())
     buffer, batches = module[0].mean, torch.randn(4, 8, 2)

@@ -1,4 +1,4 @@
-"""A checkpoint holds every tensor of the model to the bit, or nothing of it is there."""
+"""A checkpoint restores every tensor of the model bit for bit, or is not there at all."""
 
 from __future__ import annotations
 

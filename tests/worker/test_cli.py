@@ -1,4 +1,4 @@
-"""The verbs as a person uses them: from a shell, in an empty folder."""
+"""Run the verbs from a shell in an empty folder, as a user does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent in fewer bits is near the number, and the rest is kept to the last bit."""
+"""The error of an encoded value is bounded, and decoded value plus error equals the input exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives of real ranks: their results are right, and a wrong one is seen."""
+"""Collectives of real ranks give correct results, and wrong results are counted."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_collective_is_correct_at_every_size(ranks, dtype, in_place):
 
 
 @exhaustive
-def test_wrong_values_are_counted():
+def test_wrong_collective_results_are_counted():
     _, rows, _ = measure(2, sizes=(65536,), corrupt_results=7)
     assert [row.num_wrong for row in rows] == [7] * len(COLLECTIVES)
 

@@ -1,6 +1,4 @@
-"""Whatever stands in a file by which launcher, agent and ranks of a host tell each other who takes part, it is read in
-bounded time: as it is, as nothing, or as an error in words.
-"""
+"""A damaged membership file of a host is read in bounded time, and then ignored or refused with a readable error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A torch Dataset or DataLoader is read in epochs, in an order that is known beforehand, or refused with a reason."""
+"""A torch Dataset or DataLoader is read in reproducible epochs, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_unshuffled_loader_keeps_its_order():
     assert numbers(dataset, 13) == [i % 50 for i in range(104)]
 
 
-def test_samples_equal_those_of_the_loader():
+def test_batches_equal_those_of_the_dataloader():
     loader = DataLoader(DATA, batch_size=8)
     dataset = as_dataset(loader, SPEC)
     for step, (x, y) in enumerate(loader):
@@ -158,7 +158,7 @@ def test_unshardable_dataset_is_refused_with_reason(source, message):
         ({"weight": lambda weight: 2 * weight}, False),
     ],
 )
-def test_fingerprint_detects_different_data_per_part(change, is_like):
+def test_fingerprints_are_equal_only_up_to_rounding_differences(change, is_like):
     """By the first sample, up to what machines may round otherwise, each part by itself."""
     torch.manual_seed(0)
     image = torch.randint(200, (1, 3, 64, 64), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What the planner is told of a device: small and large passes, the update, all-reduces within one host."""
+"""Probing a device measures its fixed and variable time per pass, its update and its loopback all-reduce."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_smaller_passes_repeat_often_within_their_time_budget(monkeypatch):
 
 
 @pytest.mark.parametrize(("sequence_s", "whole_s"), [(5.0, 5 * 5), (20.0, 20 * 4)])
-def test_slow_host_runs_few_passes(monkeypatch, sequence_s, whole_s):
+def test_slow_host_is_probed_with_three_passes(monkeypatch, sequence_s, whole_s):
     said = device_of(monkeypatch, pass_s=0.0, sequence_s=sequence_s)
     found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
     assert (found.large.passes, found.smaller) == (3, [])
@@ -85,7 +85,7 @@ def test_slow_host_runs_few_passes(monkeypatch, sequence_s, whole_s):
     assert sustained_bench.time.perf_counter() == pytest.approx(whole_s, rel=0.01)
 
 
-def test_preset_trains_in_probe():
+def test_probing_a_preset_measures_rate_update_and_cpus():
     found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="tiny", seconds=2.0), CPU, print)
     assert found.large.passes >= 3
     assert found.updates == found.large.passes + sum(one.passes for one in found.smaller)
@@ -95,7 +95,7 @@ def test_preset_trains_in_probe():
     assert 0 < (rate.cpus or 0) < 1.5
 
 
-def test_loopback_rates_match_measured_times(monkeypatch):
+def test_loopback_rates_are_plausible_and_interface_setting_is_kept(monkeypatch):
     monkeypatch.setenv(INTERFACE_ENV, "eth-of-the-run")
     sync_Bps, loopback_Bps = loopback_rates_Bps()
     assert os.environ[INTERFACE_ENV] == "eth-of-the-run"

@@ -1,4 +1,4 @@
-"""DiLoCo: replicas learn alone for H steps, and then agree on what came of it, to the bit."""
+"""DiLoCo replicas train alone for H steps, and then agree bit for bit."""
 
 from __future__ import annotations
 
@@ -401,7 +401,7 @@ def test_replica_without_share_keeps_up_with_streamed_weights(tmp_path, train):
     assert not any(torch.equal(busy["weights"][name], agreed) for name, agreed in busy["agreed"].items())
 
 
-def test_optimizer_state_of_a_learning_rank_is_saved(tmp_path, train):
+def test_checkpoint_has_optimizer_state_of_a_rank_with_a_share(tmp_path, train):
     """Rank 1 learns all, as one process does that is alone."""
     flags = (*FLAGS, "--steps", "12", "--checkpoint-every", "6", "--threads", "1")
     alone = train(tmp_path / "alone", *flags)

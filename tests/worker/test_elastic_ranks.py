@@ -1,4 +1,4 @@
-"""Ranks that live on from world to world, on three hosts of one machine: evener's own worker under real agents."""
+"""Ranks stay alive through membership changes, under real agents of three hosts on one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any split of the machine trains the same model."""
+"""Any number of ranks trains the same model as one process."""
 
 from __future__ import annotations
 

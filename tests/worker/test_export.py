@@ -1,4 +1,4 @@
-"""An exported model is transformers' own: the same logits, the same text, and `--init-from` takes it back."""
+"""An exported model has the same logits in transformers, and `--init-from` loads it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale that a run measures is that of gradients whose distribution is known."""
+"""The measured gradient noise scale matches that of gradients with a known distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells of itself when it cannot any more."""
+"""Count the bytes that a rank has sent and received, as its heartbeat reports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import TIMEOUT_S
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells it under Linux")
-def test_moved_bytes_equal_sent_and_received_bytes() -> None:
+def test_transferred_bytes_are_the_sum_of_sent_and_received() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as one,

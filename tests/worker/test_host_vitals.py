@@ -1,4 +1,4 @@
-"""What a machine tells of itself, beside what its kernel says."""
+"""Host vitals match what the kernel reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop of one's own is right, or refused with a reason.
+"""A user's own training loop with `evener.join` is right, or refused with a reason.
 
 The loops stand in loops/own.py. Right: on one, two or three ranks it learns what plain torch learns from the same
 samples (loops/plain.py), and stopped half way it goes on with the same bits.
@@ -161,7 +161,7 @@ def test_stopped_loop_resumes_bit_for_bit(own, case):
     assert parts.dir.manifest().result.replicas_agree is (True if ranks > 1 else None)
 
 
-def test_rank_without_share_rehearses_batch_norm(own):
+def test_batch_norm_losses_are_unchanged_by_a_rank_without_share(own):
     alone = own("BatchNorm", "join", 1, "--micro-batch", "8")
     idle = own("BatchNorm", "join", 2, "--micro-batch", "8", "--shares", "1:0")
     assert idle.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -280,7 +280,7 @@ def test_resume_never_starts_from_non_finite_weights(own):
     assert done.dir.manifest().verdict == "failed"
 
 
-def test_documented_loop_runs(tmp_path, run_script):
+def test_documented_loop_learns_alike_on_one_and_two_ranks(tmp_path, run_script):
     page = (ROOT / "docs" / "guides" / "own-loop.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert block == (ROOT / "examples" / "own_loop.py").read_text()

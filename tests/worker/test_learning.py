@@ -1,4 +1,4 @@
-"""Is it learned as it should be? What every rank does alike no comparison of ranks can find; a bound on the loss can.
+"""Training reaches a bound on the loss, which reveals errors that all ranks make alike.
 
 The corpus is a list of facts: a key, drawn at random, and the value that belongs to it. Nobody can foresee the key, so
 the mean loss of a token has a floor, ln(keys) / 2. Who has read all facts comes close to it; a fact that was never read

@@ -1,4 +1,4 @@
-"""Whatever hosts go and come, the same is learned: evener's own worker under real agents of three hosts."""
+"""Hosts that leave and join do not change the losses, under real agents of three hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted memory against what autograd saves and against the kernel's peak of real runs."""
+"""Predicted memory matches what autograd saves and the kernel's peak of real runs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def echo(group: Any, outgoing: list[torch.Tensor], incoming: list[torch.Tensor])
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("sync", ["packed", "bf16", "int8", "int4"])
-def test_exchange_buffer_of_largest_bucket_is_counted(monkeypatch, sync, num_ranks):
+def test_predicted_exchange_buffer_bytes_match_allocated(monkeypatch, sync, num_ranks):
     for module in (packed, quantized):
         monkeypatch.setattr(module, "pairwise_all_to_all", echo)
     group = types.SimpleNamespace(rank=0, world_size=num_ranks, device=torch.device("cpu"))
@@ -103,7 +103,7 @@ def test_exchange_buffer_of_largest_bucket_is_counted(monkeypatch, sync, num_ran
 
 
 @pytest.mark.parametrize("sync", ["diloco:4:streamed", "diloco:30:streamed"])
-def test_in_flight_fragment_is_sized_by_largest(sync):
+def test_streaming_diloco_needs_twice_its_largest_fragment_more(sync):
     parameters = list(GPT(SMALL).parameters())
     found = split_into_fragments(parameters, fragment_bytes(parse_sync(sync), sum(one.nbytes for one in parameters)))
     largest = max(sum(one.nbytes for one in several) for several in found)
@@ -180,7 +180,7 @@ def test_predicted_peak_memory_is_within_15_percent(tmp_path, flags, vocab_size,
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
-def test_memory_parts_sum_without_heap_fragmentation(tmp_path):
+def test_predicted_peak_without_fragmentation_is_within_3_percent(tmp_path):
     flags = f"{CHAR} --num-layers 3 --dtype fp32 --batch 2 --micro-batch 2"
     manifest, measured = peak(tmp_path / "run", 256, flags, 1, ENV | {"MALLOC_MMAP_THRESHOLD_": "131072"})
     predicted = predict(manifest)

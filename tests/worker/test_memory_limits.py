@@ -1,4 +1,4 @@
-"""A rank whose memory did not suffice takes half at a time: once for each time that the kernel took it."""
+"""A rank that the kernel kills for lack of memory halves its micro-batch, once per kill."""
 
 from __future__ import annotations
 

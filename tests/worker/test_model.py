@@ -1,4 +1,4 @@
-"""The model against closed forms and transformers."""
+"""The model matches closed forms, transformers and nanochat."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_parameter_count_formula_matches_model(name):
         assert count == sum(p.numel() for n, p in model.named_parameters() if any(k in n for k in keys)), group
 
 
-def test_biases_are_counted():
+def test_parameter_count_formula_includes_biases():
     shape = small("d4", bias=True, norm="layernorm")
     assert shape.num_params() == sum(p.numel() for p in GPT(shape).parameters())
 
@@ -92,7 +92,7 @@ def test_weights_initialize_like_gpt2():
     assert (model.norm.weight == 1).all()
 
 
-def test_matrices_decay_and_vectors_do_not():
+def test_weight_decay_applies_to_matrices_but_not_to_vectors():
     model = build(small("gpt2"))
     decayed, rest = model.param_groups(0.1)
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
@@ -111,7 +111,7 @@ def test_invalid_shape_is_refused():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_initial_loss_is_uniform_guess(name):
+def test_initial_loss_is_that_of_a_uniform_guess(name):
     shape = small(name)
     with torch.no_grad():
         loss_sum = build(shape)(*batch(shape))
@@ -121,7 +121,7 @@ def test_initial_loss_is_uniform_guess(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_loss_is_the_sum_over_the_parts(name):
+def test_loss_and_gradients_of_a_batch_are_sums_over_its_parts(name):
     shape = small(name)
     model, (tokens, targets) = build(shape), batch(shape)
     whole = gradients(model, model(tokens, targets))
@@ -132,7 +132,7 @@ def test_the_loss_is_the_sum_over_the_parts(name):
         torch.testing.assert_close(parts[key], whole[key], rtol=1e-4, atol=1e-5)
 
 
-def test_targets_of_minus_one_do_not_count():
+def test_targets_of_minus_one_add_no_loss():
     shape = small("char")
     model, (tokens, targets) = build(shape), batch(shape)
     losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
@@ -194,7 +194,7 @@ def test_dropout_keeps_rate_and_mean():
     assert FastCpuDropout(0.0)(x).equal(x)
 
 
-def test_neighbours_are_dropped_independently():
+def test_dropout_of_neighbouring_elements_is_independent():
     torch.manual_seed(0)
     dropped = (FastCpuDropout(0.5)(torch.ones(400_000)) == 0).float() - 0.5
     for lag in range(1, 9):  # four neighbours share one random word
@@ -388,7 +388,7 @@ def test_gpt2_weights_give_published_logits(huggingface, prefix, tmp_path):
         assert (exact_gelu(tokens) - theirs(tokens).logits).abs().max() > 1e-4  # so the activation matters
 
 
-def test_half_precision_files_become_fp32(huggingface, tmp_path):
+def test_half_precision_weights_are_loaded_as_fp32(huggingface, tmp_path):
     tensors = {name: tensor.half() for name, tensor in load_file(huggingface[0]).items()}
     save_file(tensors, tmp_path / "half.safetensors")
     _, weights = load_gpt2(tmp_path / "half.safetensors")
@@ -441,7 +441,7 @@ def test_non_safetensors_file_is_refused(tmp_path, content):
         load_gpt2(tmp_path)
 
 
-def test_number_of_heads_can_be_given(tmp_path):
+def test_gpt2_weights_of_unknown_width_need_number_of_heads(tmp_path):
     model = build(small("gpt2", width=48, num_heads=3))
     config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=48, n_layer=3, n_head=3)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
@@ -482,7 +482,7 @@ def test_temperature_zero_picks_likeliest_token():
 @exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("name", ["char", "d4"])
-def test_compiled_blocks_give_same_results(name):
+def test_compiled_blocks_give_same_loss_and_gradients(name):
     shape = small(name)
     model = build(shape)
     loss = model(*batch(shape))

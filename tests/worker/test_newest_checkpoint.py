@@ -1,4 +1,4 @@
-"""Three hosts that were apart, each with checkpoints of its own, begin again at one."""
+"""Three hosts with different checkpoints all start from the newest complete one."""
 
 from __future__ import annotations
 

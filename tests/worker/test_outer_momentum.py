@@ -1,4 +1,4 @@
-"""With DiLoCo's outer momentum replicas go as far as one process: AdamW on gradients of which most is noise."""
+"""DiLoCo with outer momentum makes as much progress as one process if gradients are mostly noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are not of one mind are named before the first step."""
+"""A rank that differs from the others is named before the first step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ with evener.join(spec) as run:
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("bf16", "bf16")])
-def test_custom_program_reports_its_dtype(dtype: str, expected: str) -> None:
+def test_custom_program_dtype_is_fp32_unless_given(dtype: str, expected: str) -> None:
     """evener does not run its forward: without a word its arithmetic is torch's own."""
     spec = parse_args(["--dtype", dtype, "--device", "cpu"])
     assert (

@@ -1,4 +1,4 @@
-"""Replicas that drift lose their world at any moment, time and again, and go on in the next one."""
+"""Drifting replicas lose no update, whenever and however often the membership changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of several ranks, its steps taken again by one process: what they come to, and what is found where it lies."""
+"""Replaying a multi-rank run in one process gives its losses, and locates what was changed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tamper(run, rank, step, **values):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_replay_of_ranks_run_equals_single_process_run(original, tmp_path, corpus, server):
+def test_replay_of_multi_rank_run_equals_single_process_run(original, tmp_path, corpus, server):
     """Beside it an uninterrupted run of one process, which is what a replay has to come to."""
     alone = start_run(server, tmp_path / "alone", corpus, ranks=1).records(0)
     before = files(original.path)

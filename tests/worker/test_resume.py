@@ -1,4 +1,4 @@
-"""Nothing is lost: stopped, killed or moved to other ranks, a run goes on where it was."""
+"""A run that was stopped, killed or moved to other ranks resumes without loss."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_resume_on_other_rank_count_matches_within_rounding(tmp_path, train):
         ),
     ],
 )
-def test_figures_cover_steps_since_settings_changed(tmp_path, train, before, now, since):
+def test_summary_covers_only_steps_since_settings_changed(tmp_path, train, before, now, since):
     """Stopped after 8 steps, and resumed twice: with other flags, and with these again."""
     train(tmp_path / "run", *before, "--steps", "8", ranks=2)
     for steps in ("20", "28"):
@@ -221,7 +221,7 @@ with evener.join(parse_args(flags)) as run:
 """
 
 
-def test_stop_on_checkpoint_step_works_with_separate_disks(tmp_path, run_script):
+def test_ranks_with_separate_disks_stop_at_checkpoint_step(tmp_path, run_script):
     """Only rank 0 finds the checkpoint on its disk: both must know that it was made."""
     done = run_script(STOPS, str(tmp_path), ranks=2)
     assert done.returncode == 0, done.stderr

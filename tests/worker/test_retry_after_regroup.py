@@ -1,4 +1,4 @@
-"""A world may be lost in the middle of a checkpoint: those who are left then do the same, and all of it."""
+"""If ranks are lost during a checkpoint, all remaining ranks repeat the whole checkpoint."""
 
 from __future__ import annotations
 

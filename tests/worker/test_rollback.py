@@ -1,4 +1,4 @@
-"""What is not finite, or not the same on all ranks: hosts go back to before it, or end where that would not help."""
+"""Non-finite or diverged training rolls back on all hosts, or ends where that would not help."""
 
 from __future__ import annotations
 

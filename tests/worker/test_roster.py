@@ -1,4 +1,4 @@
-"""Who does what may differ between ranks and change in a run; what is learned stays the same."""
+"""Ranks may differ in share and device, and change their share during a run, without changing the losses."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def recorder_of(folder, roster):
     return StepRecorder(rundir, 0, roster, clock, None, SpanRecorder(rundir, 0, clock))
 
 
-def test_weight_reported_before_checkpoint_is_kept(tmp_path):
+def test_flush_before_checkpoint_keeps_the_reported_weight(tmp_path):
     """On a GPU a step's news are a step late: what is flushed before a checkpoint must not take its place."""
     member = initial_roster(parse_args(["--batch", "4"]), [RankSlot(host="a", device="cuda:0")], None)
     recorder = recorder_of(tmp_path / "run", member)

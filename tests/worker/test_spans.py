@@ -1,4 +1,4 @@
-"""The timeline is true: what ranks keep of when what ran sums to their records, and viewers can open it."""
+"""Spans recorded by ranks sum to their step records, and viewers can open their trace."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_failed_rank_has_written_its_last_spans(tmp_path, run_script):
     traces.read(tmp_path / "trace.json")
 
 
-def test_profiler_events_lie_within_our_update_marks(tmp_path, train):
+def test_profiled_optimizer_step_lies_within_recorded_update_span(tmp_path, train):
     """Its clock is its own: that an optimizer's step lies within our update shows that the two were joined rightly."""
     run = train(tmp_path / "run", "--steps", "30", "--profile", "2", "--profile-ranks", "1", ranks=2)
     assert read_profile(run, 0) is None

@@ -1,4 +1,4 @@
-"""Whatever a state_dict holds comes back as it was: values, types, bits."""
+"""A state_dict is restored with the same values, types and bits."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_tensors_arrays_and_random_states_round_trip():
     assert same(there_and_back(state), state)
 
 
-def test_similar_keys_keep_their_tensors():
+def test_tensors_under_keys_with_equal_paths_stay_separate():
     state = {0: torch.tensor(1), "0": torch.tensor(2), "a/b": torch.tensor(3), "a": {"b": torch.tensor(4)}}
     assert same(there_and_back(state), state)
 

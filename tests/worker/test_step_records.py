@@ -1,4 +1,4 @@
-"""The figures are true: parts sum to the step, the kernel counts the same bytes, a wait is another's lateness."""
+"""Step parts sum to the step time, bytes match the kernel's counters, and waiting is recorded by who waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One signal asks for an orderly end, a second one ends a process whatever hangs in it."""
+"""The first signal requests an orderly stop, and a second one ends even a hanging process."""
 
 from __future__ import annotations
 

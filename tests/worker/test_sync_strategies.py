@@ -1,4 +1,4 @@
-"""Strategies that send less: every rank holds the same sums, and what was not sent yet is not lost."""
+"""Compressed strategies give every rank the same sums, and keep what was not sent yet."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_lossy_run_stays_close_to_ddp_with_equal_replicas(shared_train, sync, ra
 
 
 @pytest.mark.parametrize("dtype", ["bf16", *exhaustively("fp32")])
-def test_packed_gives_ddps_losses_to_the_bit(shared_train, dtype):
+def test_packed_losses_equal_ddp_losses_bit_for_bit(shared_train, dtype):
     runs = [shared_train(*FLAGS, "--dtype", dtype, "--sync", sync, ranks=2) for sync in ("ddp", "packed")]
     plain, packed = ([record.loss for record in run.records(0)] for run in runs)
     assert packed == plain
@@ -386,7 +386,7 @@ def test_single_rank_adds_residuals_of_several_ranks_to_first_gradient():
             alone.finish_warmup()
 
 
-def test_empty_bucket_part_is_packed():
+def test_bucket_with_fewer_elements_than_ranks_is_packed():
     """Of a bucket with fewer numbers than ranks."""
     packed = PackedAllReduce(types.SimpleNamespace(world_size=4, rank=0))
     assert packed.pack_views([torch.zeros(0), torch.ones(1)], torch.zeros(16, dtype=torch.uint8)) == [True, True]
@@ -426,7 +426,7 @@ def test_residuals_of_same_parameter_are_added():
     assert sum(float(flat.sum()) for flat in buckets._residuals.values()) == 44.0
 
 
-def test_dense_table_is_coded_from_second_pass_after_strategy_change():
+def test_dense_embedding_gradient_is_compressed_from_second_step_after_switch():
     """A change of the way has no rehearsal."""
     group = types.SimpleNamespace(world_size=2, rank=0, device=torch.device("cpu"))
     tables = [nn.Parameter(torch.zeros(8, 4)), nn.Parameter(torch.zeros(6, 4))]

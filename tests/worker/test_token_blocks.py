@@ -1,4 +1,4 @@
-"""A corpus is read as worker/train/sampling.py says, to its last token. How well: tests/unit/test_sampling.py."""
+"""Blocks cover a corpus from the first token to the last; their statistics are tested in unit/test_sampling.py."""
 
 from __future__ import annotations
 

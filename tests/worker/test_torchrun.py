@@ -1,4 +1,4 @@
-"""Agents on this machine, with short patience: whatever ends one of them, the others hear it; and nobody ends early."""
+"""If anything ends an agent, the agents of all hosts report it, and none ends too early."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_malformed_store_message_is_reported(told: bytes) -> None:
     assert "in an unknown format" in torchrun._parse_failure(told)
 
 
-def test_signal_during_logging_is_obeyed(agents: Agents) -> None:
+def test_agent_ends_on_a_signal_that_arrives_while_it_logs(agents: Agents) -> None:
     """As when another host has failed just now, too: torchrun logs its own failure as it is told to end."""
     change = """
 import logging, os, signal

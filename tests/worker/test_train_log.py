@@ -1,4 +1,4 @@
-"""`evener train --log`: a logger hears of a run as it goes, and goes on where the run is resumed."""
+"""`evener train --log` sends every step of a run to its logger, also after a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that differ in processor, arithmetic and memory train one model."""
+"""Ranks that differ in processor, dtype and memory train one model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ STEPS = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--verify-every", "1
         ),
     ],
 )
-def test_gpu_and_cpu_train_one_model(tmp_path, corpus, train, torchrun, monkeypatch, sync, dtype, within):
+def test_ranks_of_different_dtype_and_micro_batch_match_one_process(
+    tmp_path, corpus, train, torchrun, monkeypatch, sync, dtype, within
+):
     """Each by its own arithmetic and micro-batch, with shares of three to one: what one process learns."""
     alone = train(tmp_path / "alone", *STEPS)
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,

@@ -1,4 +1,4 @@
-"""A replica that differs in one bit is found, and named."""
+"""A replica that differs in one bit is detected, with its rank, step and tensor."""
 
 from __future__ import annotations
 

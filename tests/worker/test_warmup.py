@@ -1,4 +1,4 @@
-"""Is a loss a sum over its samples? Asked of many, as noisy as training is; and a rehearsal leaves no trace."""
+"""Warmup tells a sum loss from a mean despite noise, and leaves no trace in the training state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def program(kind: str, dropout: float, normalizes: bool):
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(("dropout", "normalizes"), [(0.0, False), (0.2, False), (0.5, False), (0.5, True)])
 @pytest.mark.parametrize("size", [2, 5, 16])
-def test_mean_loss_is_refused_and_sum_loss_accepted(kind, dropout, normalizes, size):
+def test_warmup_refuses_mean_loss_and_accepts_sum_loss(kind, dropout, normalizes, size):
     torch.manual_seed(size)
     for _ in range(NUM_PROGRAMS):
         net, loss = program(kind, dropout, normalizes)
@@ -65,7 +65,7 @@ def test_mean_loss_is_refused_and_sum_loss_accepted(kind, dropout, normalizes, s
             rehearse(net, lambda module, part, loss=loss: loss(module, part) / len(part), size)
 
 
-def test_deterministic_sum_needs_two_more_passes():
+def test_rehearsal_of_deterministic_sum_loss_takes_three_passes():
     assert rehearse(*program("squares", 0.0, False), 8) == 3
     assert rehearse(*program("squares", 0.0, False), 1) == 1  # one sample has no half
 
