@@ -1,8 +1,8 @@
 """Compare saved weights of replicas or of two runs. `python -m evener.worker.compare_weights RUN [OTHER]` prints JSON.
 
-RUN alone    every checkpoint: the file of weights against the hashes that each rank took of its own replica; and
-             whole states that ranks wrote (RUN/replicas, or state-rank-R.pt of examples/ddp_baseline.py)
-RUN OTHER    the newest weights of two runs: what another number of ranks, or a resume, changed
+RUN alone    compares, for every checkpoint, the weights file with the hashes that each rank took of its replica;
+             then the whole states that ranks wrote (RUN/replicas, or state-rank-R.pt of examples/ddp_baseline.py)
+RUN OTHER    compares the newest weights of two runs, to see what another number of ranks, or a resume, changed
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def compare_newest_weights(path: Path, other: Path) -> dict[str, Any]:
 
 
 def max_abs_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the largest absolute difference, and its tensor; raise CheckpointError if names or shapes differ."""
+    """Return whether all tensors are equal, and the largest absolute difference with the name of its tensor.
+
+    Raise CheckpointError if names or shapes differ.
+    """
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
             raise CheckpointError(f"the states are of different models: {name} is not in both with the same shape")

@@ -1,7 +1,7 @@
 """Replay some steps of a run in one process on this host: `python -m evener.worker.replay REQUEST`.
 
-It prints a line about the start, then one for each step: {"step", "loss", "grad_norm", "lr"}. The steps are the run's
-own: its Step, model, optimizer and batches. It writes only to a temporary folder.
+It prints a line about the start, then one for each step: {"step", "loss", "grad_norm", "lr"}. It runs the same
+`TrainStep`, model, optimizer and batches as the run. It writes only to a temporary folder.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request to replay some steps of a run."""
 
     run_dir: str
-    first: int  # step; 0: from the initial weights, by the seed
+    first: int  # first step; 0: start from the initial weights, drawn from the seed
     num_steps: int
     dtype: Dtype
     micro_batch: int

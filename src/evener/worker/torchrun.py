@@ -66,8 +66,9 @@ EXIT_STATUS_STOPPED = 128 + signal.SIGTERM
 class FailureDetectingRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous with a store on one address, heartbeats and a failure detector.
 
-    torch's calls to a store whose host has vanished never return. Hence three threads: torchrun's own; one that reads
-    and writes the store; and one that decides from what the second one has seen, and when.
+    torch's calls to a store whose host has vanished never return. Hence there are three threads: torchrun's own; one
+    that reads and writes the store; and one that ends the ranks if the second has read a failure or no longer reaches
+    the store.
     """
 
     def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str, timeout_s: int) -> None:
@@ -161,7 +162,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         return open_store(self.master_addr, self.master_port, self.world_size, timeout_s, listener)
 
     def _register_node(self, store: Store) -> None:
-        """Register this node. Two agents with one node rank would start the same ranks and hang: name both hosts."""
+        """Register this node; raise SystemExit if another has its node rank, as both would start the same ranks."""
         if store.add(f"node/{self.rank}", 1) > 1:
             other = store.get(f"node/{self.rank}/host").decode()
             raise SystemExit(f"error: rank.duplicate: {_host_name()} and {other} were both started as node {self.rank}")
@@ -263,7 +264,7 @@ def main() -> int:
 
 
 def _run_torchrun(rendezvous: FailureDetectingRendezvous, args: Namespace) -> tuple[int, str | None]:
-    """Return the exit status, and why the other hosts must end too."""
+    """Run torchrun; return the exit status and, if a rank failed, the reason why the other hosts must end too."""
     try:
         rendezvous.start()
         run(args)

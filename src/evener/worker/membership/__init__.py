@@ -40,7 +40,7 @@ class Membership(Protocol):
     is_epoch_lost: bool  # a newer epoch exists: the work in progress will be discarded
 
     def start(self, trainer: TrainerView, checkpointer: Checkpointer, run_log: RunLog, first_step: int) -> int:
-        """Return the step to start with, once this rank takes part; wait to be admitted where others train already."""
+        """Wait until this rank takes part in the run, which may be training already; return the step to start with."""
 
     def run_collectively(self, fn: Callable[..., T], *args: Any) -> T:
         """Run `fn` once on all ranks and return its JSON-serializable result.
@@ -58,7 +58,8 @@ class Membership(Protocol):
         """Confirm on all ranks that they hold all sums of a pass, before any rank updates; return the loss summed over
         ranks.
 
-        It is a collective operation. Return None where a lost epoch ends the run.
+        It is a collective operation. Return None where nothing need be confirmed: with fixed membership, where a lost
+        rank ends the run, and for drifting replicas that average no buffers.
         """
 
     def recover_from(self, error: RuntimeError) -> bool:
@@ -69,7 +70,7 @@ class Membership(Protocol):
         """
 
     def before_step(self, recorder: StepRecorder, checkpointer: Checkpointer, step: int) -> None:
-        """Save a requested checkpoint and let hosts leave or join, when all before `step` is done."""
+        """Before `step` begins, save a checkpoint if one was requested, and let hosts leave or join."""
 
     def will_restart_from_checkpoint(self, recorder: StepRecorder) -> bool:
         """Return whether all ranks will restart from the checkpoint that is due now, in another epoch."""

@@ -12,9 +12,9 @@ For gradients this holds because a pass ends with a commit, in which each rank c
 updates before all have confirmed. Losses travel with the commit, so that no step's loss is lost with the rank that
 computed it.
 
-Drifting replicas step without each other, and may be one step apart. The updates of a lost rank since the last
+Drifting replicas take steps independently, and may be one step apart. The updates of a lost rank since the last
 synchronization are lost. An exchange that completed on any rank is applied on all; any other counts as never begun, and
-its updates go out with the next (`DiLoCo.adopt_roster`). So it is with step reports: one that any rank received is not
+its updates are sent with the next one (`DiLoCo.adopt_roster`). Likewise, a step report that any rank received is not
 sent again.
 
 Hosts join between two steps, when all ranks ask for a regroup. A joining rank receives weights, optimizer states and
@@ -73,7 +73,7 @@ class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     last_result: Any  # of the last one
     last_reported_step: int  # the newest step that all ranks have reported to it
     stop_step: int | None  # the step before which all stop, as requested in reports
-    save_step: int | None  # the step before which all save, as requested in reports; None: saved
+    save_step: int | None  # the step before which all save, as requested in reports; None: not requested, or saved
     step: int  # next, or in progress
     is_updating: bool  # whether its optimizers step
     roster_epoch: int  # version of its Roster
@@ -140,8 +140,8 @@ class ElasticMembership(FixedMembership):
     def _set_stop_step(self, step: int) -> None:
         """Stop before `step`, unless a stop is set already.
 
-        A rank that loses its epoch before it receives the stop request learns it from one that did, and may be a step
-        behind.
+        A rank that loses its epoch before it has received the stop request learns the stop step from a rank that has
+        received it, and that may be a step ahead.
         """
         self._stop_step = step if self._stop_step is None else self._stop_step
 
@@ -312,7 +312,7 @@ class ElasticMembership(FixedMembership):
         self._fixed_micro_batch_size = any(pos.fixed_micro_batch_size for pos in positions)
         super().enable_adaptation(*self._adaptation_args, fixed_micro_batch_size=self._fixed_micro_batch_size)
         self._run_log.log_regroup(self.roster, newest.step, lost_s=time.monotonic() - began)
-        # At last: a rank that is a step ahead reports a step that others report later.
+        # Last, because a rank that is a step ahead reports a step that others report later.
         learner.recorder.enter_epoch(
             roster, group.rank, group.control_group, max(pos.last_reported_step for pos in positions)
         )
@@ -338,9 +338,9 @@ class ElasticMembership(FixedMembership):
         new_path.replace(self._status_path)
 
     def _watch_epochs(self) -> NoReturn:
-        """Watch for newer epochs: free a rank that waits for a lost one as soon as its host knows of a newer epoch.
+        """Watch for newer epochs; when there is one, shut down connections so that the lost epoch's collectives fail.
 
-        A rank that cannot be freed exits, and its agent restarts it.
+        A rank that hangs in a collective nevertheless exits, and its agent restarts it.
         """
         path, changed, newest, idle_s, cpu_s = Path(os.environ["EVENER_WORLD"]), 0, -1, 0.0, 0.0
         while True:

@@ -1,5 +1,7 @@
-"""Fixed membership: the ranks that began. Shares follow their speed or their weights, and with --sync auto the sync
-strategy follows the link.
+"""Fixed membership: the ranks that start a run are those that end it.
+
+Shares of the batch follow the ranks' speed, or the weights that ranks set. With --sync auto the sync strategy follows
+the link's measured speed.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 
 class FixedMembership:
-    """Membership of ranks that end when they lose one: the launcher restarts them, or the user resumes the run.
+    """Membership of ranks that all exit when one is lost: the launcher restarts them, or the user resumes the run.
 
     With one rank it is also the fake of a Membership for tests: it communicates with nobody.
     """
@@ -63,9 +65,10 @@ class FixedMembership:
         raise error
 
     def before_step(self, recorder: StepRecorder, checkpointer: Checkpointer, step: int) -> None:
-        """Save and regroup if a host leaves; save and continue if a checkpoint was requested.
+        """If a host leaves, save a checkpoint and regroup. Else, if a checkpoint was requested, save it.
 
-        In the second case one more step follows if a stop request arrives meanwhile.
+        After a requested checkpoint, regroup if hosts wait to join, else continue. A stop request that arrives
+        meanwhile takes effect after one more step.
         """
         if recorder.is_leave_requested:
             recorder.flush()
@@ -98,9 +101,10 @@ class FixedMembership:
         return warning
 
     def enable_balancing(self, *, fixed_micro_batch_size: bool) -> str:
-        """Let shares follow the speed of ranks until one of them sets a weight; if they cannot, return a warning.
+        """Let shares follow the ranks' speed until a rank sets a weight; return a warning if they cannot, else "".
 
-        With `fixed_micro_batch_size` shares are whole micro-batches of one common size, if that leaves a choice.
+        With `fixed_micro_batch_size` shares consist of whole micro-batches of one common size. If that leaves no choice
+        of shares, they stay as they are.
         """
         if fixed_micro_batch_size:
             self.roster = self.roster.replace_shares(self.roster.shares)
@@ -117,8 +121,10 @@ class FixedMembership:
         return ""
 
     def _equalize_micro_batches(self) -> int | None:
-        """Return the size of the micro-batches that shares consist of, for a compiled model: the common size, or the
-        largest allowed one if it divides the batch. Return None where it leaves no choice of shares.
+        """Give all micro-batches one size, so that shares change by whole micro-batches, and return it.
+
+        Try the size that all micro-batches have now, then the largest size allowed if it is the same on all ranks.
+        Return None if neither divides the batch and leaves a choice of shares.
         """
         roster = self.roster
         sizes = {size for member in roster.members for size in member.micro_batch_sizes}
@@ -133,8 +139,10 @@ class FixedMembership:
         return None
 
     def update_roster(self, reports: Sequence[StepReport], next_step: int) -> Roster | None:
-        """Return a new Roster with other shares, where the ranks' times call for them or a rank changed its weight, or
-        with another sync strategy, where the link calls for it; None if nothing changes.
+        """Return the Roster from `next_step` on, given the reports of all ranks; None if nothing changes.
+
+        Shares change if a rank has set another weight, or if the ranks' times call for it. The sync strategy changes if
+        the link's speed calls for it.
         """
         if not all(math.isnan(report.share_weight) for report in reports):
             self._balancer = None

@@ -1,9 +1,9 @@
 """Limit the micro-batch of a rank after it ran out of memory in this run.
 
-A rank that runs out of host memory is killed by the kernel without a message. Its agent records who was killed, its
-supervisor when the kernel last killed a process for lack of memory. After its restart the rank detects that it was the
-one, and halves the number of sequences it takes at a time, whatever its share; all ranks learn the limit when they join
-an epoch.
+A rank that runs out of host memory is killed by the kernel without a message. The host's agent records which ranks
+were killed, and when; its supervisor records when the kernel last killed a process for lack of memory. After a restart,
+a rank for which the two times match halves its micro-batch, whatever its share. All ranks learn the limit when they
+join an epoch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class SupervisorOomState(msgspec.Struct, frozen=True):
 
 
 class RankMemoryLimit(msgspec.Struct, frozen=True):
-    """The file of a rank's memory limit, in sequences at a time."""
+    """The file of a rank's memory limit, in sequences per micro-batch."""
 
-    takes: Annotated[int, msgspec.Meta(ge=0)] = 0  # in the newest epoch
+    takes: Annotated[int, msgspec.Meta(ge=0)] = 0  # largest micro-batch in the newest epoch
     holds: Annotated[int, msgspec.Meta(ge=0)] = 0  # upper limit; 0: none
     killed: float | None = None  # Unix time of the last kill for lack of memory
 
@@ -74,7 +74,7 @@ def record_oom(error: BaseException, local_rank: int) -> None:
 
 
 def detect_previous_oom(rundir: RunWriter, roster: Roster, group: ProcessGroups) -> None:
-    """Detect at start that the previous process of this rank was killed for lack of memory, and halve its limit."""
+    """At start, halve this rank's limit if its previous process was killed for lack of memory."""
     killed = read_host_file(KILLED_RANKS_FILE, KilledRanks).at.get(group.local_rank)
     oom_at = read_host_file(SUPERVISOR_STATE_FILE, SupervisorOomState).oom_at
     if killed is None or oom_at is None or abs(killed - oom_at) > OOM_MATCH_WINDOW_S:

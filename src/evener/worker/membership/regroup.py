@@ -28,8 +28,9 @@ CHUNK_BYTES = 1 << 24
 
 
 def current_stop_request(group: ProcessGroups, run: Path) -> StopRequest:
-    """Return this rank's request after a step, for its StepReport: a regroup, where a host waits to join or is to
-    leave, or a checkpoint.
+    """Return what this rank requests in its StepReport after a step.
+
+    LEAVE if its host is to leave, REGROUP if hosts wait to join, SAVE if the user requests a checkpoint, else NONE.
     """
     if group.has_dynamic_membership and group.local_rank == 0 and is_host_excluded():
         return StopRequest.LEAVE
@@ -50,8 +51,8 @@ def largest_roster(rosters: Sequence[Roster]) -> Roster:
 def replicate_newest_checkpoint(rundir: RunWriter, group: ProcessGroups) -> Checkpoint | None:
     """Copy the newest intact checkpoint that any host has to all hosts and return it; None if there is none.
 
-    Two hosts may have taken the same step in epochs without contact, with different rounding: all take the weights of
-    the first. All ranks call it together.
+    Two hosts may have saved the same step in different epochs, with different rounding: all hosts then get the
+    checkpoint of the first one. All ranks call it together.
     """
     own = _newest_local_checkpoint(rundir) if group.local_rank == 0 else (-1, "")
     newest = group.all_gather(own, tuple[int, str])
@@ -118,7 +119,7 @@ def _broadcast_checkpoint(rundir: RunWriter, group: ProcessGroups, step: int, *,
 def _broadcast_file(path: Path | None, size: int, group: ProcessGroups, source: int) -> OSError | None:
     """Broadcast one file from the source; `path` is None on ranks that do not need it.
 
-    A rank that cannot write it still takes part, for the sake of the others, and returns the error.
+    A rank that cannot write it still takes part in the broadcast, or the others would hang, and returns the error.
     """
     file, failure = None, None
     with contextlib.ExitStack() as stack:

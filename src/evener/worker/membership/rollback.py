@@ -30,9 +30,9 @@ from evener.worker.rank.process_groups import ProcessGroups
 
 
 class RegroupExit(SystemExit):
-    """All ranks exit together to restart in another membership epoch.
+    """Exit this rank, so that the launcher restarts it in another membership epoch.
 
-    A program that does not catch it ends with the status that its launcher expects.
+    A program that does not catch it ends with the exit status that the launcher expects.
     """
 
     def __init__(self) -> None:

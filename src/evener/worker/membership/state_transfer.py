@@ -20,7 +20,7 @@ WEIGHTS = "weights"
 
 
 class TransferHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The header that precedes the states."""
+    """The message that each rank gathers before the source sends its states."""
 
     code_hash: str
     changed_buffers: list[str]  # names of buffers that forward mutates
@@ -29,7 +29,10 @@ class TransferHeader(msgspec.Struct, frozen=True, kw_only=True):
 def transfer_state(
     trainer: TrainerView, checkpointer: Checkpointer, step: int, *, source: int, joining_ranks: Sequence[int]
 ) -> None:
-    """Give the joining ranks the state of the source before `step`. All ranks call it together."""
+    """Send the state that rank `source` has before `step` to the joining ranks. All ranks call it together.
+
+    Raise UsageError on a joining rank whose evener code differs from the source's.
+    """
     group, trained = trainer.group, trainer.training_state
     header = TransferHeader(code_hash=code_hash(), changed_buffers=sorted(trainer.changed_buffers))
     source_header = group.all_gather(header, TransferHeader)[source]

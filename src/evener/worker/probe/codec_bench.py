@@ -25,7 +25,7 @@ POWERSGD_RANKS = (4, 32)  # the time at other ranks lies on the line through the
 
 
 def codec_rates_Bps(device: torch.device) -> dict[str, float]:
-    """Measure bytes of fp32 gradients a second by sync strategy, on one CPU thread or on a GPU."""
+    """Return, by sync strategy, the bytes of fp32 gradients that one CPU thread, or a GPU, codes per second."""
     draw = torch.Generator().manual_seed(0)
     views = [(torch.randn(MATRIX_SHAPE, generator=draw) * 1e-3).view(-1).to(device) for _ in range(NUM_MATRICES)]
     codes: dict[str, Codec] = {"bf16": Bf16Codec(), "int8": BlockwiseIntCodec(8), "int4": BlockwiseIntCodec(4)}

@@ -44,7 +44,7 @@ MIN_ITERATIONS, MAX_ITERATIONS = 3, 200
 NUM_WARMUPS = 2  # one that is checked, one that is not
 NUM_SETTLING_OPS = 50  # small operations before anything is measured
 OPS_PER_GPU_SYNC = 10  # operations queued on a GPU before it is synchronized
-SUM_BYTES = 1 << 22  # of each operand that γ is measured with: about a segment of Gloo's
+SUM_BYTES = 1 << 22  # size of each operand of `sum_rate_Bps`: about that of one segment in Gloo
 SUM_RATE_S = 0.1
 
 
@@ -171,7 +171,10 @@ def measure_collective(
 
 
 def run_benchmark(spec: CollectiveBenchSpec) -> None:
-    """Measure every collective at every size that there is time for; each gets an equal share of the remaining time."""
+    """Measure every collective at every size that there is time for.
+
+    Each collective gets an equal share of the time that remains when it begins.
+    """
     group = ProcessGroups(spec.device)
     if group.world_size < 2:
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
@@ -229,7 +232,7 @@ def extrapolate_time_s(rows: list[CollectiveResult], size_bytes: int) -> float:
 
 
 def sum_rate_Bps(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure γ: bytes a second of a buffer to which one thread adds another, in torch on one core or on the GPU."""
+    """Measure γ, the bytes per second of a buffer to which torch adds another one, on one CPU core or on the GPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     target = torch.zeros(SUM_BYTES // dtype.itemsize, dtype=dtype, device=device)
@@ -284,7 +287,10 @@ def _bound_interface() -> str | None:
 
 
 def _kernel_sent_bytes(group: ProcessGroups) -> int | None:
-    """Return the bytes that this rank's interface has sent, headers included; None where ranks share one."""
+    """Return the bytes, headers included, that this rank's network interface has sent.
+
+    None if the interface is not known or other ranks share it.
+    """
     interface = _bound_interface()
     if interface is None or group.local_world_size > 1 or not Path("/proc/net/dev").exists():
         return None

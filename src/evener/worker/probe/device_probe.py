@@ -59,7 +59,7 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> DeviceProbeResu
     print_json(ProbeProgress(text=f"{name}: memory"))
     copy_Bps, triad_Bps = memory_rates_Bps(device)
     sums = {dtype: sum_rate_Bps(TORCH_DTYPES[dtype], device) for dtype in ("fp32", "bf16")}
-    sync_Bps = loopback_Bps = None  # on GPUs not measured
+    sync_Bps = loopback_Bps = None  # not measured on GPUs
     if device.type == "cpu":
         print_json(ProbeProgress(text=f"{name}: all-reduces between two ranks on this host"))
         sync_Bps, loopback_Bps = loopback_rates_Bps()
@@ -93,7 +93,7 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> DeviceProbeResu
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure FLOP/s of square matrix products, of a size that takes a twentieth of MATMUL_S."""
+    """Measure the FLOP/s of square matrix products whose size doubles until one takes a twentieth of MATMUL_S."""
     n = 128
     while True:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))

@@ -27,9 +27,10 @@ INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 
 
 def loopback_rates_Bps() -> tuple[float, float]:
-    """Measure (sync_Bps, loopback_Bps): bytes that a rank sends in an all-reduce of two, per CPU second and per second.
+    """Measure an all-reduce between two ranks on this host; return (sync_Bps, loopback_Bps).
 
-    With two ranks each sends as many bytes as the buffer has, receives as many, and adds half of them.
+    These are the bytes that one rank sends per second of its CPU time and per second of wall-clock time. In an
+    all-reduce of two, each rank sends as many bytes as the buffer has, receives as many, and adds half of them.
     """
     ranks = _make_rank_pair()
     buffers = [torch.zeros(SIZE_BYTES // 4) for _ in ranks]

@@ -1,8 +1,8 @@
 """Sustained benchmark: train a model preset on this device without pause and measure throughput and its decline.
 
 Most of the time it runs large micro-batches, because long training runs hot. Smaller ones in between, in the same
-minutes, give the time of a pass that does not depend on its tokens. An optimizer update follows each pass, as in
-training.
+minutes, show the part of a pass's time that does not depend on its number of tokens. An optimizer update follows each
+pass, as in training.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from evener.worker.rank.precision import TORCH_DTYPES, has_bf16
 from evener.worker.train.model import GPT
 from evener.worker.train.optim import adamw
 
-LARGE_SHARE = 1 / 8  # of the time: a micro-batch that takes longer is too large
-PROBE_SHARE = 1 / 40  # of the time: a pass this long predicts larger ones
+LARGE_SHARE = 1 / 8  # fraction of the benchmark's time: a micro-batch that takes longer is too large
+PROBE_SHARE = 1 / 40  # fraction of the benchmark's time: a pass that takes this long predicts larger ones
 NUM_PROBES = 3
 MIN_PASSES = 3
-SMALLER_SHARE = 0.2  # of the time, at most, for smaller micro-batches
+SMALLER_SHARE = 0.2  # largest fraction of the benchmark's time for smaller micro-batches
 NUM_SINGLE_PASSES, NUM_MIDDLE_PASSES = 3, 2  # passes per round of smaller micro-batches
 
 
@@ -128,7 +128,10 @@ def train_sustained(spec: HostProbeSpec, device: torch.device, notify: Callable[
 
 
 def _choose_micro_batch(trainer: PresetTrainer, seconds: float, notify: Callable[[str], None]) -> int:
-    """Return the sequences of a large micro-batch: as in a run, or the most that fit LARGE_SHARE; warmed up."""
+    """Return the number of sequences of a large micro-batch, after a warm-up pass with it.
+
+    At most as many as in a run, and at most as many as one pass takes LARGE_SHARE of `seconds` for.
+    """
     first_s, _, _ = trainer.train_step(1)  # always slow: memory is mapped, AdamW allocates its moments
     if seconds / MIN_PASSES < first_s < seconds:
         first_s = trainer.train_step(1)[0]
@@ -154,7 +157,7 @@ def _min_pass_s(trainer: PresetTrainer, micro_batch: int) -> float:
 
 
 def time_repeated_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the median seconds of the work, after one warm-up call."""
+    """Return the median seconds of `work`, called for about `seconds` and at least once, after one warm-up call."""
     work()
     synchronize_device(device)
     took: list[float] = []

@@ -1,4 +1,4 @@
-"""Timing of asynchronous work on the device that does it.
+"""Time asynchronous work on the device that runs it.
 
 On a GPU the host runs ahead, so a host clock would time the queueing. There a mark is an event on the current stream,
 and a duration is read when both its events have completed.

@@ -39,8 +39,9 @@ def has_bf16(device: torch.device) -> bool:
 def rounding_class(device: torch.device) -> str:
     """Return a key for how the device rounds: devices with equal keys round every operation alike.
 
-    Others do not: with AVX2 a product and a sum are rounded once, without it twice. *Measured* on one machine with
-    ATEN_CPU_CAPABILITY: after 10 steps of AdamW default and avx512 differ by 7e-9, avx2 and avx512 in no bit.
+    Devices with different keys may not: a CPU with AVX2 rounds a product plus a sum once, one without it twice.
+    *Measured* on one machine, with different values of ATEN_CPU_CAPABILITY: after 10 steps of AdamW, `default` and
+    `avx512` differ by 7e-9, `avx2` and `avx512` in no bit.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -50,7 +51,10 @@ def rounding_class(device: torch.device) -> str:
 
 
 def should_compile(spec: RunSpec, resolved: ResolvedRun | None, roster: Roster, resumed_from: RunDir | None) -> bool:
-    """Return whether to compile: as before for a resumed run, else as --compile says; auto: if it saves time."""
+    """Return whether to compile the model: a resumed run as before, a new one as --compile says.
+
+    `--compile auto` compiles if that saves time. Raise UsageError if `--compile on` finds no compiler.
+    """
     requested, on_gpu = spec.model.compile, any(member.is_gpu for member in roster.members)
     if on_gpu:
         has_compiler = importlib.util.find_spec("triton") is not None
@@ -68,7 +72,7 @@ def should_compile(spec: RunSpec, resolved: ResolvedRun | None, roster: Roster, 
 
 
 def compile_module(module: nn.Module, world_size: int) -> None:
-    """Compile a module in place: as a whole on one rank, which is fastest, else block by block if it can.
+    """Compile a module in place: as a whole on one rank, which is fastest, else by its `compile_blocks` if it has one.
 
     A backward compiled as a whole produces all gradients at its end, so that no communication overlaps with it.
     """

@@ -38,12 +38,13 @@ T = TypeVar("T")
 
 
 class ProcessGroups:
-    """This process's place in the process group of torchrun's environment; without one, a group of one rank.
+    """The process groups of this rank, from torchrun's environment variables; without them, a group of one rank.
 
     Whatever backend sums gradients, ranks exchange control messages by Gloo, between host CPUs.
 
-    Where ranks survive a regroup, their agents give them the current membership epoch and the next one: `leave_epoch`,
-    `join_epoch`. A rank that starts while others train is alone until they admit it.
+    With elastic membership a rank survives a regroup: it leaves its membership epoch (`leave_epoch`) and joins the next
+    one that its agent announces (`join_epoch`). A rank that starts while others train is a group of one until they
+    admit it.
     """
 
     def __init__(self, device: str) -> None:
@@ -65,7 +66,7 @@ class ProcessGroups:
         self.device = torch.device("cuda", self.local_rank % num_gpus) if use_gpu else torch.device("cpu")
         if use_gpu:
             torch.cuda.set_device(self.device)
-        self.member_ranks = list(range(self.world_size))  # lasting numbers of the ranks, by rank: see Member.rank
+        self.member_ranks = list(range(self.world_size))  # Member.rank of each rank, which regroups do not change
         self.backend: Backend = "none"  # of the gradient group
         self.control_group: Any = None  # control messages and step reports
         self.gradient_group: Any = None  # gradient sums
@@ -97,7 +98,7 @@ class ProcessGroups:
 
     @property
     def member_rank(self) -> int:
-        """This rank's lasting number: see Member.rank."""
+        """This rank's `Member.rank`, its number in the run, which regroups do not change."""
         return self.member_ranks[self.rank]
 
     def join_epoch(self, rendezvous: Rendezvous) -> None:
@@ -116,8 +117,9 @@ class ProcessGroups:
         self._epoch_sockets = _open_sockets() - self._sockets_before
 
     def shut_down_connections(self) -> None:
-        """Shut down all connections of this epoch, so that no rank waits; callable from any thread. An abort by Gloo
-        would wait.
+        """Shut down all connections of this epoch, so that collectives in flight fail on all ranks.
+
+        Callable from any thread. Gloo's own abort would wait for the collectives instead.
         """
         epoch_sockets = _open_sockets() - self._sockets_before if self._epoch_sockets is None else self._epoch_sockets
         for name in os.listdir("/proc/self/fd"):
@@ -129,17 +131,17 @@ class ProcessGroups:
                             connection.shutdown(socket.SHUT_RDWR)
 
     def leave_epoch(self) -> None:
-        """Destroy the process group and be alone, once nothing is in flight (`shut_down_connections`)."""
+        """Destroy the process group and become a group of one; call `shut_down_connections` first."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self.rank, self.world_size, self.backend = 0, 1, "none"
         self.control_group = self.gradient_group = None
 
     def set_gradient_backend(self, backend: Backend, *, separate_group: bool = False) -> None:
-        """Set the backend that sums gradients. NCCL gets a group of its own, and so does Gloo if `separate_group`.
+        """Set the backend that sums gradients. NCCL always gets a separate group, Gloo only with `separate_group`.
 
-        With a separate group another thread sums gradients: on one group its collectives would meet the wrong ones. All
-        ranks call this together.
+        Pass `separate_group` if another thread sums gradients: in a common group its collectives could be matched with
+        the main thread's. All ranks call this together.
         """
         if backend == "nccl":
             self.backend = backend
@@ -165,7 +167,7 @@ class ProcessGroups:
         return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def all_gather(self, value: Any, kind: type[T]) -> list[T]:
-        """All-gather a value that JSON can hold: return the values of all ranks, of this type, by rank."""
+        """All-gather a value that JSON can hold; return the values of all ranks, by rank, decoded as `kind`."""
         return [from_json(text, kind) for text in self.all_gather_bytes(msgspec.json.encode(value))]
 
     def any_rank(self, flag: bool) -> bool:
@@ -256,7 +258,7 @@ def open_store(address: str, port: int, world_size: int, timeout_s: float, liste
 
 
 def _wait_for_store(rendezvous: Rendezvous) -> None:
-    """Wait until the store accepts connections; torch's own wait cannot be ended.
+    """Wait until the store accepts connections; torch's own wait cannot be interrupted.
 
     Raise PeersLostError if a newer epoch exists.
     """

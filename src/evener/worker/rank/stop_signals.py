@@ -35,7 +35,7 @@ class StopRequest(IntEnum):
 
 
 class StopSignals:
-    """Installs the signal handling above until `close`.
+    """Handles SIGINT, SIGTERM and the time limit of a run, from construction until `close`.
 
     Created outside of the main thread it installs nothing: Python allows signal handlers in the main thread only.
     """

@@ -29,7 +29,7 @@ for _owner, _name in (
 
 
 def prepare_for_backward(ddp: DistributedDataParallel) -> None:
-    """Let the next backward exchange gradients, of all parameters."""
+    """Prepare DDP's reducer to synchronize gradients in the next backward. It expects a gradient of every parameter."""
     ddp.reducer.prepare_for_backward([])
 
 
@@ -39,7 +39,7 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def remove_autograd_hooks(ddp: DistributedDataParallel) -> None:
-    """Take DDP out of autograd, after its process group was lost."""
+    """Remove DDP's hooks from autograd, after its process group was lost, so that backward no longer communicates."""
     ddp._remove_autograd_hooks()
 
 

@@ -38,8 +38,9 @@ def install_excepthook() -> None:
 def rank_exit_status(error: EvenerError) -> int:
     """Return the exit status of a rank that ends with this error.
 
-    With dynamic membership it tells the agent whether a regroup would help, and without which host: an error of usage
-    or data after others have trained is this host's own. For NoRoomError it writes the needed bytes to a file.
+    With dynamic membership the status tells the agent whether a regroup would help, and without which host. A
+    UsageError or DataError in the first epoch ends the run; in a later one, when other hosts have trained, it excludes
+    this host alone. For NoRoomError also write the needed bytes to a file.
     """
     if not has_dynamic_membership():
         return error.exit_status

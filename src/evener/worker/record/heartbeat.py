@@ -1,8 +1,9 @@
-"""Heartbeat: a thread writes every second what this rank is doing, since a hanging rank cannot report it.
+"""Heartbeat: a thread looks every second at what this rank is doing, and writes a file if that has changed.
 
     RUN/host/pulse/LOCAL_RANK   {"pid", "where": "token_blocks.py:33 in read", "waits": false, "moved": 43000000}
 
-Standard library only, so that it starts before torch is imported, which may itself hang.
+So the launcher sees where a hanging rank hangs. It uses the standard library only, so that it can start before torch
+is imported, which may itself hang.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def current_line(frame: FrameType | None) -> str:
 
 
 def is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether the innermost frame, standard library aside, may communicate: torch, or our own collectives."""
+    """Return whether the innermost frame outside of the standard library is in torch or in our own collectives."""
     while frame is not None and _top_package(frame) in sys.stdlib_module_names and frame.f_back is not None:
         frame = frame.f_back
     name = _module_name(frame)

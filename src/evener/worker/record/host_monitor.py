@@ -18,7 +18,7 @@ from evener.core.base.file_io import LineFile
 from evener.core.cluster.host_vitals import GpuVitals, Vitals
 
 SAMPLE_INTERVAL_S = 5.0
-# of CPUs, the best first
+# sensor chips of CPUs, the preferred first
 CPU_SENSOR_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal", "acpitz")
 RAPL = Path("/sys/class/powercap")  # energy of Intel and AMD CPUs; since 2020 only root may read it
 NVIDIA_SMI_QUERY = "utilization.gpu,memory.used,temperature.gpu,power.draw"

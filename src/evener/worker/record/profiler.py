@@ -1,7 +1,7 @@
 """Run torch's profiler for a few steps on the selected ranks.
 
-The trace is written in torch's format, plus what aligns its clock with that of the spans: a mark in the trace, and the
-time at which it was made.
+The trace is written in torch's format. A mark in it, and the time at which the mark was made, align the trace's clock
+with that of the spans.
 """
 
 from __future__ import annotations

@@ -35,7 +35,10 @@ from evener.worker.rank.user_errors import rank_exit_status
 
 
 class RunLog:
-    """One rank's side of the run log; rank 0 writes for all. Every method but `log_failure` is collective."""
+    """One rank's side of the run log: rank 0 writes the events, and every `is_writer` rank the manifest.
+
+    All ranks call every method but `log_failure` together.
+    """
 
     def __init__(self, rundir: RunWriter, group: ProcessGroups, machine: HostInfo) -> None:
         self._dir, self._group, self._machine = rundir, group, machine
@@ -105,7 +108,7 @@ class RunLog:
         self._warn_if_penalty_too_high(roster)
 
     def log_regroup(self, roster: Roster, step: int, lost_s: float) -> None:
-        """Log the epoch that surviving ranks have joined, with `step` in progress or next; it cost them `lost_s`."""
+        """Log the epoch that the surviving ranks have joined, before or in `step`; the regroup took `lost_s`."""
         assert self._manifest is not None
         was, (ranks, hosts) = self._manifest.roster, self._gather_ranks_and_hosts()
         mine = self._manifest.started, self._manifest.since
@@ -157,7 +160,7 @@ class RunLog:
             self._log_warning(f"--sync auto keeps {sync}; it would not choose it again with {num_ranks}: {why}")
 
     def check_fidelity(self, records: Sequence[StepRecord]) -> None:
-        """Log an event if a lossy strategy's error in these steps exceeds what its cost was measured for."""
+        """Log an event if a lossy strategy's error in these steps exceeds those its loss penalty was measured with."""
         for record in records if self._group.rank == 0 else ():
             error = None if record.fidelity is None else self._error_monitor.add_sample(record.fidelity.error)
             if error is None:
@@ -231,7 +234,7 @@ class RunLog:
         event = "run.peer-exit" if is_peer_failure(error) else "failure"
         hint = error.hint if isinstance(error, EvenerError) else ""
         number, of_rank = self._group.member_rank, getattr(error, "failed_rank", None)
-        with contextlib.suppress(OSError):  # it may not have a directory, or a disk
+        with contextlib.suppress(OSError):  # the run directory may not exist yet, or the disk be full
             self._dir.add_event(event, rank=number, of=number if of_rank is None else of_rank, hint=hint,
                                 error=str(error) or type(error).__name__, kind=type(error).__name__)  # fmt: skip
             ends = not self._group.has_dynamic_membership or (

@@ -34,7 +34,7 @@ from evener.worker.rank.clock import Clock, LapTimer
 from evener.worker.record.profiler import Profiler
 from evener.worker.sync import BucketCommEvent
 
-MAX_LAYER_GROUPS = 8  # of the layers of one list or Sequential
+MAX_LAYER_GROUPS = 8  # into which a ModuleList or Sequential is split
 ROUND_DIGITS = 7  # of seconds: 0.1 µs
 LayerGroup = tuple[str, nn.Module, nn.Module]  # name, first layer and last layer
 
@@ -149,7 +149,8 @@ class SpanRecorder:
 class LayerTracer:
     """Context manager that records a span for each forward and backward of a group of layers.
 
-    A forward span is that of the modules; a backward span lasts until the next group's begins, or the lap ends.
+    A forward span lasts from the first module's forward to the end of the last one's. A backward span lasts until the
+    next group's backward begins, or the lap ends.
     Compiled modules, and forwards recomputed in backward, are not traced.
     """
 
@@ -209,7 +210,7 @@ class LayerTracer:
 
 
 def layer_groups(module: nn.Module) -> list[LayerGroup]:
-    """Return the layer groups of a module: its children, long lists split into MAX_LAYER_GROUPS; [] if compiled.
+    """Return the layer groups of a module: its children, and at most MAX_LAYER_GROUPS of a list; [] if compiled.
 
     >>> [name for name, *_ in layer_groups(nn.ModuleDict({"a": nn.Linear(1, 1), "b": nn.Sequential(nn.ReLU())}))]
     ['a', 'b.0']

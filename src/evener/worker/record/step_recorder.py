@@ -1,8 +1,8 @@
 """Record the cost of every step on this rank, and exchange step reports between ranks.
 
 Once a step each rank all-gathers a StepReport, a handful of numbers. Reports are sent when a step ends and received
-when the next one begins; where replicas drift, when the one after it begins, so that no step waits for the slowest
-rank. They yield the loss of the global batch, the division of blocked time into transfer and waiting, and the decisions
+when the next one begins. Drifting replicas receive them one step later, so that no step waits for the slowest rank.
+Reports yield the loss of the global batch, the division of blocked time into transfer and waiting, and the decisions
 that ranks must take together: to stop, to report a non-finite loss, to change the Roster.
 """
 
@@ -53,7 +53,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_s: float = 0.0  # the optimizer step, independent of the share
     in_flight_s: float = math.nan  # of its collectives; NaN: not measured
     grad_norm: float = 0.0  # gradient norm; 0 where it was not measured, or where overflowed steps are skipped
-    share_grad_sq: float = 0.0  # (T_r/T)·|g_r|²: see core.step.noise_of; 0 in a step that is not sampled
+    share_grad_sq: float = 0.0  # (T_r/T)·|g_r|², as in `gradient_noise`; 0 in a step that is not sampled
     stop_request: StopRequest = StopRequest.NONE
     share_weight: float = math.nan  # requested share of the batch, relative to the others'; NaN: no request
 
@@ -69,7 +69,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def merge(cls, earlier: list[StepReport], later: list[StepReport]) -> list[StepReport]:
-        """Merge two reports received at once: the later one, with requests of the earlier that are still pending."""
+        """Return the later reports, with the requests of the earlier ones added; `earlier` may be empty."""
         return (
             [
                 msgspec.structs.replace(
@@ -85,9 +85,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_lag_steps(roster: Roster) -> int:
-    """Return how many steps records lag: 1 on all ranks where any rank's device runs ahead of its host, else 0.
+    """Return by how many steps the records lag behind: 1 if any rank uses a GPU, which runs ahead of its host, else 0.
 
-    A step is then read while the next one runs. It must be the same step everywhere, as reports of one step are summed.
+    With a lag, a step's figures are read from the device while the next step runs. All ranks have the same lag, because
+    only reports of the same step can be summed.
     """
     return int(any(member.is_gpu for member in roster.members))
 
@@ -131,7 +132,7 @@ class HostCopy:
 
 
 class PendingStepRecord(msgspec.Struct, kw_only=True):
-    """The record of a step with what this rank alone knows, waiting for the reports of the others."""
+    """The figures of a step on this rank, which wait for the reports of the other ranks to become a StepRecord."""
 
     step: int
     epoch: int
@@ -182,9 +183,9 @@ class StepRecorder:
         self._member_ranks = [member.rank for member in roster.members]
 
     def enter_epoch(self, roster: Roster, rank: int, group: Any, last_reported_step: int) -> None:
-        """Continue in another group of ranks: reports in flight are lost, and are sent again.
+        """Continue in another group of ranks: the reports in flight are lost, so send them again.
 
-        Those of steps up to `last_reported_step`, which some rank has received from all, are not: that rank has
+        Do not send those of steps up to `last_reported_step` again: some rank has received them from all ranks, and has
         recorded the loss of these steps.
         """
         self._set_group(roster, rank, group)
@@ -310,7 +311,7 @@ class StepRecorder:
         self.spans.close()
 
     def _receive_reports(self, max_in_flight: int) -> bool:
-        """Receive reports until at most `max_in_flight` are in flight."""
+        """Receive reports until at most `max_in_flight` are in flight; return whether all ranks stop now."""
         if not self._lag_steps:
             self._send_unsent_reports()
         while len(self._in_flight) > max_in_flight:
@@ -364,7 +365,7 @@ class StepRecorder:
             if pending.global_loss_sum is None
             else pending.global_loss_sum
         )
-        # Drifting replicas lose the updates of a departed rank in this step, and it may have had the whole share.
+        # Drifting replicas lose a departed rank's updates in this step: its tokens do not count, and may have been all.
         tokens = sum(report.tokens for report in self.reports) if self._max_lead_steps else pending.global_tokens
         loss = global_loss / tokens if tokens else None
         self.last_reported_step = pending.step
@@ -432,7 +433,10 @@ def _fidelity(pending: PendingStepRecord) -> Fidelity | None:
 
 
 def _share_grad_sq(pending: PendingStepRecord) -> float:
-    """Return |g_r|²·T/T_r: the rank's gradient is T_r/T of the mean over its own tokens."""
+    """Return (T_r/T)·|g_r|² of a step: g_r is the mean gradient over this rank's T_r of the batch's T tokens.
+
+    What was measured is |g_r·T_r/T|², since each rank's loss is divided by T.
+    """
     if pending.local_grad_sq is None or not pending.tokens:
         return 0.0
     return float(pending.local_grad_sq) * pending.global_tokens / pending.tokens

@@ -1,7 +1,7 @@
 """Checkpoint files: save and load a run so that it resumes bit for bit.
 
 A checkpoint does not depend on the number of ranks: replicas are equal, so rank 0 writes one copy. Only the RNG states
-(dropout) differ between ranks; those of all ranks are saved, and restored by the same number of ranks.
+(dropout) differ between ranks; all of them are saved, and restored if as many ranks resume.
 
     weights.safetensors   parameters and persistent buffers by name
     state.safetensors     tensors of the states: optimizers, schedulers, scaler, the user's (see state_serialization.py)
@@ -50,10 +50,10 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` atomically; it replaces one of the same step.
 
-    `weights` are those of `named_weights`, on any device; `replica_hashes[rank]` are of the same tensors in the same
-    order; `states` are state_dicts by name; `num_rank_states` ranks have saved per-rank state with it. Raise RunError
-    if a weight is not finite, since the run would resume from it, or if the disk refuses. Raise UsageError if a state
-    holds an object that cannot be stored.
+    `weights` are those of `named_weights`, on any device. `replica_hashes[rank]` are that rank's hashes of the same
+    tensors, in the same order. `states` are state_dicts by name. `num_rank_states` is the number of ranks that have
+    saved per-rank state of this step. Raise RunError if a weight is not finite, since the run would resume from it, or
+    if the disk refuses. Raise UsageError if a state holds an object that cannot be stored.
     """
     if bad := describe_non_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
@@ -106,7 +106,7 @@ def load_weights(folder: Path, module: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_weights(saved: Mapping[str, Tensor], targets: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy saved tensors into `targets`; raise CheckpointError for the first that does not fit, before any changes."""
+    """Copy saved tensors into `targets`. If one does not fit, raise CheckpointError for it and change nothing."""
     for name in [*targets, *saved]:
         if name not in saved or name not in targets:
             problem = f"is {'not in it' if name not in saved else 'not in the model'}"
@@ -131,7 +131,7 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file; any device, any strides, and shared memory are allowed."""
+    """Write tensors to a safetensors file. They may be on any device, have any strides and share memory."""
     storages: set[int] = set()
     dense = {}
     for name, tensor in tensors.items():

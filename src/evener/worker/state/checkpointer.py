@@ -4,9 +4,9 @@ With fixed membership rank 0 alone writes a checkpoint, with dynamic membership 
 hashes that every rank took of its own replica.
 
 Where replicas drift (DiLoCo), a checkpoint contains the last synchronized weights, and the optimizer states of the rank
-that writes it or, where that rank has no share of the batch, of the first rank that has one. What each replica has
-become since, optimizers included, it saves as per-rank state (see rank_state.py): the same ranks resume bit for bit,
-any others resume from the synchronized weights.
+that writes it or, where that rank has no share of the batch, of the first rank that has one. Each replica also saves
+its present weights and optimizer states, as per-rank state (see rank_state.py). From these the same ranks resume bit
+for bit; any others resume from the synchronized weights.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from evener.worker.state.state_serialization import flatten_state
 from evener.worker.state.training_state import TrainingState
 from evener.worker.sync import Sync
 
-# relative to a tensor's largest number, since all were equal: a larger difference is another fault
+# relative to a tensor's largest number; replicas that differ by more since they were equal differ not by rounding alone
 ROUNDING_TOLERANCE = 0.01
 # step of the last checkpoint; loss and step of the best one
 CheckpointHistory = tuple[int | None, float | None, int | None]
@@ -71,7 +71,7 @@ class Checkpointer:
         self._dir, self._spec, self._group, self._training_state, self._sync = rundir, spec, group, training_state, sync
         self._spans = spans
         self._rank_state_step: int | None = None  # of the newest per-rank state that this rank saved
-        self._saved_step: int | None = None  # equal on all ranks, whatever is on their disks: rank 0 alone writes
+        self._saved_step: int | None = None  # equal on all ranks, whatever is on their disks: not every rank writes
         self._verified_step: int | None = None
         self._best: tuple[float, int] | None = None
 
@@ -96,9 +96,9 @@ class Checkpointer:
         return self._dir.path
 
     def restore_checkpoint(self, resume_from: Checkpoint | None) -> None:
-        """Load a checkpoint, or nothing for a new run.
+        """Load the checkpoint, if any, and drop the records of later steps, which the run will write again.
 
-        Restore this rank's RNG states if the world size is the checkpoint's, else seed them anew.
+        Restore this rank's RNG states if the world size is the checkpoint's, else seed its generators anew.
         """
         step = resume_from.step if resume_from else 0
         if self._group.local_rank == 0:
@@ -126,7 +126,8 @@ class Checkpointer:
     def restore_rank_state(self, resume_from: Checkpoint | None) -> None:
         """Load the per-rank state of this rank and of departed ranks; call it after the Sync has wrapped the model.
 
-        Drifting replicas all load theirs or none does. Unsent gradients may be sent by any rank.
+        Drifting replicas load their states only if all ranks have one of the same strategy. Otherwise a rank loads its
+        own state and those of departed ranks, whose unsent gradients any rank may send.
         """
         if resume_from is None:
             return
@@ -161,9 +162,10 @@ class Checkpointer:
     def save(self, step: int, val_loss: float | None, finalize: bool = False) -> None:
         """Save the checkpoint of `step` unless it exists. Raise RunError on all ranks if it cannot be written.
 
-        With dynamic membership any set of hosts can restart from it: all replicas are verified first. `finalize`: other
-        ranks are about to restart from it, so merge drifting replicas first, or what each has learned would be lost.
-        `val_loss` is measured on the replicas as they are; where they have drifted, the saved weights are others.
+        With dynamic membership verify all replicas first, as any set of hosts may restart from the checkpoint.
+        `finalize`: other ranks are about to restart from it, so merge drifting replicas first, or what each has learned
+        would be lost. `val_loss` was measured on the replicas; if they have drifted from the weights that are saved, it
+        is not saved.
         """
         if step != self._saved_step:
             if finalize and self._sync.needs_merge():
@@ -237,10 +239,11 @@ class Checkpointer:
         self._sync.merge_replicas()
 
     def verify_replicas(self, step: int) -> bool | None:
-        """Return True if all replicas hold the same bits in what must be equal; None for a single rank.
+        """Return True if the synchronized weights and states are equal on all ranks; None for a single rank.
 
-        Raise DivergedError if they do not; with fixed membership each rank first writes its weights to
-        RUN/replicas for `evener verify`.
+        They are equal if all bits are. If ranks may round differently, a difference by rounding alone is removed: all
+        ranks take rank 0's numbers. Raise DivergedError for any other difference. If bits had to be equal and
+        membership is fixed, each rank first writes its weights to RUN/replicas for `evener verify`.
         """
         if self._group.world_size == 1:
             return None
@@ -284,9 +287,9 @@ class Checkpointer:
         return len(set(self._group.all_gather(f"{rounding_class(self._group.device)} {cpu}", str))) > 1
 
     def _reconcile(self, step: int, weights: dict[str, Tensor]) -> bool:
-        """Copy rank 0's weights to all ranks where unlike devices have made them differ by rounding alone.
+        """Copy rank 0's weights to all ranks, as devices that round differently have made them differ.
 
-        Raise DivergedError if a rank differs by more than that.
+        Raise DivergedError if a rank differs from rank 0 by more than ROUNDING_TOLERANCE.
         """
         at, difference = copy_from_rank0(weights, self._group.control_group, is_source=self._group.rank == 0)
         by_rank = [float(text) for text in self._group.all_gather_bytes(str(difference).encode())]
@@ -309,7 +312,7 @@ class Checkpointer:
         return True
 
     def _states_to_save(self) -> dict[str, Any]:
-        """Return the states that the writer saves with the weights; it may receive them from another rank."""
+        """Return the states to save with the weights; a writer that does not train receives another rank's."""
         states, group = self._training_state.state_dicts(), self._group
         if not self._sync.drifts:
             return states

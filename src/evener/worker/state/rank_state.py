@@ -76,10 +76,11 @@ def ranks_with_state(rundir: RunDir, step: int) -> list[int]:
 
 
 def assign_orphaned_states(member_ranks: Sequence[int], available: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Assign each orphaned state, of a rank that left or has another number, to the first rank that can read it.
+    """Return, for each rank, the numbers whose orphaned states it loads besides its own state.
 
-    Return, for each rank, the numbers whose states it loads besides its own. `member_ranks`: the number of each rank;
-    `available`: for each rank, `ranks_with_state` on its host.
+    A state is orphaned if the rank with its number has left, or no longer has it on its host. The first rank that has
+    it on its host gets it. `member_ranks`: the number of each rank; `available`: for each rank, `ranks_with_state` on
+    its host.
 
     >>> assign_orphaned_states([0, 1], [[0, 1, 2], [0, 1, 2]])  # on one machine: one rank less
     [[2], []]

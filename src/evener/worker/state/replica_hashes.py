@@ -24,10 +24,11 @@ class ReplicaMismatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hash_tensor(tensor: Tensor) -> int:
-    """Return Σ wᵢ·xᵢ mod 2^64 of the tensor's bits, with fixed odd random weights; computed on the tensor's device.
+    """Return a 64-bit hash of the tensor's bits, computed on the tensor's device.
 
-    One changed element always changes the hash (an odd weight has an inverse), any other change almost surely: the
-    family is universal.   [Carter & Wegman 1979]
+    For each chunk of _CHUNK_ELEMENTS it is Σ wᵢ·xᵢ mod 2^64, where xᵢ are the bits of an element as an integer and wᵢ
+    fixed odd random weights. One changed element always changes the hash (an odd weight has an inverse), any other
+    change almost surely: the family is universal.   [Carter & Wegman 1979]
     """
     bits = tensor.detach().contiguous().view(-1).view(_INT_DTYPES[tensor.element_size()])
     generator = torch.Generator().manual_seed(0x5EED)
@@ -59,7 +60,8 @@ def gather_hashes(hashes: dict[str, str], world_size: int, group: Any) -> list[l
 def copy_from_rank0(named: Mapping[str, Tensor], group: Any, is_source: bool) -> tuple[str, float]:
     """Broadcast rank 0's tensors into this rank's; all ranks call it.
 
-    Return (the tensor that differed most, by how much, relative to the tensor's largest number).
+    Return (name, difference) of the tensor that differed most on this rank: its largest difference, relative to the
+    largest number of rank 0's tensor.
     """
     worst, at = 0.0, ""
     for name, tensor in named.items():

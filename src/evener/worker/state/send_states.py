@@ -1,6 +1,6 @@
 """Send state dicts from one rank's memory to others, as a checkpoint stores them (`state_serialization.py`).
 
-Nothing that is received is executed.
+Nothing that is received is executed: there is no pickle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class StatesHeader(msgspec.Struct, frozen=True, kw_only=True):
 def send_states(
     states: dict[str, Any], group: ProcessGroups, *, source: int, receivers: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the source's states by name on the receivers, the given states elsewhere. All ranks call it together."""
+    """Send `states` of rank `source` to the receivers. All ranks call it together.
+
+    Return the source's states, by name, on the receivers; on other ranks return `states`.
+    """
     encoded, tensors = b"", dict[str, Tensor]()
     if group.rank == source:
         trees = {}

@@ -37,8 +37,8 @@ KEY_TYPES = (str, int, float, bool, tuple, type(None))
 def flatten_state(state: object, name: str) -> tuple[Any, dict[str, Tensor]]:
     """Convert `state` to JSON (builtins that msgspec writes) and a table of its tensors, with keys prefixed by `name`.
 
-    Tensors are not copied; one that occurs twice comes back as two. Raise UsageError for the first leaf that is neither
-    a tensor, a number nor text.
+    Tensors are not copied; one that occurs twice comes back as two. Raise UsageError for the first leaf or key that
+    cannot be stored.
 
     >>> flatten_state({"last_epoch": 3, "base_lrs": (0.1,)}, "scheduler")
     ({'dict': [['last_epoch', 3], ['base_lrs', {'tuple': [0.1]}]]}, {})

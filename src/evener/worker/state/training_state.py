@@ -132,7 +132,7 @@ class TrainingState:
         return {name: state.state_dict() for name, state in self.states.items()}
 
     def user_state_dicts(self) -> dict[str, Any]:
-        """Return the states of the objects that the program registered by a name of its own."""
+        """Return, by name, the states of the objects that the program registered with `run.state`."""
         return {name: state.state_dict() for name, state in self.states.items() if name.startswith(USER_STATE_PREFIX)}
 
     def load_state_dicts(self, states: dict[str, Any]) -> None:
@@ -168,7 +168,7 @@ def batch_norm_names(module: nn.Module) -> list[str]:
 
 
 def check_batch_norm(module: nn.Module, roster: Roster) -> None:
-    """Raise UsageError if the batch statistics would depend on the number of ranks.
+    """Raise UsageError if a BatchNorm's batch statistics would depend on the number of ranks.
 
     BatchNorm normalizes over a micro-batch. Any split over the machines trains the same model as long as all
     micro-batches have one size: on one rank any size will do, on several it must be that of --micro-batch.

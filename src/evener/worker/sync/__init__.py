@@ -27,7 +27,7 @@ class CompressionTraits:
 
     is_lossy: bool = False  # what encoding loses in one step is sent in a later one
     preserves_norm: bool = True  # the norm of the sums is exact within a few percent
-    residual_kinds: tuple[str, ...] = ()  # the kinds of LEFT_OF_GRADIENTS that it loads itself
+    residual_kinds: tuple[str, ...] = ()  # those of GRADIENT_RESIDUAL_KINDS that it loads itself
     # CPUs of different models round differently even with the same vector units, and so do other thread counts.
     rounding_depends_on_cpu_model: bool = False
 
@@ -63,7 +63,7 @@ class CommStats:
     """Communication statistics of one step."""
 
     sent_bytes: int = 0  # sent by this rank, by the strategy's formula
-    # overlapped or not; on a GPU known when the step is over
+    # seconds with an exchange in flight, overlapped with computation or not; on a GPU known when the step is over
     read_in_flight_s: Callable[[], float | None] = lambda: None
     exchanges: Sequence[BucketCommEvent] = ()
 
@@ -71,14 +71,14 @@ class CommStats:
 class Sync(Protocol):
     """A sync strategy. Gradients are summed over ranks, not averaged: losses are already divided by the global count.
 
-    Drifting replicas divide by their own count.
+    Losses of drifting replicas are divided by the replica's own token count instead.
     """
 
     drifts: bool  # whether replicas drift
 
     @property
     def rounding_depends_on_cpu_model(self) -> bool:
-        """See `CompressionTraits`."""
+        """Whether a CPU's model or its number of threads changes how the strategy rounds."""
 
     def wrap(self, module: nn.Module, all_params_used: bool) -> None:
         """Synchronize this module's gradients from now on, after broadcasting rank 0's weights to all ranks.
@@ -88,7 +88,7 @@ class Sync(Protocol):
         """
 
     def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
-        """Run the last backward of a pass and synchronize gradients; None: this rank has no loss of its own.
+        """Run the last backward of a pass and synchronize gradients; `loss` is None on a rank without sequences.
 
         `sample_gradients`: measure gradient statistics meanwhile; it must be the same on all ranks.
         """
@@ -136,9 +136,7 @@ class Sync(Protocol):
         """Return the synchronized weights that are compared and saved, given this replica's `weights`."""
 
     def is_synced(self) -> bool:
-        """Return whether this replica's weights are the synchronized ones, so that what was measured of it holds for
-        them.
-        """
+        """Return whether this replica's weights are the synchronized ones, so that its loss is also theirs."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is the same on all ranks, or an empty dict. Its key "way" names the strategy."""

@@ -1,4 +1,4 @@
-"""Queue buckets for algorithms of more than one collective each, on a communication thread.
+"""Queue gradient buckets for all-reduce algorithms of several collectives each, on a communication thread.
 
 Every bucket is a job; the jobs run in the order in which DDP's reducer completes buckets, which is the same on all
 ranks. Backward continues meanwhile.
@@ -49,7 +49,7 @@ class GradBucketSlice:
         return offsets
 
 
-SAMPLE_NUMEL, COMPARE_EVERY = 1 << 16, 5  # numbers of a bucket; sampled steps between comparisons
+SAMPLE_NUMEL, COMPARE_EVERY = 1 << 16, 5  # numbers compared in a bucket; one sampled step in this many compares
 MIN_NORM = 1e-30
 
 
@@ -62,21 +62,22 @@ class AllReduceAlgorithm(Protocol):
         """Replace these gradients by their sums; return the bytes that this rank sent."""
 
     def residuals(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """See `CommHook`."""
+        """Return the residuals: what this rank has not sent yet of its parameters' gradients."""
 
     def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        """See `CommHook`."""
+        """Return this rank's state, with tensors by the names of their parameters."""
 
     def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        """See `CommHook`."""
+        """Load this rank's state, `states[0]`, and take over the residuals of departed ranks, `states[1:]`."""
 
 
 def run_and_measure_error(
     group: ProcessGroups, algorithm: AllReduceAlgorithm, grads: GradBucketSlice
 ) -> tuple[int, Tensor]:
-    """Run the algorithm and sum a sample exactly; return (bytes that this rank sent in both, (error, cosine)).
+    """Run the algorithm, and compare a sample of its sums with their exact all-reduce.
 
-    Neither error nor cosine is finite where the sum is 0, as that of frozen parameters.
+    Return (bytes that this rank sent for both, (error, cosine)): the norm of the sample's error relative to that of the
+    exact sums, and the cosine between the two. Neither is finite where the exact sums are 0, as for frozen parameters.
     """
     sample = max(grads.views, key=len)[:SAMPLE_NUMEL]
     exact = sample.clone()
@@ -88,7 +89,7 @@ def run_and_measure_error(
 
 
 class BucketQueue:
-    """A `CommHook` whose reductions overlap with backward: embedding tables sparsely, all else by `algorithm`."""
+    """A `CommHook` that overlaps with backward. It reduces embedding tables sparsely, all else by `algorithm`."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class BucketQueue:
                 if parameter in self._embedding_tables:
                     sent_bytes, was_dense = self._sparse_all_reduce.run(view.view(parameter.shape))
                     total_bytes += sent_bytes
-                    if was_dense and may_densify:  # the head is tied to it, or it has few rows: sparse never pays
+                    if was_dense and may_densify:  # a head is tied to it, or it has few rows: sparse never pays
                         self._embedding_tables -= {parameter}
                 else:
                     dense.append((parameter, view))
@@ -136,9 +137,9 @@ class BucketQueue:
         return completed_future(bucket)
 
     def _run_algorithm(self, grads: GradBucketSlice, sample_gradients: bool) -> int:
-        """Run the algorithm; every few sampled steps compare a sample of one bucket, a different one each time.
+        """Run the algorithm; return the bytes that this rank sent.
 
-        Return the bytes that this rank sent.
+        In one of COMPARE_EVERY sampled steps, measure the error of one bucket, a different one each time.
         """
         turn, is_turn = divmod(self._num_sampled, COMPARE_EVERY)
         if not (

@@ -1,8 +1,8 @@
 """Run communication of several collectives beside computation, job by job on a thread of its own.
 
-Collectives that start from callbacks start in an order that differs from rank to rank, so that a message meets the
-wrong one. Jobs run in the order in which they are submitted, which must be the same on all ranks, and each is a
-straight line: encode, send, receive, decode. On a GPU they have a stream of their own.
+Collectives that start from callbacks would start in an order that differs from rank to rank, so that messages of
+different collectives would be matched. Jobs run in the order in which they are submitted, which must be the same on all
+ranks, and each is a straight line: encode, send, receive, decode. On a GPU the thread has its own stream.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class CommThread:
 
 
 def record_current_stream(tensor: Tensor) -> None:
-    """Keep the memory of a tensor of another stream until the work queued on the current stream is done.
+    """Keep the memory of a tensor that another stream allocated until the current stream's queued work is done.
 
-    Otherwise the allocator reuses it as soon as its last reference is gone.
+    Otherwise the allocator may reuse the memory as soon as the last reference to the tensor is gone.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream())

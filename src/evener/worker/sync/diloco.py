@@ -7,8 +7,8 @@
     merge      global = global - Δ, in fp32: the mean of the replicas by tokens, with all residuals
 
 A replica divides its loss by its own tokens, so its steps are as long as they would be alone, whatever its share: the
-share counts in Δ. A replica without a share does not step, has w = 0 and takes part in outer steps. With H = 1, η = 1,
-μ = 0 and plain SGD inside, this is data-parallel SGD.   [Douillard et al. 2023; by tokens: FedAvg, McMahan et al. 2017]
+share counts in Δ. A replica without a share does not step, has w = 0 and takes part in outer steps. With H = 1, μ = 0
+and plain SGD inside, this is data-parallel SGD.   [Douillard et al. 2023; by tokens: FedAvg, McMahan et al. 2017]
 
 Δ is exchanged in fragments, in fp32 by an all-reduce or in 8 or 4 bits with error feedback. It has the same bits on all
 ranks, and so have m and the global weights: they are computed with single products and single sums only, no fused ones,
@@ -65,7 +65,7 @@ class Fragment:
         return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
 
     def split_by_parameter(self, flat: Tensor) -> list[Tensor]:
-        """Return each parameter's part of `flat`, flat."""
+        """Split `flat` (n,) into one flat view per parameter."""
         return list(flat.split([parameter.numel() for parameter in self.parameters]))
 
     def set_local_params(self, flat: Tensor) -> None:
@@ -79,12 +79,12 @@ class FragmentExchange:
     """The exchange of one fragment."""
 
     delta: Tensor  # becomes the sum over ranks: (n,)
-    tokens: float  # of the fragment when the exchange began
-    params_at_send: Tensor | None = None  # this replica's weights then: (n,); None: training waits for it
+    tokens: float  # that this replica trained on since the fragment's last exchange
+    params_at_send: Tensor | None = None  # this replica's weights when it began: (n,); None: training waits for it
     momentum: float = 0.0  # μ, from the tokens of all replicas
     futures: list[Future[None]] = field(default_factory=list)
     is_complete: bool = False
-    sum_result: tuple[int, Tensor | None] = (0, None)  # see `DiLoCo._all_reduce_delta`
+    sum_result: tuple[int, Tensor | None] = (0, None)  # (bytes sent, (error, cosine) or None)
     comm_events: list[BucketCommEvent] = field(default_factory=list)
 
 
@@ -182,7 +182,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def _exchange_all(self, step: Callable[[Fragment, FragmentExchange], object]) -> None:
-        """Exchange all fragments while this rank waits; after a failure, those that are not completed yet."""
+        """Exchange all fragments while this rank waits; a call after a failure exchanges those not completed yet."""
         self._lap("optimizer_s")
         for i, fragment in enumerate(self._fragments):
             if i not in self._completed_fragments and (fragment.has_unsynced_updates or self._final_residuals):
@@ -328,8 +328,9 @@ class DiLoCo:
             self._reset_fragments()
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return all that this rank needs to resume. It includes the global weights, as the end of a run synchronizes
-        once more, and a resumed run has not ended.
+        """Return all that this rank needs to resume, the global weights included.
+
+        Those of a checkpoint do not suffice: the end of a run synchronizes once more, and a resumed run has not ended.
         """
         return self.state_dict() | {
             "weights": {name: parameter.detach() for parameter, name in self._names.items()},
@@ -418,15 +419,15 @@ class DiLoCo:
 
 
 def outer_momentum(tokens: Sequence[float]) -> float:
-    """Return the outer momentum μ, from the tokens that each replica trained on, with which a run progresses as far as
-    one process.
+    """Return the outer momentum μ with which replicas that trained on `tokens` progress as far as one process.
 
     The mean of replicas progresses less: see `averaging_efficiency`, 0.71 for two equal ones. The outer optimizer is
     SGD with Nesterov momentum and a learning rate of 1 / (1 + μ): the newest difference counts once, and with the
     momentum, in the long run, 1 / (1 - μ²) times. This μ makes up for the mean, so that a learning rate has the effect
     that it has on one process; another μ would change it.
 
-    *Measured*, 10.7M parameters, 2000 steps, two replicas, H = 10, int8, streaming, validation loss compared to one:
+    *Measured*, 10.7M parameters, 2000 steps, two replicas, H = 10, int8, streaming; validation loss
+    compared to one process:
 
         μ      progress  loss
         0.8    2.0 ×     +2.8 %, three seeds; one process with twice the learning rate +2.6 %, one seed

@@ -3,7 +3,7 @@
 DDP decides at forward whether the backward that belongs to it synchronizes gradients. A program may run several
 backwards, and its rank may have no sequences at all; so forward runs on the bare module, and the reducer is prepared
 right before the one backward that synchronizes. It expects a gradient of every parameter. Parameters that got none get
-zeros, which the reducer waits for; where no rank had a gradient, the parameter's is cleared again, so that the
+zeros, which the reducer waits for. If no rank had a gradient of a parameter, its zeros are cleared again, so that the
 optimizer skips it as it would on one rank.
 
 DDP arranges its buckets once, in the order in which gradients become ready in one backward, and a ring sums the ranks
@@ -40,7 +40,7 @@ from evener.worker.sync import (
 )
 
 Future = torch.futures.Future
-UNUSED_RESIDUAL = "unused"  # of LEFT_OF_GRADIENTS: residuals that wait for a step that uses their parameter
+UNUSED_RESIDUAL = "unused"  # one of GRADIENT_RESIDUAL_KINDS: those that wait for a step that uses their parameter
 
 
 class CommHook(Protocol):
@@ -49,7 +49,7 @@ class CommHook(Protocol):
     traits: CompressionTraits
 
     def start(self, bucket: dist.GradBucket, *, is_warmup: bool, sample_gradients: bool) -> "Future[Tensor]":
-        """Start the reduction of a bucket that is complete on this rank. Nothing of a warmup pass may be remembered.
+        """Start the reduction of a bucket that is complete on this rank. A warmup pass leaves no residuals or factors.
 
         `sample_gradients`: compare some of the sums with the exact ones.
         """
@@ -70,10 +70,10 @@ class CommHook(Protocol):
         """Return the residuals: what this rank has not sent yet of its parameters' gradients."""
 
     def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        """Return this rank's state by the names of its parameters."""
+        """Return this rank's state, with tensors by the names of their parameters."""
 
     def load_rank_state_dict(self, states: Sequence[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> None:
-        """Load this rank's state, which comes first, and take over the residuals of departed ranks."""
+        """Load this rank's state, `states[0]`, and take over the residuals of departed ranks, `states[1:]`."""
 
 
 class GradientSync(EqualReplicas):
@@ -202,7 +202,7 @@ class GradientSync(EqualReplicas):
                      for saved in states for kind in kinds for name, flat in saved.get(kind, {}).items()])  # fmt: skip
 
     def _add_residuals(self, residuals: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """Keep residuals for the next gradients; a parameter may have one of its gradients and one of its sums."""
+        """Keep residuals for the next gradients; add up those of one parameter (of its gradients and of its sums)."""
         for parameter, residual in residuals:
             flat = residual.reshape(-1)
             self._residuals[parameter] = self._residuals[parameter] + flat if parameter in self._residuals else flat
@@ -246,8 +246,9 @@ class GradientSync(EqualReplicas):
         self._params_with_new_grad |= params_before
 
     def _apply_residuals(self) -> bool:
-        """Add the residuals of earlier steps to this rank's gradients; return whether there were any. Those of frozen
-        parameters wait.
+        """Add the residuals of earlier steps to this rank's gradients; return whether there were any.
+
+        Residuals of frozen parameters are kept until their parameter is unfrozen.
         """
         if self._is_warmup:
             return False
@@ -260,10 +261,10 @@ class GradientSync(EqualReplicas):
         return bool(residuals)
 
     def _clear_unused_grads(self, used: set[Tensor], *, keep_sums_as_residual: bool) -> None:
-        """Clear the gradients of parameters that no rank used, as on one rank.
+        """Clear the gradients of parameters that no rank used, so that the optimizer skips them as on one rank.
 
-        Where ranks had residuals of them, these are now summed in the gradient: each rank keeps its part for a later
-        step.
+        If ranks had residuals of such a parameter, its gradient is now their sum: with `keep_sums_as_residual` each of
+        n ranks keeps 1/n of it for a later step.
         """
         mask = torch.tensor([parameter in used for parameter in self._parameters], dtype=torch.uint8)
         dist.all_reduce(mask, op=dist.ReduceOp.MAX, group=self._group.control_group)

@@ -5,9 +5,9 @@ lower half is 0, as long as one backward alone has added to it. Embeddings, norm
 not like that. So each tensor is checked in every step, and each rank sends the others which of its tensors fit; what
 does not fit travels as fp32.
 
-Two ranks send each other everything: P/2 where all of it fits, and the sums are DDP's to the bit. More ranks
-reduce-scatter: each sends the p-th chunk to rank p, which adds in fp32 in the order of the ranks; the sums travel in
-fp32: (n-1)/n · (P/2 + P).
+Two ranks send each other all gradients, and the sums have the bits of DDP's. If all tensors fit in bf16, each rank
+sends P/2 of the P bytes of fp32 gradients. With n > 2 ranks, each rank sends the p-th chunk to rank p, which adds the
+chunks in fp32, in the order of the ranks, and sends the fp32 sums to all: (n-1)/n · (P/2 + P) bytes a rank.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class PackedAllReduce(StatelessReduction):
         return all_fit
 
     def _pack_if_bf16(self, view: Tensor, coded: Tensor) -> bool:
-        """Write the upper halves if every lower half is 0; return whether it did. (Twice as fast as torch.equal.)"""
+        """Write `view` to `coded` if every lower half is 0; return whether all are. (Twice as fast as torch.equal.)"""
         if not len(view):  # a bucket with fewer numbers than ranks
             return True
         size = CHUNK_NUMEL[view.device.type]

@@ -2,10 +2,11 @@
 
     M = gradient + residual    P = orthonormal(Σ M·Q)    Q = Σ Mᵀ·P    sum ≈ P·Qᵀ    residual = M - P·(Mᵀ·P)ᵀ
 
-Σ are all-reduces over the ranks; Q is the last step's, at first random and the same everywhere. For a matrix of a rows
-and b columns 2(n-1)/n · 4·r·(a+b) bytes travel, so few that Gloo's own messages beside them count. Vectors, and
-matrices whose shorter side is not above 2r, are all-reduced uncompressed.   [Vogels, Karimireddy & Jaggi 2019,
-algorithm 2; the residual is that of each rank's own part of the product]
+Σ are all-reduces over the n ranks. A step starts with the Q of the step before, the first with a random one that is the
+same on all ranks. For a matrix of a rows and b columns and products of rank r, a rank sends 2(n-1)/n · 4·r·(a+b) bytes,
+so few that Gloo's own messages count beside them. Vectors, and matrices whose shorter side is not above 2r, are
+all-reduced uncompressed.   [Vogels, Karimireddy & Jaggi 2019, algorithm 2; the residual is that of each rank's own part
+of the product]
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SEED = 0x5EED
 class PowerSGD:
     """A lossy all-reduce algorithm: PowerSGD of rank `rank`."""
 
-    # torch.linalg's QR
+    # its rounding depends on the CPU model because torch.linalg's QR does
     traits = CompressionTraits(
         is_lossy=True, preserves_norm=False, residual_kinds=("left",), rounding_depends_on_cpu_model=True
     )
@@ -111,6 +112,6 @@ class PowerSGD:
 
 
 def is_low_rank_smaller(parameter: Tensor, rank: int) -> bool:
-    """Return whether a product of rank `rank` is much smaller than this parameter."""
+    """Return whether the two factors of a product of rank `rank` are much smaller than this parameter."""
     rows = len(parameter) if parameter.dim() >= 2 else 0
     return rows > 0 and shrinks(rows, parameter.numel() // rows, rank)

@@ -1,9 +1,12 @@
 """All-reduce quantized gradients with error feedback: the encoding error is added to the next step's gradients.
 
-Two ranks send each other everything, encoded once: payload_bytes(P) each. More ranks reduce-scatter: each sends the
-p-th chunk of its numbers to rank p, which sums all of them, in fp32 and in the order of the ranks, encodes the sums and
-sends them to all: 2(n-1)/n · payload_bytes(P) each. A rank keeps the error of encoding its gradients and the error of
-encoding the sums of its chunk. [error feedback on both ways: Tang et al. 2019, DoubleSqueeze]
+P numbers are summed. With two ranks, each encodes all of its numbers once and sends them to the other: payload_bytes(P)
+bytes. With n > 2 ranks, each encodes its numbers and sends the p-th chunk of them to rank p. Rank p sums the chunks in
+fp32, in the order of the ranks, encodes the sums and sends them to all ranks. A rank then sends 2(n-1)/n ·
+payload_bytes(P) bytes.
+
+A rank keeps two residuals: the error of encoding its gradients, and the error of encoding the sums of its chunk.
+[error feedback on both ways: Tang et al. 2019, DoubleSqueeze]
 
 All ranks decode the same bytes in the same order, so that the sums are equal to the bit.
 """
@@ -30,9 +33,9 @@ class _BucketResidual:
     """The residuals of one bucket."""
 
     parameters: tuple[nn.Parameter, ...]
-    local: Tensor  # of this rank's gradients: (chunks · chunk,), 0 behind the last number
-    reduced: Tensor  # of the sums of this rank's chunk: (chunk,); with two ranks: (0,)
-    chunk_begin: int  # of this rank's chunk
+    local: Tensor  # of this rank's gradients: (num_chunks · chunk size,), padded with zeros
+    reduced: Tensor  # of the sums of this rank's chunk: (chunk size,); with two ranks (0,)
+    chunk_begin: int  # index in `local` at which this rank's chunk begins
 
 
 class QuantizedAllReduce:
@@ -49,7 +52,7 @@ class QuantizedAllReduce:
         )
         self._total = ScratchBuffer()
         self._residuals: dict[int, _BucketResidual] = {}  # by bucket
-        # Residuals of parameters whose bucket has not come yet: from a checkpoint, or from earlier buckets.
+        # Residuals that no bucket has taken yet: from a checkpoint, `add_residuals`, or buckets that were rebuilt.
         self._unplaced_residuals: dict[str, dict[nn.Parameter, Tensor]] = {"mine": {}, "sums": {}}
 
     def run(self, grads: GradBucketSlice) -> int:
@@ -69,22 +72,23 @@ class QuantizedAllReduce:
         return [item for by_parameter in self._residuals_by_parameter().values() for item in by_parameter.items()]
 
     def add_residuals(self, residuals: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-        """Send these residuals too, as this rank's own."""
+        """Add residuals to this rank's own, so that they are sent with its next gradients."""
         pending = self._unplaced_residuals["mine"]
         for parameter, residual in residuals:
             pending[parameter] = pending[parameter] + residual if parameter in pending else residual
 
     def drop_residual(self, bucket_index: int) -> None:
-        """Drop the residuals of a bucket whose exchange failed and counts as never begun; those of earlier steps are
-        lost.
+        """Drop the residuals of a bucket whose exchange failed and counts as never begun.
+
+        The encoding errors of earlier exchanges, which they contained, are lost.
         """
         self._residuals.pop(bucket_index, None)
 
     def rank_state_dict(self, names: dict[nn.Parameter, str]) -> dict[str, Any]:
-        """Return the residuals of gradients ("mine") and of sums ("sums", 0 outside of this rank's chunk) by parameter.
+        """Return the residuals of gradients ("mine") and of sums ("sums"), each by the names of the parameters.
 
-        With another number of ranks chunks differ, and a rank then adds residuals of sums to its own: they are sent all
-        the same.
+        Residuals of sums are 0 outside of this rank's chunk. If the state is loaded with another number of ranks, whose
+        chunks differ, what lies outside of the new chunk is added to the residuals of gradients, and is sent with them.
         """
         return {kind: {names[parameter]: residual.clone() for parameter, residual in by_parameter.items()}
                 for kind, by_parameter in self._residuals_by_parameter().items()}  # fmt: skip
@@ -93,20 +97,20 @@ class QuantizedAllReduce:
         self._residuals.clear()
         self._unplaced_residuals = {"mine": {}, "sums": {}}
         for i, state in enumerate(states):
-            for kind in ("mine", "sums"):  # another strategy's state, from before a change, has none
-                # residuals of departed ranks join this rank's own
+            for kind in ("mine", "sums"):  # the state of another strategy, saved before it was changed, has neither
+                # residuals of departed ranks, of either kind, are added to those of this rank's gradients
                 pending = self._unplaced_residuals[kind if i == 0 else "mine"]
                 for name, saved in state.get(kind, {}).items():
                     parameter, residual = parameters[name], saved.to(parameters[name].device)
                     pending[parameter] = pending[parameter] + residual if parameter in pending else residual
 
     def _get_residual(self, grads: GradBucketSlice) -> _BucketResidual:
-        """Return the residuals of the earlier steps; a warmup pass gets zeros, and its residuals are not kept."""
+        """Return the bucket's residuals of earlier steps; for a warmup pass return zeros, which are not kept."""
         if grads.is_warmup:
             return self._zero_residual(grads)
         residual = self._residuals.get(grads.bucket_index)
         if residual is None or list(map(id, residual.parameters)) != list(map(id, grads.parameters)):
-            if residual is not None:  # buckets were rebuilt: all residuals wait for their new place
+            if residual is not None:  # buckets were rebuilt: all residuals wait until their new buckets come
                 self._unplaced_residuals, self._residuals = self._residuals_by_parameter(), {}
             residual = self._residuals[grads.bucket_index] = self._zero_residual(grads)
             for parameter, begin, end in grads.offsets():
@@ -119,7 +123,7 @@ class QuantizedAllReduce:
         return residual
 
     def _zero_residual(self, grads: GradBucketSlice) -> _BucketResidual:
-        # Whole blocks in each chunk; the last ends behind the last number.
+        # Chunks consist of whole blocks, so the last one may extend beyond the last number.
         chunk = -(-grads.numel // (self._num_chunks * self._codec.block)) * self._codec.block
         like = grads.views[0]
         return _BucketResidual(
@@ -144,7 +148,10 @@ class QuantizedAllReduce:
         return {"mine": mine, "sums": sums}
 
     def _exchange_with_peer(self, mine: Tensor) -> tuple[Tensor, int]:
-        """Exchange everything with the one other rank; return (sums, bytes sent). Sums are equal, as a + b is b + a."""
+        """Exchange all numbers with the other of two ranks; return (sums, bytes sent).
+
+        The sums have the same bits on both ranks, as a + b = b + a.
+        """
         rank, total, payloads = self._group.rank, self._total.take_like(mine), self._payloads(self._incoming, mine)
         self._codec.encode(mine, payloads[rank], decoded_out=total)
         sent_bytes = pairwise_all_to_all(self._group, [payloads[rank]] * 2, payloads)
@@ -177,13 +184,14 @@ class QuantizedAllReduce:
         return sums, sent_bytes
 
     def _payloads(self, scratch: list[ScratchBuffer], values: Tensor) -> list[Tensor]:
-        """Return one payload a rank, each for len(values) numbers."""
+        """Return an uninitialized payload for each rank, large enough for len(values) numbers."""
         return [buffer.take(self._codec.payload_bytes(len(values)), values.device) for buffer in scratch]
 
 
 def _place_reduced_residual(sums: Tensor, begin: int, residual: _BucketResidual) -> None:
-    """Place the residual of a parameter's sums: what lies in this rank's chunk stays one of sums, the rest becomes one
-    of gradients.
+    """Move the residual of a parameter's sums, whose numbers begin at `begin` in the bucket, to the bucket's residuals.
+
+    What lies in this rank's chunk remains a residual of sums; the rest is added to the residual of gradients.
     """
     low, high = max(begin, residual.chunk_begin), min(begin + len(sums), residual.chunk_begin + len(residual.reduced))
     if low < high:

@@ -2,8 +2,8 @@
 
 Lossless. A row counts as touched where its gradient is not zero, so a table that something else uses as well is summed
 correctly too. A rank sends its rows, each with its index, to every other rank: (n-1)·k·(4·W + 4) bytes for k rows of
-width W. Where that is more than an all-reduce of the whole table, on the rank with the most rows, all ranks use the
-all-reduce.
+width W and n ranks. If that is more than an all-reduce of the whole table on the rank with the most rows, all ranks
+all-reduce the table instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SparseAllReduce:
         self._group = group
 
     def run(self, table: Tensor) -> tuple[int, bool]:
-        """Replace `table` (rows, width) by its sum over ranks, to the bit the same on all.
+        """Replace `table` (rows, width) by its sum over ranks, which has the same bits on all ranks.
 
         Return the bytes sent, and whether so many rows were touched that the whole table was all-reduced.
         """

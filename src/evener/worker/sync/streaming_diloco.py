@@ -1,8 +1,8 @@
 """Overlap DiLoCo's exchanges with training, fragment by fragment: Streaming DiLoCo.
 
-The H steps are divided among the fragments by bytes: each fragment's exchange has its own steps, and nearly always one
-is in flight, so that a link never carries more than P/H bytes a step. A result is applied after a fixed step, the same
-on all ranks; a rank waits for a late one.
+The H steps of a round are divided among the fragments in proportion to their bytes, and a fragment is exchanged during
+its steps. So nearly always one exchange is in flight, and a link carries about P/H of the model's P bytes a step. A
+result is applied after a fixed step, the same on all ranks; a rank waits for a result that is late.
 
     steps          1   2   3   4   5   6   1   …         H = 6, fragments a, b, c
     in flight     a ────┐ b ────┐ c ────┐ a ────
@@ -45,7 +45,7 @@ class StreamingDiLoCo(DiLoCo):
         position = (index + 1) % self._every
         self._lap("optimizer_s")
         for i, (_, end) in enumerate(self._schedule):
-            if end % self._every == position and i in self._exchanges:  # not so before its first exchange
+            if end % self._every == position and i in self._exchanges:  # none before its first exchange
                 self._apply_exchange(i)
         for i, (begin, _) in enumerate(self._schedule):
             if begin == position and index > self._last_exchange_step:
@@ -112,7 +112,9 @@ class StreamingDiLoCo(DiLoCo):
 
 
 def schedule_exchanges(sizes: Sequence[int], num_steps: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of each fragment's exchange within `num_steps`, by its share of the bytes: at least one step.
+    """Return the steps (begin, end) of each fragment's exchange within `num_steps`, in proportion to `sizes` in bytes.
+
+    Every exchange takes at least one step.
 
     >>> schedule_exchanges([10, 10, 20, 20], 6), schedule_exchanges([50, 1, 49], 4)
     ([(0, 1), (1, 2), (2, 4), (4, 6)], [(0, 2), (2, 3), (2, 4)])

@@ -79,7 +79,7 @@ def _make_algorithm(sync: SyncSpec, group: ProcessGroups) -> AllReduceAlgorithm:
 
 
 def embedding_tables(module: nn.Module) -> frozenset[nn.Parameter]:
-    """Return the weights that only nn.Embedding modules hold, so that they are not tied to another layer."""
+    """Return the weights of nn.Embedding modules, except those that are tied to a module of another type."""
     uses = [(parameter, isinstance(submodule, nn.Embedding)) for submodule in module.modules()
             for parameter in submodule.parameters(recurse=False)]  # fmt: skip
     tied = {parameter for parameter, is_table in uses if not is_table}

@@ -112,7 +112,7 @@ class DataFingerprint(msgspec.Struct, frozen=True):
     """Fingerprint of a step's samples: their indices, and the content of the first one."""
 
     exact: str  # digest of the samples' indices, and of shapes, integers and text
-    floats: list[list[float]]  # of each leaf; machines may decode or resize an image with other rounding
+    floats: list[list[float]]  # sampled from each leaf; compared with a tolerance: machines decode images differently
 
     def is_same_data(self, other: DataFingerprint) -> bool:
         """Return whether both are of the same data, up to rounding of floats."""

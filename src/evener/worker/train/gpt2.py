@@ -45,7 +45,7 @@ CAUSAL_MASK_PATTERN = re.compile(r"\.attn\.(masked_)?bias$")  # buffers in old f
 
 
 def is_gpt2_file(path: Path) -> bool:
-    """Return whether a file of weights does not use our own names."""
+    """Return whether a weights file lacks our own tensor names; True also if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             return "token_embedding.weight" not in file.keys()  # noqa: SIM118  not a dict
@@ -54,7 +54,7 @@ def is_gpt2_file(path: Path) -> bool:
 
 
 def load_gpt2(path: Path, num_heads: int | None = None, *, bias: bool = True) -> tuple[GPTShape, dict[str, Tensor]]:
-    """Return the shape, and the weights in fp32 by GPT's names.
+    """Return the shape of the model in a file, and its weights in fp32, by the names of `GPT`'s parameters.
 
     Heads are 64 wide unless `num_heads` is given; the activation is GPT-2's unless a config.json beside the file names
     another. With `bias=False` biases that are all zero are dropped. Raise CheckpointError for a file that is not a

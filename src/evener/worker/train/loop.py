@@ -102,8 +102,8 @@ def _describe_difference(theirs: GPTShape, ours: GPTShape) -> str:
 def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
     """Return the mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks.
 
-    Each rank evaluates its own replica on its part of the blocks. With local steps that is the mean over replicas;
-    after the last step they are one model.
+    Each rank evaluates its own replica on its part of the blocks. While replicas drift, the result is therefore a mean
+    over different replicas; after the last step they are one model.
     """
     began = time.perf_counter()
     positions = val_set.evenly_spaced_positions(run.spec.eval.eval_tokens)

@@ -11,7 +11,9 @@ from evener.worker.train.model import GPT
 
 
 def learning_rate(step: int, spec: TrainSpec) -> float:
-    """Return linear warmup, then a cosine to min_lr at the last step.   [Loshchilov & Hutter 2017, as in nanoGPT]
+    """Return the learning rate of a step: linear warmup, then a cosine that reaches `min_lr` at the last step.
+
+    [Loshchilov & Hutter 2017, as in nanoGPT]
 
     >>> spec = TrainSpec(steps=11, lr=1.0, min_lr=0.0, warmup=0)
     >>> learning_rate(0, spec), round(learning_rate(5, spec), 6), learning_rate(10, spec)
@@ -33,7 +35,7 @@ def adamw(model: GPT, spec: TrainSpec) -> torch.optim.AdamW:
 
 
 def set_hyperparameters(optimizer: torch.optim.AdamW, step: int, spec: TrainSpec) -> None:
-    """Set this step's hyperparameters from the flags, which override those of a resumed run's checkpoint."""
+    """Set this step's hyperparameters from the spec, which overrides a resumed run's checkpoint."""
     for group in optimizer.param_groups:
         group["lr"], group["betas"] = learning_rate(step, spec), (spec.beta1, spec.beta2)
         group["weight_decay"] = spec.weight_decay if group["params"][0].dim() >= 2 else 0.0

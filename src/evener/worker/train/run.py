@@ -240,9 +240,10 @@ class Run:
         return self._recorder.last_record if self._recorder else None
 
     def set_share_weight(self, weight: float) -> None:
-        """Set this rank's share of the batch relative to the others', whose initial weights are their shares.
+        """Set this rank's weight: the batch is shared among ranks in proportion to their weights.
 
-        It applies once all ranks have received it. From then on shares no longer follow the ranks' speed.
+        The weight of a rank that has set none is its share. A new weight applies once all ranks have received it; from
+        then on shares no longer follow the ranks' speed.
         """
         if not 0 <= weight < 1e9:
             raise UsageError(f"run.set_share_weight({weight}): expected a number of at least 0 and below 1e9")

@@ -8,9 +8,10 @@ step are
 
     epoch_indices(len(dataset), seed, first=step * batch, count=batch)
 
-All randomness comes from Philox, keyed by the seed. Its counter has four words and counts in the lowest; the highest
-is the step or the epoch, the one below it says which of the two: streams never overlap. Raw words are used, whose
-stability numpy guarantees, and not the draws of its Generator, which may change with numpy's version.
+All randomness comes from Philox, keyed by the seed. Its counter has four words. It counts in the lowest word; the
+highest holds the number of the step or of the epoch, and the word below that says which of the two it is. So streams
+never overlap. Only Philox's raw words are used, whose stability numpy guarantees: draws of a numpy Generator may change
+with numpy's version.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ FEISTEL_ROUNDS = 10  # as in NIST's FF1, a cipher for small domains
 def uniform_indices(num_items: int, seed: int, step: int, count: int) -> np.ndarray:
     """Return the items of a step: (count,) int64 in [0, num_items), each equally likely, drawn with replacement.
 
-    Steps, and seeds, are independent of each other. (A remainder of 64 random bits prefers low items by less than
-    num_items / 2**64.)
+    Draws of different steps, and of different seeds, are independent. (A remainder of 64 random bits prefers low items
+    by less than num_items / 2**64.)
     """
     return (_philox_words(seed, STEP, step, count) % num_items).astype(np.int64)
 
 
 def epoch_indices(num_items: int, seed: int, first: int, count: int) -> np.ndarray:
-    """Return items number first … first+count-1 of endless epochs: (count,) int64 in [0, num_items).
+    """Return `count` items from the endless sequence of epochs, from number `first` on: (count,) int64 < num_items.
 
-    Guaranteed: numbers e·num_items … (e+1)·num_items - 1, which are epoch e, are a permutation of all items, so each
-    item comes exactly once; the permutations of different epochs, and of different seeds, are independent; the result
-    depends on the four arguments alone, so that it can be computed in any chunks and any order. A batch may span the
-    end of an epoch, or be longer than one. Memory grows with `count`, not with the data set.
+    Guaranteed:
+
+    - Epoch e, numbers e·num_items … (e+1)·num_items - 1, is a permutation of all items: each comes exactly once.
+    - The permutations of different epochs, and of different seeds, are independent.
+    - The result depends on the four arguments alone, so the sequence can be computed in any chunks and any order.
+
+    A batch may span the end of an epoch, or be longer than one. Memory grows with `count`, not with the data set.
 
     >>> sorted(epoch_indices(5, seed=1, first=10, count=5).tolist())
     [0, 1, 2, 3, 4]
@@ -49,12 +53,13 @@ def epoch_indices(num_items: int, seed: int, first: int, count: int) -> np.ndarr
 
 
 def epoch_positions(num_positions: int, block_size: int, seed: int, first: int, count: int) -> np.ndarray:
-    """Return where blocks number first … first+count-1 of endless epochs begin: (count,) int64 in [0, num_positions).
+    """Return the start positions of `count` blocks, from number `first` on: (count,) int64 in [0, num_positions).
 
-    An epoch reads num_positions // block_size blocks (at least one) that do not overlap, each exactly once, as
-    in `epoch_indices`. They lie end to end from an offset that each epoch draws anew, uniformly from all with which
-    they fit: so block boundaries move, and the first and the last position are reached. An epoch leaves out less than
-    two blocks at the ends.
+    Blocks are numbered through an endless sequence of epochs. In each epoch num_positions // block_size blocks (at
+    least one) lie end to end and are read once each, in a random order as in `epoch_indices`. The offset of the first
+    block is drawn anew for each epoch, uniformly from all offsets with which the blocks fit. So blocks begin elsewhere
+    in each epoch, and any position may be drawn, the first and the last included. An epoch leaves out less than two
+    blocks at the ends.
     """
     num_blocks = max(1, num_positions // block_size)
     num_offsets = num_positions - (num_blocks - 1) * block_size
@@ -70,7 +75,7 @@ def _philox_words(seed: int, kind: int, number: int, count: int) -> np.ndarray:
 
 
 def _epoch_keys(seed: int, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the permutation keys, (ROUNDS, count), of (count,) ascending epochs, and one more word, (count,)."""
+    """Return the permutation keys (FEISTEL_ROUNDS, count) of ascending epochs (count,), and a spare word (count,)."""
     numbers, which = np.unique(epoch, return_inverse=True)
     by_epoch = [_philox_words(seed, EPOCH, int(number), FEISTEL_ROUNDS + 1) for number in numbers]
     words = np.array(by_epoch, dtype=np.uint64).reshape(-1, FEISTEL_ROUNDS + 1).T[:, which]
@@ -78,7 +83,7 @@ def _epoch_keys(seed: int, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _permute(items: np.ndarray, num_items: int, keys: np.ndarray) -> np.ndarray:
-    """Permute each of (count,) items by the permutation of [0, num_items) given by its column of keys (ROUNDS, count).
+    """Permute each of `items` (count,) by the permutation of [0, num_items) that its column of `keys` gives.
 
     A Feistel network on the cells of a table with at least num_items cells, and less than a row more; an item that
     lands beyond num_items is mapped again. Both are bijections for any keys.   [Black & Rogaway 2002, methods 2 and 3]

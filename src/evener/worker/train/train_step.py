@@ -55,10 +55,11 @@ SAMPLE_GRADIENTS_EVERY = 10  # steps between those whose gradients are measured:
 
 
 class DeferredBackward:
-    """A deferred backward, which later runs as it would have run at once.
+    """A backward that runs later than the program called it, with the same result.
 
-    The program continues meanwhile: a GAN freezes its critic between the critic's backward and the generator's.
-    Autograd reads `requires_grad` when it runs, so its values at the time of the call are restored.
+    Meanwhile the program continues, and may freeze parameters: a GAN freezes its critic between the critic's backward
+    and the generator's. Autograd reads `requires_grad` when it runs, so backward runs with the flags of the time of the
+    call.
     """
 
     def __init__(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
@@ -105,7 +106,7 @@ class TrainStep:
         self._lr = 0.0
 
     def _take_share(self, roster: Roster) -> None:
-        """Compute this rank's micro-batches and its divisor from the Roster."""
+        """Compute this rank's micro-batches, and the divisor of its losses, from the Roster."""
         self._roster, context = roster, self._context
         sizes, start = self.member.micro_batch_sizes, roster.first_sequence(context.group.rank)
         samples = self._samples[start : start + self.member.share]
@@ -265,7 +266,7 @@ class TrainStep:
     # --- one pass ---------------------------------------------------------------------------------------------------
 
     def _run_micro_batches(self, micro_batches: list[np.ndarray]) -> Iterator[Any]:
-        """Yield micro-batches; synchronize gradients when the program requests one more."""
+        """Yield micro-batches; synchronize gradients after the last one, when the program requests another."""
         context = self._context
         averager = BufferAverager(context.training_state.module, sorted(context.changed_buffers))
         for i, samples in enumerate(micro_batches):

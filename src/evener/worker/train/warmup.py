@@ -2,7 +2,7 @@
 
 It runs the program's own forward and backward on the first step's batch: half of a micro-batch, the same half with
 every sample twice, then the whole, whose backward exchanges gradients. Then compilers and caches are warm, and DDP has
-rebuilt its buckets (so that a resumed run sums in the same order). Three things are known: which buffers forward
+rebuilt its buckets (so that a resumed run sums in the same order). It also finds out which buffers forward
 changes, whether the ranks read the same data, and how a loss is reduced over its samples. A sum is what any split of
 the batch needs; a mean stays the same when every sample comes twice; a mix is in between. A noisy loss, such as one
 with dropout, is tried until the reduction is clear.
@@ -41,7 +41,7 @@ class WarmupResult(msgspec.Struct, frozen=True):
     """The results of the warm-up step on one rank."""
 
     mutated_buffers: list[str]  # buffers that forward changed
-    # a mean or a mix; the loss of some samples, and of each of them twice
+    # of a loss that is not a sum: (reduction, loss of some samples, loss of each of them twice)
     wrong_reduction: tuple[str, float, float] | None
     has_backward: bool  # the program called step.backward
     data_fingerprint: DataFingerprint | None  # of the first step's samples; None if reading is random
@@ -115,8 +115,8 @@ class WarmupStep:
     def finish(self, has_backward: bool, data: DataFingerprint | None) -> set[str]:
         """Restore the training state; return the names of the buffers that forward changes on any rank.
 
-        Raise UsageError on all ranks if a loss on any is not a sum, if none called step.backward, or if their data
-        differ.
+        Raise UsageError on all ranks if a loss of any rank is not a sum, if no rank called step.backward, or if ranks
+        have read different data.
         """
         moved = self._buffers.mutated_names()
         self._buffers.restore()
