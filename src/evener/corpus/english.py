@@ -157,7 +157,7 @@ def _double_final_consonant(lemma: str) -> str:
 
 
 def why_ungrammatical(verb: LexiconVerb, features: VerbFeatures) -> str:
-    """Return why English has no such sentence; "" if it has."""
+    """Return why English has no sentence with these features of this verb; "" if it has one."""
     if features.voice == "passive":
         if not verb.has_passive:
             return f'"{verb.lemma}" has no passive'

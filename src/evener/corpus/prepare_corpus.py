@@ -70,7 +70,7 @@ def prepare(
     force: bool = False,
     progress: ProgressCallback = lambda doing, done, total: None,
 ) -> PreparedCorpus:
-    """Write the corpus folder `out` from `splits`, with additional files `extra`; do nothing if it already exists.
+    """Write the corpus folder `out` from `splits`, with additional files `extra`, unless it already is this corpus.
 
     `vocab_size` is only for bpe. `force` replaces another corpus, but never touches a folder with files that evener did
     not write. Raise DataError or UsageError, and leave `out` unchanged then.

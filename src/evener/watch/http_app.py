@@ -217,7 +217,7 @@ class DashboardApp:
     # --- actions ------------------------------------------------------------------------------------------------------
 
     async def act(self, request: Request) -> Response:
-        """Stop a run, save a checkpoint or generate a sample; future 202 if that takes longer than ACTION_TIMEOUT_S."""
+        """Stop a run, save a checkpoint or generate a sample; answer 202 if that takes longer than ACTION_TIMEOUT_S."""
         key, what = request.path_params["key"], request.path_params["what"]
         known = {"stop": (self._actions.can_control, self._actions.stop),
                  "save": (self._actions.can_control, self._actions.save),
@@ -244,8 +244,8 @@ class DashboardApp:
         return future
 
     async def _sample_after_checkpoints(self) -> None:
-        """Sample each run that was sampled once again after every checkpoint, while a tab shows it. After a failure,
-        stop until the next request.
+        """After every checkpoint, sample each run that was sampled before, while a tab shows it. After a failure, stop
+        until the next request.
         """
         while not self._hub.is_closing:
             for key in tuple(self._sampling_runs):

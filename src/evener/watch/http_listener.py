@@ -19,7 +19,7 @@ SHUTDOWN_TIMEOUT_S = 1  # for responses in progress
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Return a socket that listens on the given port, else on PORT or, if that is taken, on a free sock."""
+    """Return a socket that listens on `port`; if that is None, on PORT or, if PORT is taken, on a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in (port,) if port is not None else (PORT, 0):
         sock = socket.socket(family, socket.SOCK_STREAM)

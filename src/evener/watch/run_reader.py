@@ -1,7 +1,7 @@
 """Read a run directory incrementally while it grows, each record once.
 
-    reader = Reader(RunDir("runs/mine"))
-    while reader.look(0.1):     # at most 0.1 s; True while records remain unread
+    reader = RunReader(RunDir("runs/mine"))
+    while reader.read_new(0.1):     # for about 0.1 s; True while records remain unread
         ...
     reader.curves, reader.manifest, reader.events
 

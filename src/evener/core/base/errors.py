@@ -33,7 +33,7 @@ class EvenerError(Exception):
         self.output = output  # the last output of the failed program
 
     def to_json_line(self) -> str:
-        """Encode the error for the command that started this worker program and raises it again: see launch.tool."""
+        """Encode the error as a line of JSON, from which the command that started this program raises it again."""
         return json.dumps({"error": str(self), "hint": self.hint, "kind": type(self).__name__})
 
 
@@ -94,7 +94,7 @@ class DivergedError(RunError):
 
 
 class HopelessError(RunError):
-    """A run failed as it would in any membership epoch: its agents must not retry."""
+    """A run failed in a way that would recur in any membership epoch, so its agents must not retry."""
 
     exit_status = 2
 

@@ -105,13 +105,16 @@ class LineReader:
     """Reads the complete lines that were appended to a file since the last read; all again if it was replaced."""
 
     def __init__(self, path: Path, inode: int | None = None, offset: int = 0) -> None:
-        """`inode` and `offset`: of the file and after the last line that an earlier reader has read."""
+        """To continue after an earlier reader, pass the `inode` of its file and the `offset` after its last line."""
         self.path, self.inode, self.offset = path, inode, offset
         self.was_replaced = False  # at the last read
         self._partial_size = -1  # size of the file at which its last line was incomplete
 
     def read(self, max_bytes: int = -1) -> bytes:
-        """Return lines, of at most `max_bytes`; b"" if there are none, or no file."""
+        """Return the new complete lines among the next `max_bytes`; b"" if there are none or the file cannot be read.
+
+        A line of more than `max_bytes` is returned in pieces.
+        """
         self.was_replaced = False
         try:
             with open_file(self.path) as file:

@@ -23,7 +23,7 @@ class _FormatHeader(msgspec.Struct):
 def decode_versioned_json(
     text: bytes, kind: type[T], expected_format: int, path: Path, hints: Mapping[int, str] | None = None
 ) -> T:
-    """Decode the JSON of a file of the expected format. `hints`: by other formats, what to do about them.
+    """Decode the JSON of a file of the expected format. `hints` says for other formats what the user can do.
 
     Raise CheckpointError if the file is damaged or of another format.
     """

@@ -64,7 +64,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size with its unit into bytes. Raise UsageError if it is none.
+    """Parse a size with its unit into bytes. Raise UsageError if the text is not a size.
 
     >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("900mb")
     (24000000000, 1610612736, 900000000)
@@ -105,7 +105,7 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def format_bit_rate(value_Bps: float | None) -> str:
-    """Return bytes per second in bits per second, the unit in which links are sold.
+    """Convert bytes per second to bits per second and format them with a prefix and unit; None is "not measured".
 
     >>> format_bit_rate(125e6), format_bit_rate(11.97e6), format_bit_rate(None)
     ('1 Gbit/s', '95.8 Mbit/s', 'not measured')

@@ -32,7 +32,7 @@ class CollectiveResult(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
 
     collective: Collective
     size_bytes: int  # as in nccl-tests: of the whole buffer, the parts of all ranks together
-    count: int  # elements; if each rank has a part, of one part
+    count: int  # elements of the buffer or, if each rank has a part of it, of one part
     dtype: str
     redop: str  # "sum" or "none"
     root: int  # -1: none

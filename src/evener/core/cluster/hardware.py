@@ -251,7 +251,7 @@ SHORT_NAME_BY_KEY["mi250x/mi250"] = "mi250"  # ROCm's name for both: take the sl
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return the device of a name as users type it or torch.cuda.get_device_name prints it.
+    """Return the hardware of this name, as users type it or as torch.cuda.get_device_name prints it.
 
     Raise UsageError if the name is unknown or ambiguous.
 

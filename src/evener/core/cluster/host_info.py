@@ -1,4 +1,4 @@
-"""Information about the local host for the manifest and the number of threads, and process settings of the C library.
+"""Describe the local host (CPU, usable cores, memory), and change process settings through the C library.
 
 Standard library only, except for the struct.
 """

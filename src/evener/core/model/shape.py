@@ -57,7 +57,7 @@ class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_sparse_embeddings(self) -> bool:
-        """Return whether any table is only looked up; the token embedding is, unless the head is tied to it."""
+        """Return whether some table is only looked up: a value embedding, or a token embedding without a tied head."""
         return not self.tied_head or self.value_embeddings
 
     def params_by_group(self) -> dict[str, int]:

@@ -125,7 +125,7 @@ class HangDetector:
 
     def observe(self, host: str, at_s: float, samples: Mapping[int, ProcessSample] | Mapping[int | None, ProcessSample],
             unacknowledged: Iterable[str] = ()) -> None:  # fmt: skip
-        """Add the samples of a host's ranks and of their launcher (key None), taken at `at_s` of the host's own clock.
+        """Add the samples of a host's ranks and of their launcher (key None), taken at `at_s` by the host's clock.
 
         `unacknowledged`: addresses that do not acknowledge what the host sends.
         """
@@ -206,7 +206,7 @@ class HangDetector:
 
 
 def _collective_mismatch(ranks: Mapping[tuple[str, int | None], _ProcessHistory]) -> Hang:
-    """Return the hang of ranks that all wait for each other; blame the rarest line, and of several ranks the last."""
+    """Return the hang of ranks that all wait for each other; blame a rank in the line of code with the fewest ranks."""
     counts = Counter(seen.sample.where for seen in ranks.values())
     host, rank = min(sorted(ranks, reverse=True), key=lambda key: counts[ranks[key].sample.where])
     line = ranks[host, rank].sample.where

@@ -1,4 +1,4 @@
-"""Membership epochs: the hosts that train together, in turn, and what agents and ranks write for each other.
+"""Membership epochs: which hosts train together until the next change, and the files of their agents and ranks.
 
 Only the hosts of an epoch can decide the next one, by a quorum. Elastic here means that the surviving ranks keep their
 process and state across epochs, as in Horovod Elastic and torchft; torchelastic restarts all ranks instead.
@@ -57,11 +57,11 @@ class MembershipEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def voters(self) -> list[str]:
-        """The hosts that decide the next epoch; the first is the first that trains."""
+        """The hosts that decide the next epoch: first those that train, then the standby hosts."""
         return [*self.hosts, *self.standby_hosts]
 
     def is_quorum(self, hosts: Iterable[str]) -> bool:
-        """Return whether these hosts can decide the next epoch: more than half of the voters, or half with the first.
+        """Return whether these hosts can decide the next epoch: over half of the voters, or half including the first.
 
         At most one side of a network partition is a quorum.
 
@@ -89,7 +89,7 @@ class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     epoch_number: int = -1  # number of the epoch in which the rank has trained; -1: none yet, but it is ready to join
     step: int = -1  # the last step it has taken
-    # why the rank wants another epoch: hosts join or leave, or LOST: it cannot continue in this one
+    # why the rank wants another epoch: hosts join or leave; or PEER_LOST: it cannot continue in this one
     regroup_reason: str = ""
 
 
@@ -163,5 +163,5 @@ def exclude_host(reason: str) -> None:
 
 
 def host_file_path(file: str) -> Path:
-    """Return the path of one of the files above, in the run's folder on this host."""
+    """Return the path of one of this module's files (host/…) in the run's folder on this host."""
     return Path(os.environ["EVENER_WORLD"]).with_name(os.path.basename(file))

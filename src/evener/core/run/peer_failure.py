@@ -1,4 +1,4 @@
-"""Distinguish the first failure from the peer failures that follow, when other ranks lose their connection to it."""
+"""Distinguish the failure of a rank from the failures of other ranks that then lose their connection to it."""
 
 from __future__ import annotations
 

@@ -59,12 +59,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return min(distinct[level] * math.pow(sequences / 2**level, power), vocab_size)
 
     def initial_roster(self, seats: Sequence[RankSlot]) -> Roster:
-        """Return the initial Roster of a run on these slots whose speed is unknown."""
+        """Return the first Roster of a run on these slots if their speed is unknown."""
         return initial_roster(self.spec, seats, self.shape.block_size)
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
-    """The rates of each of a host's ranks, which are all alike."""
+    """The rates of one rank of a host; all ranks of a host are alike."""
 
     tokens_per_s: dict[Dtype, Positive]  # forward and backward of this job's model, in large micro-batches
     pass_s: float = 0.0  # fixed overhead of one micro-batch's forward and backward
@@ -157,7 +157,7 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_exact(self) -> bool:
-        """See `SyncSpec.is_exact`; a lossy strategy may have been measured to cost no loss."""
+        """Whether the strategy is exact (`SyncSpec.is_exact`); a lossy one is not, even if it cost no loss in a run."""
         return self.roster.sync.is_exact
 
     @property

@@ -18,7 +18,7 @@ class RunProgress:
     """Computes loss, throughput, share of communication and remaining time from the records of rank 0."""
 
     def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None, every: int = 1) -> None:
-        """`every`: steps from one synchronization to the next, of which one alone pays for it."""
+        """`every`: steps from one synchronization to the next; only one of them includes its communication."""
         self._num_steps, self._tokens_per_step, self._max_s, self._every = num_steps, tokens_per_step, max_s, every
         self._recent: deque[StepRecord] = deque(maxlen=max(WINDOW_STEPS, every))
         self._began: float | None = None  # start of the first step that was added: Unix time
@@ -101,7 +101,7 @@ class RunProgress:
 
 @dataclass(frozen=True)
 class HostStepTime:
-    """The recent median step of a host's slowest rank: its own work, exposed communication and waiting."""
+    """Median times over the recent steps of a host's slowest rank: work, exposed communication and waiting."""
 
     host: str
     work_s: float  # input, forward, backward, update
@@ -157,7 +157,7 @@ def _host_step_time(host: str, records: Collection[StepRecord]) -> HostStepTime:
 
 
 def seconds_left(step_s: float, num_steps: int, max_s: float | None, spent_s: float) -> float:
-    """Until so many steps are taken, or the time of a run is over that has spent so much of it.
+    """Return the seconds until `num_steps` are taken or, if sooner, until `max_s`, of which `spent_s` have passed.
 
     >>> seconds_left(2.0, 10, None, 5.0), seconds_left(2.0, 10, 12.0, 5.0)
     (20.0, 7.0)

@@ -54,7 +54,7 @@ def resolve(
     """Resolve what a spec names and check that the run can start. Raise EvenerError if it cannot.
 
     `has_dynamic_membership`: the hosts will agree on the checkpoint to resume from. `roster`: the launcher's, if there
-    is one. `num_local_ranks`: its ranks on this machine [all].
+    is one. `num_local_ranks`: how many ranks run on this machine; None: `--ranks`.
     """
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
@@ -101,7 +101,7 @@ def find_weights_file(init_from: str) -> Path:
 
 
 def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
-    """Return the model's shape for a vocabulary [the preset's]. Raise UsageError if the shape is invalid."""
+    """Return the model's shape; `vocab_size` defaults to the preset's. Raise UsageError if the shape is invalid."""
     model = spec.model
     fields = ("num_layers", "num_heads", "width", "dropout")
     overrides = {field: getattr(model, field) for field in fields if getattr(model, field) is not None}

@@ -240,13 +240,16 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return weighted_shares(num, self.mean_shares)
 
     def at_step(self, step: int) -> Roster:
-        """Return the Roster for one step: with that step's shares, if the steps of a round divide unequally."""
+        """Return the Roster with the shares of one step, which may differ between the steps of a DiLoCo round."""
         if not self.round_shares:
             return self
         return self.replace_shares(step_shares(self.round_shares, self.sync.every, step - self.from_step))
 
     def replace_shares(self, shares: Sequence[int], micro_batch: int | None = None) -> Roster:
-        """Return this Roster with other shares: of every batch, or of a whole round, whose steps may then differ."""
+        """Return this Roster with other shares, which sum to the batch or to the `sync.every` batches of a round.
+
+        In the latter case the shares may differ from step to step.
+        """
         batch, every, is_of_round = self.batch, self.sync.every, sum(shares) != self.batch
         assert not is_of_round or sum(shares) == batch * every, f"shares {shares} of a batch of {batch}"
         step_shares = weighted_shares(batch, shares) if is_of_round else shares
@@ -262,7 +265,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.shares[:rank])
 
     def largest_uniform_micro_batch(self) -> int | None:
-        """Return the largest micro-batch that divides the global batch and leaves two or more per rank, or None."""
+        """Return the largest micro-batch that divides the global batch into two or more per rank, or None."""
         largest = self.batch // (2 * self.world_size)
         return next((size for size in range(largest, 0, -1) if self.batch % size == 0), None)
 
@@ -309,7 +312,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def for_single_rank(self, member: Member) -> Roster:
-        """Return the Roster of one of these ranks, with the whole batch."""
+        """Return the Roster in which this member is the only rank and computes the whole batch."""
         return msgspec.structs.replace(self, members=[msgspec.structs.replace(member, share=self.batch)],
                                        sync=NO_SYNC, backend="none", round_shares=[])  # fmt: skip
 
@@ -377,10 +380,11 @@ def rank_without_gpu(seats: Sequence[RankSlot]) -> int | None:
 
 
 def choose_dtypes(seats: Sequence[RankSlot], requested: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
-    """Return the dtype of each slot: the fastest of its own device, unless one dtype was requested for all.
+    """Return the dtype of each slot: the fastest one on its device, unless one dtype was requested for all.
 
-    bf16 without hardware support is emulated, and slower than fp32. GPUs without it are fast in fp16, whose loss
-    scaling must be equal on all ranks: only if all slots are such GPUs. Raise UsageError for fp16 on a CPU.
+    bf16 without hardware support is emulated, and slower than fp32. fp16 is fast on GPUs without bf16, but its loss
+    scaling must be equal on all ranks, so it is chosen only if all slots are such GPUs. Raise UsageError if fp16 was
+    requested on a CPU.
 
     >>> choose_dtypes([RankSlot(host="attic", device="cuda:0", has_bf16=True), RankSlot(host="laptop", device="cpu")],
     ...     "auto")
@@ -422,9 +426,9 @@ def why_unsafe_in_fp16(roster: Roster) -> str:
 
 
 def initial_roster(spec: RunSpec, seats: Sequence[RankSlot], block_size: int | None) -> Roster:
-    """Return the initial Roster of a run whose speed is unknown: shares equal, or as `--shares` has them.
+    """Return the first Roster of a run on hosts of unknown speed: shares are equal, or in proportion to `--shares`.
 
-    Slots are by rank. Raise UsageError if a rank would have no share although its weight is not 0.
+    `seats` are in the order of ranks. Raise UsageError if a rank would have no share although its weight is not 0.
     """
     num_ranks, batch = len(seats), spec.train.batch
     weights = parse_shares(spec.machine.shares)
@@ -489,10 +493,10 @@ def weighted_shares(num_sequences: int, weights: Sequence[float]) -> list[int]:
 
 
 def step_shares(round_shares: Sequence[int], num_steps: int, step: int) -> list[int]:
-    """Return the shares of one step of a round of H steps: every rank's mean share, rounded down or up.
+    """Return the shares of one step of a round of H = `num_steps`: every rank's mean share, rounded down or up.
 
     The remainders of the shares modulo H are laid end to end; position s belongs to step s mod H, so no rank gets two
-    of one step. Steps are visited in strides of about 0.618 H, so that no rank leads or lags for long.
+    more sequences in one step. Steps are visited in strides of about 0.618 H, so that no rank leads or lags for long.
 
     >>> [step_shares([5, 3], 2, step) for step in range(2)]
     [[3, 1], [2, 2]]

@@ -1,6 +1,6 @@
 """`plan.json` of a run: each host's ranks and command, and the prediction. Pure data.
 
-It is all that is needed later to follow, stop or resume the run, from this machine or after a restart of it.
+This file is all that is needed later to follow, stop or resume the run, even after this machine has restarted.
 
     Prediction (of plan/) + commands for every host (of launch/commands.py) ─▶ Plan
 """

@@ -155,7 +155,7 @@ class RunSpec(SpecSection, frozen=True, kw_only=True):
     machine: MachineSpec = MachineSpec()
 
     def check(self) -> None:
-        """Raise UsageError for values that are each valid and together are not."""
+        """Raise UsageError for values that are valid one by one but not together."""
         train, machine = self.train, self.machine
         for flag in FLAGS.values():
             value = flag.value(self)

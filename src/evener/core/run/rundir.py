@@ -196,7 +196,7 @@ class RunDir:
         return decode_versioned_json(text, Manifest, RUN_FORMAT, self.manifest_path, OLD_FORMAT_HINTS)
 
     def records(self, rank: int, tail_bytes: int | None = None) -> list[StepRecord]:
-        """Read a rank's records in order [all]. A half-written last line, which a kill leaves, is ignored."""
+        """Read a rank's records in order: all, or those in the last `tail_bytes`; ignore a half-written last line."""
         return read_json_lines(self.steps_path(rank), StepRecord, tail_bytes)
 
     def vitals(self, host: str) -> list[Vitals]:
@@ -204,7 +204,7 @@ class RunDir:
         return read_json_lines(self.vitals_path(host), Vitals)
 
     def spans(self, rank: int, tail_bytes: int | None = None) -> list[StepSpans]:
-        """Read a rank's step spans in order [all]; a half-written last line is ignored."""
+        """Read a rank's spans in order: all, or those in the last `tail_bytes`; ignore a half-written last line."""
         return read_json_lines(self.spans_path(rank), StepSpans, tail_bytes)
 
     def recorded_ranks(self) -> list[int]:
@@ -245,7 +245,7 @@ class RunDir:
         )
 
     def verified_checkpoint(self, step: int | None = None) -> Path:
-        """Return the checkpoint of a step [the newest] with its files verified. Raise EvenerError if it is damaged."""
+        """Verify the files of a step's checkpoint (default: the newest). Return it, or raise EvenerError if damaged."""
         newest, steps = self.newest_checkpoint_step(), self.checkpoint_steps()
         if step is not None and step not in steps:
             raise UsageError(f"--step {step}: {self} holds steps {', '.join(map(str, steps))}")

@@ -20,7 +20,7 @@ class RunWriter(RunDir):
     """Writers of the files of one run, for its ranks and their launcher."""
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest in one step."""
+        """Replace the manifest atomically."""
         write_atomic(self.manifest_path, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
 
     def add_event(self, event: str, **facts: Any) -> None:

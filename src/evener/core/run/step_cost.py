@@ -45,10 +45,10 @@ MIN_NOISE_SAMPLES = 5  # noise samples needed for an estimate
 
 
 class GradientNoise(msgspec.Struct, frozen=True, kw_only=True):
-    """Gradient noise, estimated from the shares of one step's batch; both are unbiased, so either may be negative.
+    """Two unbiased estimates from the shares of one step's batch; either may therefore be negative.
 
-    Averaged over steps, trace/norm_sq is the noise scale: the batch, in tokens, up to which a larger one makes steps
-    better nearly in proportion.   [McCandlish, Kaplan, Amodei et al. 2018, appendix A.1]
+    Averaged over steps, trace/norm_sq is the noise scale: the batch size, in tokens, up to which a larger batch makes
+    steps better nearly in proportion.   [McCandlish, Kaplan, Amodei et al. 2018, appendix A.1]
     """
 
     norm_sq: float  # |G|²: of the true gradient, over the whole data distribution
@@ -86,7 +86,8 @@ def gradient_noise(share_norms_sq: Sequence[float], batch_norm_sq: float, tokens
     """Return the gradient noise of a batch of T tokens with gradient g, divided into n shares of T_r with gradient g_r.
 
     `share_norms_sq` are (T_r/T)·|g_r|² of each share, 0 for a rank without one; `batch_norm_sq` is |g|².
-    E|g|² = |G|² + trΣ/T and E Σ share_norms_sq = |G|² + n·trΣ/T, so any division will do. None with fewer than two.
+    E|g|² = |G|² + trΣ/T and E Σ share_norms_sq = |G|² + n·trΣ/T, however the batch is divided. Return None if fewer
+    than two shares are not 0.
 
     >>> gradient_noise([0.75, 0.75], 1.0, 100.0)
     GradientNoise(norm_sq=0.5, trace=50.0)
@@ -104,7 +105,7 @@ def gradient_noise(share_norms_sq: Sequence[float], batch_norm_sq: float, tokens
 def noise_scale(records: Sequence[StepRecord]) -> float | None:
     """Return the noise scale in tokens, from one rank's records of a run's second half, or None with too few samples.
 
-    Sums are divided, not single steps, in which either term may be negative.
+    It is the quotient of sums over steps, because in a single step either term may be negative.
     """
     samples = [record.noise for record in records[len(records) // 2 :] if record.noise is not None]
     norm_sq, trace = (sum(getattr(sample, name) for sample in samples) for name in ("norm_sq", "trace"))

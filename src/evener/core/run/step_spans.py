@@ -19,7 +19,7 @@ Seconds = Annotated[float, Meta(ge=-1e10, le=1e10)]
 RECORD_EVERY_STEPS = 100  # steps from one that is recorded, with its layer groups, to the next
 RECORD_LAST_STEPS = 20  # last steps that are recorded in addition
 CLOCK_SYNC_MARK = "evener: clock"
-FORWARD = "forward"  # a compute_s span that ends where a backward begins; other compute_s spans end where one ends
+FORWARD = "forward"  # a compute_s span up to the beginning of a backward; other compute_s spans end with a backward
 
 
 class PhaseSpan(msgspec.Struct, frozen=True, array_like=True):

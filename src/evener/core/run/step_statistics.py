@@ -23,15 +23,15 @@ class IntervalMedians(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: medians over its steps after the warm-up."""
+    """The typical step of one rank after the warm-up; a field is a median over steps unless it says otherwise."""
 
     rank: int  # index in the manifest's Roster
     tokens: float | None  # per step
-    typical: StepCost  # the phases of the median step, which sum to it; medians of phases need not
+    typical: StepCost  # mean phases of the middle half of the steps, scaled to sum to the median step
     bytes: int | None  # sent per step: the mean, as a strategy may send different amounts from step to step
     sync_s: float | None  # collectives in flight, as measured by the last rank to arrive: equal on all ranks
-    cpus: float | None  # mean number of cores that the process was running on: CPU seconds per second
-    cpu_s: float | None = None  # CPU seconds of the typical step
+    cpus: float | None  # number of busy cores: the process's CPU seconds per second
+    cpu_s: float | None = None  # CPU seconds: the mean of the middle half of the steps, scaled like `typical`
     # the first third of the run and the last; None: too few steps
     thirds: tuple[IntervalMedians, IntervalMedians] | None = None
 
@@ -51,7 +51,7 @@ class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def jitter_wait_s(self) -> float:
-        """The wait of the least waiting rank in a step: the slowest rank varies from step to step."""
+        """The shortest wait of any rank; above 0 if the rank that others wait for varies from step to step."""
         return min((rank.typical.wait_s or 0.0 for rank in self.ranks), default=0.0) if len(self.ranks) > 1 else 0.0
 
 
@@ -109,7 +109,7 @@ def min_sync_s(by_rank: dict[int, StepRecord]) -> float | None:
 
 
 def average_rounds(steps: Sequence[dict[int, StepRecord]], every: int) -> list[dict[int, StepRecord]]:
-    """Return the mean of every complete round of steps, of which one alone pays for the synchronization.
+    """Return the mean of every complete round of `every` steps, only one of which includes the synchronization.
 
     If no round is complete, return the mean of all steps.
     """
@@ -152,7 +152,7 @@ def _typical_cost(records: list[StepRecord], step_s: float | None) -> StepCost:
 def _equalize_exposed_sync(ranks: list[RankSummary]) -> list[RankSummary]:
     """Move the excess of each rank's exposed_sync_s over the minimum to wait_s, as ranks leave a collective together.
 
-    Scaling each rank by its own sum makes them differ.
+    The ranks' values differ only because `_typical_cost` scales each rank separately.
     """
     costs = [rank.typical for rank in ranks]
     if any(cost.exposed_sync_s is None or cost.wait_s is None for cost in costs):

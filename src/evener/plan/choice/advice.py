@@ -29,7 +29,7 @@ from evener.plan.choice.options import (
     why_strategy_rejected,
 )
 
-COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # of these the best is reported
+COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # the one that gains most is reported
 
 
 def format_verdict(prediction: Prediction) -> str:
@@ -81,9 +81,9 @@ def format_loss_penalty(option: PlanOption) -> str:
 
 
 def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> list[Advice]:
-    """Collect advice: the straggler, the break-even link and batch, what would fit, what would be faster if built.
+    """Collect advice on the straggler, the break-even link and batch, memory, and strategies that train cannot run yet.
 
-    `links` are predictions over other links.
+    `links` holds the job's predictions over other links; they are computed if it is None.
     """
     chosen, cluster = prediction.option(prediction.chosen), prediction.cluster
     advice = []
@@ -113,7 +113,10 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
 
 
 def advise_on_memory(prediction: Prediction) -> list[Advice]:
-    """Advise on flags that fit into memory where the job does not: smaller micro-batches, or recomputed activations."""
+    """Advise on the fastest flags with which a job too large for memory fits: smaller micro-batches, or recomputation.
+
+    If there are none, name the fastest sharded strategy that would fit.
+    """
     job, cluster = prediction.job, prediction.cluster
     spec, advice = job.spec, []
     largest = max(member.micro_batch for member in prediction.option(prediction.chosen).roster.members)
@@ -168,7 +171,7 @@ def _advise_on_unknown_memory(prediction: Prediction) -> Advice:
 
 
 def _describe_step(option: PlanOption) -> str:
-    """Describe the step and its straggler."""
+    """Return a sentence on the step's time, its exposed communication, and the straggler that other ranks wait for."""
     slow, shares = option.straggler, option.roster.shares
     communication_s = option.straggler_cost.cost.exposed_sync_s or 0.0
     most_wait_s = max(rank.cost.wait_s or 0.0 for rank in option.ranks)

@@ -1,4 +1,4 @@
-"""Break-even: the link, the batch and the hosts from which several machines are clearly faster than the best one alone.
+"""Break-even: the slowest link and the smallest batch with which several hosts are clearly faster than the best one.
 
 Every answer is predicted for the flags that it recommends, over the best subset of hosts and the best shares, so that
 a run with these flags gets the promised throughput.
@@ -36,7 +36,7 @@ from evener.plan.choice.options import (
 from evener.plan.cost.cost_model import predict_step
 from evener.plan.shares.initial_shares import initial_roster_by_speed
 
-LARGER_BATCH_FACTORS = (2, 4, 8, 16, 32, 64)  # of these the smallest that pays is reported
+LARGER_BATCH_FACTORS = (2, 4, 8, 16, 32, 64)  # the smallest that makes several hosts faster is reported
 SLOW_LINKS_MBIT = (1.0, 10.0, 100.0)  # slower than any Ethernet that is sold today
 BISECTIONS = 7  # between two named links
 WAN_LATENCY_S = 1e-3  # one way: too long for hosts in one room
@@ -44,7 +44,7 @@ IDEAL_LINK = LinkModel(latency_s=0.0, bandwidth_Bps=1e18)
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A sentence of advice, and the flags that follow it."""
+    """A sentence of advice, and the command-line flags with which to follow it."""
 
     text: str
     flags: dict[str, str] = {}  # "--batch": "256"; empty: there is nothing to follow
@@ -53,7 +53,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
-    """The best option over a given link between all hosts."""
+    """A link between all hosts, and the fastest option over it."""
 
     link: str
     payload_Bps: float
@@ -61,7 +61,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostSetSearch:
-    """Candidate Rosters on subsets of at least two hosts, to be predicted over any link."""
+    """Find the fastest of the candidate Rosters, each on a subset of at least two hosts, over any link."""
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
@@ -81,7 +81,10 @@ class HostSetSearch:
         self._rosters = [(bound, roster) for bound, _, roster in sorted(bounds, key=lambda b: (-b[0], b[1]))]
 
     def best(self, link: LinkModel | None = None) -> PlanOption | None:
-        """Return the fastest option that fits, over this link or over the cluster's own; None if none fits."""
+        """Return the fastest option that fits into memory, with `link` between all hosts; None if none fits.
+
+        Without `link`, predict over the cluster's links.
+        """
         cluster = with_uniform_link(self.cluster, link) if link is not None else self.cluster
         best: PlanOption | None = None
         for bound, roster in self._rosters:
@@ -94,7 +97,7 @@ class HostSetSearch:
 
 
 def job_with_runnable_sync(job: Job, cluster: Cluster) -> Job:
-    """Return the job itself, or the job with ddp where its strategy is rejected."""
+    """Return the job, with ddp in place of its strategy if that is rejected."""
     return (
         job_with_sync(job, DDP)
         if why_strategy_rejected(predict_training(job, cluster), job.spec.train.loss_budget / 100)
@@ -103,18 +106,18 @@ def job_with_runnable_sync(job: Job, cluster: Cluster) -> Job:
 
 
 def best_distributed(job: Job, cluster: Cluster) -> PlanOption | None:
-    """Return the fastest option on at least two hosts; None if none fits."""
+    """Return the fastest option on at least two hosts that fits into memory; None if none fits."""
     return HostSetSearch(job, cluster).best()
 
 
 def best_single_host(job: Job, cluster: Cluster) -> PlanOption | None:
-    """Return the fastest single host; None if none can hold the model."""
+    """Return the option of the fastest single host that can hold the model; None if none can."""
     options = single_host_options(job, cluster).values()
     return max((option for option in options if fits_in_memory(option, cluster)), key=option_throughput, default=None)
 
 
 class LinkSearch(HostSetSearch):
-    """Candidate Rosters predicted over other links; the round trip between distant hosts stays as it is."""
+    """Find the fastest Roster over other bandwidths; every link gets the longest round trip between distant hosts."""
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         super().__init__(job_with_runnable_sync(job, cluster), with_uniform_link(cluster, IDEAL_LINK))
@@ -122,7 +125,7 @@ class LinkSearch(HostSetSearch):
         self.fabrics = [fabric for name in FABRICS if (fabric := self._fabric(name + self.rtt_suffix))]
 
     def best_over_link(self, text: str) -> PlanOption | None:
-        """Return the fastest option over a link in `--link` syntax; None if none fits."""
+        """Return the fastest option over a link in `--link` syntax; None if none fits into memory."""
         return self.best(parse_link(text).wire)
 
     def _fabric(self, link: str) -> Fabric | None:
@@ -133,7 +136,7 @@ class LinkSearch(HostSetSearch):
 
 
 def with_bf16_gradients(job: Job, cluster: Cluster, fabric: Fabric) -> PlanOption:
-    """Predict the best option over this link with gradients in bf16."""
+    """Predict the Roster of the fabric's best option over the fabric's link, with gradients sent in bf16."""
     bf16_roster = fabric.best.roster.replace_sync(SyncSpec(kind="bf16"))
     return predict_step(job, with_uniform_link(cluster, parse_link(fabric.link).wire), bf16_roster)
 
@@ -152,7 +155,7 @@ def break_even_advice(prediction: Prediction, links: LinkSearch) -> list[Advice]
 
 
 def _is_worthwhile(option: PlanOption | None, single: PlanOption) -> bool:
-    """Return whether the option is clearly faster than the best single host, by the gain that its loss requires."""
+    """Return whether the option exceeds the best single host by MIN_GAIN and by what its loss penalty requires."""
     return option is not None and option.tokens_per_s > max(MIN_GAIN, required_gain(option)) * single.tokens_per_s
 
 
@@ -182,10 +185,11 @@ def _link_advice(cluster: Cluster, links: LinkSearch, single: PlanOption, distri
 
 
 def _break_even_link(single: PlanOption, wired: Sequence[Fabric], links: LinkSearch) -> tuple[str, PlanOption] | None:
-    """Return the slowest link (in `--link` syntax) over which several hosts are clearly faster, and their option.
+    """Return the slowest link (in `--link` syntax) over which several hosts are clearly faster than `single`, and the
+    option over it.
 
-    Bisects between the last named link that is too slow and the next one. None if the fastest link is too slow, or the
-    slowest is fast enough.
+    Bisect between the fastest listed link that is too slow and the next one. Return None if all listed links are too
+    slow, or if even the slowest is fast enough.
     """
     low, result = 0.0, None
     slower = (
@@ -219,7 +223,7 @@ def _break_even_link(single: PlanOption, wired: Sequence[Fabric], links: LinkSea
 
 
 def _rtt_suffix(cluster: Cluster) -> str:
-    """Return the round trip of distant hosts as a suffix for `--link`; "" for hosts in one room."""
+    """Return the longest round trip between hosts as a suffix for `--link`; "" if it is that of hosts in one room."""
     latency_s = max((wire.latency_s for wire in cluster.distinct_links if not wire.is_shared), default=0.0)
     return f",{2e3 * latency_s:.4g}ms" if latency_s >= WAN_LATENCY_S else ""
 
@@ -290,7 +294,7 @@ def _has_default_shares(option: PlanOption, job: Job, cluster: Cluster) -> bool:
 
 
 def format_flags(flags: dict[str, str]) -> str:
-    """Format flags as they are added to a command.
+    """Format flags for appending to a command.
 
     >>> format_flags({"--batch": "64", "--recompute": ""})
     '--batch 64 --recompute'

@@ -26,9 +26,10 @@ def calibrate_cluster(
 ) -> Cluster:
     """Return the cluster of a run, calibrated to its `records` (by rank); `prior` is the cluster of its prediction.
 
-    The records replace the prior's compute rates, update, input, and the links, all of these by one factor. What they
-    do not contain (memory, the processor time of communication, γ) stays. Raise UsageError if the speed of a host is
-    not known at all.
+    The records replace the prior's compute rates, update times and input times. A run with ddp also scales all links by
+    one factor. Memory sizes, `sync_Bps` and `sum_Bps` stay as in the prior. Raise UsageError if no step was recorded by
+    all ranks, if a host's speed is in neither the records nor the prior, or if a run without ddp on several hosts has
+    no prior, which it needs for the links.
     """
     roster, typical_step = manifest.roster.renumber_ranks(), _typical_step(manifest, records)
     if not typical_step.step_p50_s:
@@ -119,7 +120,7 @@ def _matches_roster(prior: Cluster, roster: Roster) -> bool:
 
 
 def _contention_s(job: Job, prior: Cluster, roster: Roster) -> dict[str, float]:
-    """Return, by host, the predicted seconds of a rank's compute time that communication takes from it."""
+    """Return for each host the predicted seconds by which communication lengthens a rank's compute time."""
     hosts = {name: msgspec.structs.replace(host, sync_Bps=None) for name, host in prior.hosts.items()}
     both = (predict_step(job, c, roster).ranks for c in (prior, msgspec.structs.replace(prior, hosts=hosts)))
     return {
@@ -131,7 +132,7 @@ def _contention_s(job: Job, prior: Cluster, roster: Roster) -> dict[str, float]:
 def _calibrate_host(
     base: HostRates, job: Job, ranks: Sequence[tuple[Member, RankSummary]], stolen_s: float
 ) -> HostRates:
-    """Calibrate a host to the typical steps of its ranks, of which the slowest counts."""
+    """Return the host's rates, calibrated to the typical step of the rank with the most compute time per token."""
     token_s, member, rank = max(
         ((compute_s / tokens, member, rank) for member, rank in ranks
          if (compute_s := rank.typical.compute_s) and (tokens := rank.tokens)),
@@ -160,7 +161,10 @@ def _calibrate_host(
 def _calibrate_links(
     job: Job, roster: Roster, cluster: Cluster, typical_step: TypicalStep, *, has_prior: bool
 ) -> Cluster:
-    """Scale all links by the ratio of their predicted and measured time in flight."""
+    """Return the cluster with all links scaled by predicted / measured time in flight.
+
+    Without a prior, give all links the measured bandwidth and no latency.
+    """
     measured_s, sent = typical_step.sync_p50_s, typical_step.ranks[0].bytes
     if not measured_s or not sent:
         return cluster

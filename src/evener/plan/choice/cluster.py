@@ -41,7 +41,7 @@ class AssumptionLog:
         self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def add(self, text: str, host: str = "") -> None:
-        """Add a sentence about one host, or about all."""
+        """Add a sentence about one host, or about all hosts if `host` is ""."""
         self._of[text][host] = None
 
     def sentences(self, num_hosts: int) -> list[str]:
@@ -61,8 +61,8 @@ def build_cluster(
 ) -> Cluster:
     """Build the cluster of the fleet's hosts and links for this job; `wire` overrides all links between hosts.
 
-    `seats` are the rank slots detected on the hosts; by default they are derived from the known rates. Raise
-    NotMeasuredError that names the host or link without figures and the command that measures them.
+    `seats` are the rank slots detected on the hosts; by default they are derived from the devices in the fleet file.
+    Raise NotMeasuredError that names the host or link without figures and the command that measures them.
     """
     assumed = AssumptionLog()
     kinds = _host_kinds(fleet)
@@ -100,7 +100,7 @@ def build_cluster(
 
 def uniform_cluster(tokens_per_s: Mapping[str, float], link: LinkModel, devices: Sequence[str] = ("cpu",),
             local: LinkModel | None = None) -> Cluster:  # fmt: skip
-    """Build a cluster from the tokens/s of each host's ranks, the same in any dtype, with equal links between hosts."""
+    """Build a cluster from the tokens/s of one rank on each host (the same in any dtype) and one link for all hosts."""
     rates = {name: dict.fromkeys(get_args(Dtype), rate) for name, rate in tokens_per_s.items()}
     return Cluster(
         seats=[RankSlot(host=name, device=device, has_bf16=device != "cpu") for name in rates for device in devices],
@@ -153,7 +153,10 @@ def _host_kinds(fleet: Fleet) -> dict[str, object]:
 
 
 def _known_rates(host: HostConfig, measured: Mapping[str, Rates]) -> dict[str, Rates]:
-    """Return the measured rates of a host's devices, with gaps filled from the hardware table."""
+    """Return the measured rates of a host's devices, with gaps filled from the hardware table.
+
+    A memory size declared for the host replaces that of its GPUs, or of its processor if it has none.
+    """
     hardware = parse_hardware(host.gpu) if host.gpu is not None else None
     known = dict(measured)
     if hardware is not None:
@@ -191,10 +194,10 @@ def _gpu_rates(rates: Mapping[str, Rates]) -> list[Rates]:
 
 
 def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Job) -> list[RankSlot]:
-    """Return the rank slots on a host's known devices.
+    """Return the rank slots on the devices of a host.
 
-    A device has bf16 if it was measured in bf16 or the hardware table says so. A GPU without either is assumed to have
-    it.
+    A device on which training was measured has bf16 if it trained in bf16. Any other GPU has bf16 unless it has matmul
+    rates (measured, or from the hardware table) in other dtypes only. Any other processor does not.
     """
     gpus = _gpu_rates(rates)
     if requested_device(host, job.spec.machine) == "cuda" and not gpus:
@@ -212,7 +215,10 @@ def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Jo
 
 
 def _rates_of_device(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:
-    """Return the rates of a device, or of the last known device of its kind."""
+    """Return the rates of a device; a GPU with a higher index than any GPU with rates gets those of the last one.
+
+    Raise NotMeasuredError if the host has no rates of a processor or of GPUs, whichever `device` is.
+    """
     known = [rates["cpu"]] if device == "cpu" and "cpu" in rates else _gpu_rates(rates) if device != "cpu" else []
     if not known:
         raise _not_measured_error(name, "processor" if device == "cpu" else "GPUs", job)
@@ -226,7 +232,7 @@ def _not_measured_error(name: str, what: str, job: Job) -> NotMeasuredError:
 
 
 def _nearest_preset(job: Job) -> str:
-    """Return the preset to probe: the job's model, or for a model given by its size the preset of nearest FLOPs."""
+    """Return the preset to probe: the job's model or, if that is no preset, the one with the nearest FLOPs a token."""
     if job.model in PRESETS:
         return job.model
     return min(
@@ -236,7 +242,10 @@ def _nearest_preset(job: Job) -> str:
 
 def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapping[str, Rates], job: Job,
           dtypes: Sequence[Dtype]) -> tuple[HostRates, list[str]]:  # fmt: skip
-    """Return a host's rates and the assumptions. `dtypes` are those that its ranks may use, with all hosts first."""
+    """Return a host's rates and the assumptions behind them.
+
+    `dtypes` are the dtype of its ranks in a run on all hosts and, if it differs, in a run on this host alone.
+    """
     assumed: list[str] = []
     probed = [_rates_of_device(name, device, rates, job) for device in dict.fromkeys(devices)]
     num_sharing = -(-len(devices) // len(probed))  # ranks that share a device
@@ -325,7 +334,10 @@ def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bottlene
 
 
 def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -> ModelRate:
-    """Return the device's rates for this job: measured, or derived by FLOPs from another model or the matmul rate."""
+    """Return the device's rates for this job, by FLOPs from the measured model that is this one or nearest to it.
+
+    If no model was measured, derive them from the matmul rate. Raise NotMeasuredError if that is missing, too.
+    """
     known = job.model in rates.models
     if rates.models:
         nearest = min(
@@ -372,12 +384,12 @@ def _flops_per_token(shape: GPTShape) -> float:
 
 
 def _probed_shape(model: str, job: Job) -> GPTShape:
-    """Return the shape that the probe ran; the job's own for a name that is no preset (any more)."""
+    """Return the shape of the preset that was probed; the job's shape if `model` names no preset."""
     return PRESETS.get(model, job.shape)
 
 
 def _link_models(fleet: Fleet, assumed: AssumptionLog) -> tuple[LinkModel | None, dict[str, dict[str, LinkModel]]]:
-    """Return the link between all hosts, and the links of pairs that have their own, by source and target."""
+    """Return the fleet's common link (None if it has none), and the links of single pairs as [source][target]."""
     common = parse_link(fleet.link) if fleet.link is not None else None
     names = list(fleet.hosts)
     pairs = {(a, b) for a in names for b in fleet.links.get(a, {}) if b in fleet.hosts}
@@ -404,5 +416,5 @@ def _link_models(fleet: Fleet, assumed: AssumptionLog) -> tuple[LinkModel | None
 
 
 def to_link_model(link: HostLink) -> LinkModel:
-    """Convert a measured link; its latency α is half a round trip."""
+    """Convert a link of the fleet file; `latency_s` is half its round trip."""
     return LinkModel(latency_s=link.rtt_s / 2, bandwidth_Bps=link.bandwidth_Bps, is_shared=link.is_shared)

@@ -40,12 +40,12 @@ MAX_HOSTS_EXHAUSTIVE = 5  # up to so many hosts every subset is predicted
 MAX_HOSTS_GREEDY = 8  # up to so many hosts are left out greedily, one by one
 MAX_HOSTS_BY_SPEED = 16  # up to so many hosts, every number of the fastest is predicted
 MAX_HOSTS_RING_SEARCH = 64  # up to so many hosts the best ring order is searched; larger clusters keep the file's order
-MAX_RANKS = 1 << 16  # that are predicted
+MAX_RANKS = 1 << 16  # the largest number of ranks that is predicted
 MIN_LOSSY_GAIN = 1.05  # gain over an exact strategy that is required of one that costs loss
 
 
 def predict_training(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> PlanOption:
-    """Predict what `train` would do on these hosts, on all if None."""
+    """Predict `train` on these hosts, or on all hosts if None."""
     wanted = set(cluster.hosts if hosts is None else hosts)
     seats = [seat for seat in cluster.seats if seat.host in wanted]
     roster = initial_roster_by_speed(job, cluster, seats)
@@ -53,14 +53,14 @@ def predict_training(job: Job, cluster: Cluster, hosts: Collection[str] | None =
 
 
 def with_best_bucket_size(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> PlanOption:
-    """Predict the Roster, with the other bucket size where that is clearly faster.
+    """Predict the Roster with its default bucket size, or with the other one (25 or 4 MiB) if that is clearly faster.
 
     Small buckets are sent early and leave little to send after backward; large ones need fewer messages.
     """
     default = predict_step(job, cluster, roster, name=name)
     if roster.world_size == 1 or roster.bucket_bytes or not roster.sync.has_buckets:
         return default
-    # nothing to gain
+    # even without any exposed communication the gain would be too small
     if MIN_GAIN * (default.step_s - (default.straggler_cost.cost.exposed_sync_s or 0.0)) > default.step_s:
         return default
     other_bytes = BUCKET_BYTES if bucket_bytes(roster) else COMPRESSED_BUCKET_BYTES
@@ -78,7 +78,7 @@ def option_name(job: Job, roster: Roster) -> str:
 
 
 def predict_single_host(job: Job, cluster: Cluster, name: str) -> PlanOption:
-    """Predict a single host in its own best dtype, with ddp where the requested strategy is rejected."""
+    """Predict a single host in the dtype that is best for it, with ddp if the requested strategy is rejected."""
     any_job = _job_for_any_hosts(job)
     option = predict_training(any_job, cluster, [name], name=f"{name} alone")
     if not why_strategy_rejected(option, job.spec.train.loss_budget / 100):
@@ -121,11 +121,12 @@ def fewer_replica_options(job: Job, cluster: Cluster, loss_budget: float) -> lis
 
 
 def candidate_host_sets(job: Job, cluster: Cluster) -> list[list[str]]:
-    """Return subsets of at least two hosts that may be faster than all of them, from large to small.
+    """Return subsets of at least two hosts that may train faster than all hosts, from large to small.
 
-    A few hosts: all subsets. More: first without the hosts that cannot hold the model, then greedily without one more
-    host at a time, the one without which the rest is fastest. Many: the fastest hosts, in numbers that halve and where
-    the next host is clearly slower.
+    Up to MAX_HOSTS_EXHAUSTIVE hosts: all subsets. Otherwise start with the hosts that can hold the model. Up to
+    MAX_HOSTS_GREEDY of them: remove one host at a time, each time the one without which the rest is fastest. Up to
+    MAX_HOSTS_BY_SPEED: the k fastest hosts for every k. Above: the k fastest only where k is a halving of their number,
+    or where the next host is clearly slower.
     """
     if len(cluster.host_names) <= MAX_HOSTS_EXHAUSTIVE:
         return _all_host_sets(cluster)
@@ -144,7 +145,7 @@ def candidate_host_sets(job: Job, cluster: Cluster) -> list[list[str]]:
 
 
 def _hosts_that_fit(job: Job, cluster: Cluster) -> list[str]:
-    """Return the hosts that remain after removing, repeatedly, those short of memory; none if fewer than two remain."""
+    """Return the hosts that are left once all hosts short of memory are removed; [] if fewer than two are left."""
     names = cluster.host_names
     while len(names) > 1:
         option = predict_training(
@@ -170,7 +171,7 @@ def _all_host_sets(cluster: Cluster) -> list[list[str]]:
 
 
 def _greedy_host_sets(job: Job, cluster: Cluster, names: list[str]) -> list[list[str]]:
-    """Return the subsets that result from removing, again and again, the host without which the rest is fastest."""
+    """Return the subsets left by removing one host at a time, each time the one without which the rest is fastest."""
     sets = []
     is_uniform = len(cluster.distinct_links) == 1
     while len(names) > 2:
@@ -182,7 +183,7 @@ def _greedy_host_sets(job: Job, cluster: Cluster, names: list[str]) -> list[list
 
 
 def single_host_options(job: Job, cluster: Cluster) -> dict[str, PlanOption]:
-    """Predict each host by itself; of identical hosts only the first."""
+    """Predict training on each host alone; of identical hosts predict only the first."""
     devices: dict[str, list[str]] = {name: [] for name in cluster.host_names}
     for seat in cluster.seats:
         devices[seat.host].append(seat.device)
@@ -213,9 +214,9 @@ def other_shares_options(job: Job, cluster: Cluster) -> list[PlanOption]:
 
 
 def with_best_ring_order(job: Job, cluster: Cluster) -> Cluster:
-    """Reorder hosts so that the slowest link of the ring is fastest; return the same object if that gains nothing.
+    """Return the cluster with its hosts in the ring order whose slowest link is fastest; the same if that gains little.
 
-    Explicit shares refer to the ranks in the file's order, which is then kept.
+    With explicit shares keep the fleet file's order, because the shares refer to ranks in that order.
     """
     if job.spec.machine.has_explicit_shares or not 2 < len(cluster.host_names) <= MAX_HOSTS_RING_SEARCH:
         return cluster
@@ -297,7 +298,7 @@ def job_with_shares(job: Job, shares: str) -> Job:
 
 
 def _job_for_any_hosts(job: Job) -> Job:
-    """Return the job with auto shares in place of explicit ones, which are for all hosts."""
+    """Return the job with auto shares in place of explicit shares, which suit only a run on all hosts."""
     return job_with_shares(job, "auto") if job.spec.machine.has_explicit_shares else job
 
 
@@ -306,9 +307,9 @@ def option_throughput(option: PlanOption) -> float:
 
 
 def pick_fastest(options: Sequence[PlanOption]) -> PlanOption | None:
-    """Return the option with most tokens/s, of which a lossy strategy must gain something, and more if it costs loss.
+    """Return the option with the most tokens/s after dividing each by its `required_gain`; None if there is no option.
 
-    Of strategies that differ only in their bits and hardly in speed, prefer more bits.
+    Among strategies that differ only in bits and by less than MIN_GAIN in speed, prefer more bits.
     """
     best = max(options, key=lambda option: option_throughput(option) / required_gain(option), default=None)
     if best is None:
@@ -328,7 +329,7 @@ def required_gain(option: PlanOption) -> float:
 
 
 def pick_simplest(options: Sequence[PlanOption], best: PlanOption, chosen: str) -> PlanOption:
-    """Return the simplest option within the prediction error of the best: fewest hosts first, then the chosen one."""
+    """Return the simplest option within the prediction error of the best: fewest hosts, then the one named `chosen`."""
     near = [option for option in options if best.tokens_per_s < MIN_GAIN * option.tokens_per_s
             and required_gain(option) <= required_gain(best)]  # fmt: skip
     return min(near, key=lambda option: (len(option.roster.hosts), option.name != chosen, option.step_s))
@@ -357,7 +358,7 @@ def hosts_short_of_memory(option: PlanOption, cluster: Cluster) -> dict[str, int
 
 
 def explain_memory_shortage(option: PlanOption, cluster: Cluster) -> str:
-    """Explain which host has too little memory; "" if all have enough, as far as known."""
+    """Explain which host has too little memory; "" if every host of known memory size has enough."""
     for name, need in hosts_short_of_memory(option, cluster).items():
         has = cluster.hosts[name].memory_bytes or 0
         return (

@@ -81,7 +81,7 @@ def host_ring_order(fleet: Fleet, job: Job) -> list[str]:
 class MachineFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Hypothetical machines, as described by flags."""
 
-    nodes: int | None = None  # [as many as rates or GPUs are listed]
+    nodes: int | None = None  # default: as many as rates, GPUs or memory sizes are listed
     rates: str | None = None  # tokens/s of one rank alone: one for all nodes, or one for each
     gpus: str | None = None  # hardware by name, "h100" or "4090,3090": one for all nodes, or one for each
     per_node: int = 1  # ranks on each node; several ranks are GPUs
@@ -132,7 +132,7 @@ def request_for_rental(request: PlanRequest, offer: RentalOffer) -> PlanRequest:
 
 
 def _check_ranks(num_ranks: int, job: Job) -> None:
-    """Refuse too many ranks before they are created."""
+    """Raise UsageError for more ranks than MAX_RANKS or, without explicit shares, than sequences in a batch."""
     if num_ranks > MAX_RANKS:
         raise UsageError(f"{num_ranks} ranks, more than {MAX_RANKS}", hint="--scale 1,8,…,65536 goes as far")
     if num_ranks > job.spec.train.batch and not job.spec.machine.has_explicit_shares:
@@ -143,7 +143,7 @@ def _check_ranks(num_ranks: int, job: Job) -> None:
 
 
 def _requested_job(spec: RunSpec, corpus: Corpus | None, params: str | None) -> tuple[Job, list[str]]:
-    """Return the job, of a preset or of a number of parameters (`params`), and what was assumed about it."""
+    """Return the job and the assumptions about it. `params`, a number of parameters, replaces the model preset."""
     model, vocab_size, assumed = spec.model, corpus.vocab_size if corpus else None, []
     if params is None:
         shape = model_shape(spec, vocab_size)
@@ -264,7 +264,7 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
 
 def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
             measured_at: str) -> tuple[dict[str, dict[str, Rates]], dict[str, dict[str, HostLink]]]:  # fmt: skip
-    """Return a run's calibrated (rates, links) for the fleet file, converted to the preset's own shape.
+    """Return a run's calibrated (rates, links) for the fleet file, converted to the shape of the job's preset.
 
     `measured_at` is the time that the file will show. Raise UsageError if the file lacks a host of the run.
     """

@@ -44,7 +44,8 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
 
     The chosen option is what `train` does with all these hosts, recommended or not. Hosts are put in the order of the
     fastest ring, unless `keep_order`. `measured` is an option as a run measured it; it replaces the predicted option of
-    the same name. With `may_leave_out` some hosts may be left out, so strategies count that are fast enough on fewer.
+    the same name. With `may_leave_out` and auto shares, --sync auto also considers strategies that exceed the loss
+    budget on all hosts but not on fewer.
     """
     original, loss_budget, is_sync_ours = cluster, job.spec.train.loss_budget / 100, job.spec.train.sync == "auto"
     if not keep_order:
@@ -97,10 +98,10 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
 
 
 def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
-    """Return the job with its strategy chosen, for --sync auto: the fastest that can run within the loss budget.
+    """For --sync auto, return the job with the fastest strategy that can run within the loss budget; else the job.
 
-    It is predicted on all hosts or, with `may_leave_out`, on as many as the loss budget allows. ddp wins within the
-    prediction error.
+    Predict each strategy on all hosts. With `may_leave_out`, also predict DiLoCo variants that exceed the loss budget
+    on as many of the fastest hosts as the budget allows. Choose ddp if the best one gains less than MIN_GAIN.
     """
     if job.spec.train.sync != "auto":
         return job
@@ -141,7 +142,7 @@ def recommended_flags(prediction: Prediction) -> str:
 
 
 def reasons_left_out(prediction: Prediction) -> dict[str, str]:
-    """Return the hosts without which the run, with its strategy, is at least as fast, and the reason for each."""
+    """Return the hosts without which the chosen strategy trains at least as fast, each with the reason."""
     cluster, chosen = prediction.cluster, prediction.option(prediction.chosen)
     loss_budget = prediction.job.spec.train.loss_budget / 100 if prediction.is_sync_ours else None
 

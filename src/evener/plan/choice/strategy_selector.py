@@ -1,9 +1,9 @@
 """Strategy selection during a run: switch the sync strategy when the link between the ranks has changed for good.
 
-A run with --sync auto starts with the planner's choice. All ranks then receive how long each step's exchange was in
-flight on each of them; the rank that was ready last waited for no other, so the minimum over ranks is the link's time.
-A change must last a whole window, in both of its halves, and exceed the prediction error. The links of the planner's
-cluster are then scaled by it, and all strategies are predicted again.
+A run with --sync auto starts with the planner's choice. In each step every rank receives how long the exchange was in
+flight on each rank. The rank that was ready last waited for no other, so the minimum over ranks is the link's time. A
+change of that time must exceed the prediction error in both halves of a window of steps. Then the links of the
+planner's cluster are scaled by the change, and all strategies are predicted again.
 
 The candidates keep replicas equal. DiLoCo is not among them: its replicas have per-rank optimizer states.
 """
@@ -44,8 +44,8 @@ class StrategySwitch(msgspec.Struct, frozen=True, kw_only=True):
 class StrategySelector:
     """Observes every step and decides when to switch the strategy.
 
-    Pure, so that ranks with the same observations decide the same. Hosts of the cluster that are not in the Roster have
-    left the run.
+    Decisions depend only on the observed times, so all ranks decide alike. Hosts of the cluster that are not in the
+    Roster have left the run.
     """
 
     def __init__(self, job: Job, cluster: Cluster, roster: Roster) -> None:
@@ -89,7 +89,7 @@ class StrategySelector:
         gain = best.tokens_per_s / current.tokens_per_s
         if best.roster.sync == roster.sync or gain < MIN_SWITCH_GAIN:
             best = current
-        # Keep the ratio of measured to predicted time: what the model misses of this link it misses for any strategy.
+        # Keep the ratio of measured to predicted time, as if the model erred equally on this link for any strategy.
         self._expected_s, self._is_measured = self._in_flight_s(best.roster) * expected_s / predicted_s, False
         self._seen.clear()
         if best is current:

@@ -72,7 +72,9 @@ def _price_per_h(host: HostRates, price_per_kwh: float | None) -> float | None:
 
 
 def uncertainty(option: PlanOption, cluster: Cluster) -> float:
-    """Return the relative uncertainty of the option's step: each part by the basis of its figures."""
+    """Return the relative uncertainty of the option's step time: the mean of those of compute and exposed
+    communication, weighted by their fractions of the step.
+    """
     exposed = (option.straggler_cost.cost.exposed_sync_s or 0.0) / option.step_s
     computing = max(UNCERTAINTY[cluster.hosts[name].basis] for name in option.roster.hosts)
     link = UNCERTAINTY["measured"] if cluster.are_links_measured else UNMEASURED_LINK_UNCERTAINTY

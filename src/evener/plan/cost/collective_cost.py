@@ -34,7 +34,7 @@ GLOO_STALL_FACTOR = {"all_gather": (2.0, 1.4, 1.1), "all_to_all": (2.0, 1.5, 1.6
 GLOO_OVERHEAD_BYTES = 288
 # Bytes of a message that the socket buffers take at once. With 2 ranks 128 KiB get the link's bandwidth, 512 KiB 0.62.
 SOCKET_BUFFER_BYTES = 1 << 18
-# of a search for a ring of 10 hosts or more, before it gives up on a bandwidth
+# dead ends after which the search for a ring of 10 hosts or more gives up on a bandwidth
 MAX_SEARCH_STATES, MAX_RETRY_STATES = 250, 30
 
 
@@ -58,9 +58,9 @@ def protocol_overhead_bytes(backend: Backend, num_ranks: int) -> int:
 
 
 def bus_factor(collective: Collective, num_ranks: int) -> float:
-    """Return the factor of busbw = factor · S/t: what an ideal algorithm sends over each rank's link, relative to S.
+    """Return the bytes that an ideal algorithm sends over each rank's link, divided by the bytes of the buffer.
 
-    [nccl-tests, PERFORMANCE.md]
+    Bus bandwidth (busbw) is this factor times buffer bytes per second.   [nccl-tests, PERFORMANCE.md]
 
     >>> [bus_factor(collective, 4) for collective in ("all_reduce", "all_gather", "broadcast")]
     [1.5, 0.75, 1.0]
@@ -100,9 +100,9 @@ def reduced_bytes(collective: Collective, size_bytes: float, num_ranks: int) -> 
 class CollectiveTimeSplit(msgspec.Struct, frozen=True, kw_only=True):
     """The time of one collective, split into four parts that sum to it."""
 
-    wire_s: float  # sent/β
+    wire_s: float  # bytes sent / bandwidth of the link
     latency_s: float  # of the smallest message: rounds, wake-ups, the backend's own work
-    reduction_s: float  # reduced/γ
+    reduction_s: float  # bytes reduced / rate at which a thread adds them
     rest_s: float  # not explained by the other three: negative where the backend overlaps them
 
     @property
@@ -121,9 +121,10 @@ def split_collective_time(
     sum_Bps: float,
     backend: str = "gloo",
 ) -> CollectiveTimeSplit:
-    """Split a measured time by its model: t = α-term + sent/β + reduced/γ + rest.
+    """Split a measured `time_s` into bytes sent / `bandwidth_Bps` + bytes reduced / `sum_Bps` + latency + rest.
 
-    The α-term, `latency_s`, is the time of the same collective at its smallest size, less that size's other two terms.
+    Pass as `latency_s` the time of the same collective at its smallest size, less the first two terms at that size. It
+    is lowered where the sum would exceed `time_s`.
 
     >>> split_collective_time("all_reduce", 100e6, 2, time_s=1.0, latency_s=0.01, bandwidth_Bps=125e6, sum_Bps=1e9)
     CollectiveTimeSplit(wire_s=0.8, latency_s=0.01, reduction_s=0.05, rest_s=0.13999999999999996)
@@ -144,11 +145,11 @@ def _tree_depth(num_ranks: int) -> int:
 
 
 def pipelined_s(size_bytes: float, num_hops: int, link: LinkModel) -> float:
-    """Return the seconds of a message over k links in series, split into the best number m of segments.   [derived]
+    """Return the seconds of a message over k = `num_hops` links in series, split into the best number m of segments.
 
     The last segment leaves after m-1 others and then takes k hops: t = (k+m-1)·(α + S/mβ). The minimum is at
     m = √((k-1)·S/αβ), where t = (k-1)·α + S/β + 2·√((k-1)·α·S/β): the cost per segment then equals the cost of filling
-    the pipeline. One hop is not split: α + S/β.
+    the pipeline. One hop is not split: α + S/β.   [derived]
 
     >>> wire = LinkModel(latency_s=1e-3, bandwidth_Bps=125e6)
     >>> round(pipelined_s(100e6, 1, wire), 3), round(pipelined_s(100e6, 5, wire), 3)
@@ -162,14 +163,14 @@ def pipelined_s(size_bytes: float, num_hops: int, link: LinkModel) -> float:
 
 
 class RingLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """The links of one direction of a ring; equal ones are kept once."""
+    """The links of a ring in one direction; `distinct` lists equal links once."""
 
     num: int
     distinct: tuple[LinkModel, ...]
-    total_latency_s: float  # of all of them together
+    total_latency_s: float  # sum over all `num` links
 
     def capped_at(self, sum_Bps: float) -> RingLinks:
-        """Return these links with bandwidth capped at γ, for data that is reduced as it arrives."""
+        """Return these links with bandwidth capped at `sum_Bps`, for data that is added to a buffer as it arrives."""
         kinds = tuple(LinkModel(latency_s=wire.latency_s, bandwidth_Bps=min(wire.bandwidth_Bps, sum_Bps))
                       for wire in self.distinct)  # fmt: skip
         return msgspec.structs.replace(self, distinct=kinds)
@@ -211,7 +212,7 @@ class Ring(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def min_sum_Bps(self) -> float:
-        """γ of the slowest rank."""
+        """The bytes/s that the slowest rank adds to a buffer."""
         return min(self.sum_Bps)
 
     @property
@@ -314,8 +315,9 @@ def collective_s(collective: Collective, size_bytes: float, ring: Ring, backend:
 
 
 def _bytes_per_link(collective: Collective, size_bytes: float, ring: Ring, backend: str) -> float:
-    """Return the bytes between hosts, averaged over the ring's links between them: a shared medium carries one at a
-    time.
+    """Return the bytes that a collective sends between hosts, divided by the number of the ring's links between hosts.
+
+    A shared medium carries the bytes of one link at a time.
     """
     num_ranks, sizes = ring.num_ranks, ring.host_sizes
     if collective in ("all_to_all", "swap"):

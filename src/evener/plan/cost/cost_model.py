@@ -76,7 +76,7 @@ class _RankTimes(msgspec.Struct, frozen=True):
 
 
 def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> PlanOption:
-    """Predict a step of this Roster, rank by rank, as an Option. A rank without a share only waits."""
+    """Predict a step of this Roster, rank by rank. A rank that gets no sequences of the batch only waits."""
     num_ranks = roster.world_size
     kinds, group_of_rank = _group_ranks(cluster, roster)
     work = sync_workload(job, roster)
@@ -145,8 +145,8 @@ def _collective_key(transfer: CollectiveCall) -> CollectiveKey:
 
 
 def _hosts_in_scope(cluster: Cluster, roster: Roster, scope: CollectiveScope) -> list[str]:
-    """Return the host of each rank of a ring: of all ranks, of those on the host with the slowest links, or of one
-    rank on each host.
+    """Return the host of each rank of a ring. The scope "all" has all ranks, "host" those of the host whose ranks have
+    the slowest link between them, "hosts" one rank of each host.
     """
     if scope == "all":
         return [member.host for member in roster.members]
@@ -158,7 +158,7 @@ def _hosts_in_scope(cluster: Cluster, roster: Roster, scope: CollectiveScope) ->
 
 
 def _sent_bytes(size: CollectiveKey, ring: Ring, roster: Roster) -> float:
-    """Return the bytes that a rank sends."""
+    """Return the bytes that a rank sends in one collective; in the scope "hosts" the mean over the ranks of a host."""
     collective, size_bytes, scope = size
     sent = sent_bytes(collective, size_bytes, ring.num_ranks, roster.backend)
     return sent * len(roster.hosts) / roster.world_size if scope == "hosts" else sent
@@ -212,8 +212,10 @@ def _solve_overlap(
 
 
 def _jitter_wait_s(cluster: Cluster, kinds: Sequence[_RankGroup], times: Sequence[_RankTimes], every: int) -> float:
-    """Return by how much the slowest rank of a step exceeds the rank that is slowest on average: measured, or expected
-    from the ranks' jitter, which averages out over the steps between two exchanges.
+    """Return the seconds by which the slowest rank of a step exceeds the rank that is slowest on average.
+
+    These are the cluster's measured `late_s` (0 if ranks exchange only every several steps), or else the expectation
+    from its `jitter`, which averages out over the `every` steps between two exchanges.
     """
     if cluster.late_s or not cluster.jitter:
         return cluster.late_s if every == 1 else 0.0
@@ -254,7 +256,9 @@ def codec_s_per_byte(host: HostRates, sync: SyncSpec) -> float:
 def _rank_times(
     job: Job, cluster: Cluster, roster: Roster, kind: _RankGroup, work: SyncWorkload, stolen_s: float
 ) -> _RankTimes:
-    """Return the times of a rank by itself: its share, averaged over a round, plus encoding, copies and contention."""
+    """Return the times of a rank that waits for no other: to compute its mean share of the batch, to copy and encode
+    gradients, and `stolen_s` of contention.
+    """
     member = kind.member
     host, sequence_s = cluster.hosts[member.host], job.shape.block_size / cluster.tokens_per_s(member)
     more, whole = math.modf(kind.mean_share)  # one sequence more in this fraction of its steps
@@ -273,7 +277,7 @@ def _rank_times(
 def _schedule_transfers(
     work: SyncWorkload, times: Sequence[_RankTimes], lasting_s: Mapping[CollectiveKey, float]
 ) -> list[tuple[float, float]]:
-    """Return the (start, end) of each transfer."""
+    """Return the (start, end) of each transfer, in seconds since the step began."""
     spans: list[tuple[float, float]] = []
     ended_s, last_ready = 0.0, _prune_dominated(times)
     for transfer in work.transfers:
@@ -284,7 +288,7 @@ def _schedule_transfers(
 
 
 def _prune_dominated(times: Sequence[_RankTimes]) -> list[_RankTimes]:
-    """Drop ranks that always have their gradients ready before some other rank; readiness is linear in the fraction."""
+    """Drop ranks whose gradients are always ready before those of another rank; three fractions of backward suffice."""
     kept: list[_RankTimes] = []
     for t in sorted(times, key=lambda t: -t.compute_end_s):
         if not any(all(other.ready_s(share) >= t.ready_s(share) for share in (-1.0, 0.0, 1.0)) for other in kept):

@@ -16,7 +16,7 @@ INTERVALS = 512  # of a trapezoid rule over a function that fades at both ends: 
 class MaxDistribution:
     """Distribution of the maximum of independent times; `log_cdf(x)` is the log of the probability that none exceeds x.
 
-    For constant times `atoms` are their possible values; otherwise they have a density.
+    Pass as `atoms` all possible values if the times are discrete; leave it empty if they have a density.
     """
 
     def __init__(self, log_cdf: Callable[[float], float], atoms: Sequence[float] = ()) -> None:
@@ -54,7 +54,7 @@ class MaxDistribution:
 
 def max_of_lognormals(groups: Sequence[tuple[float, int]], jitter: float, slow_share: float = 0.0,
                slow_factor: float = 1.0) -> MaxDistribution:  # fmt: skip
-    """Return the distribution of the slowest rank of groups of (mean seconds, ranks).
+    """Return the distribution of the slowest rank's time; `groups` are pairs (mean seconds, number of ranks).
 
     A rank's time is its mean · a lognormal with mean 1 and coefficient of variation `jitter`, multiplied by
     `slow_factor` with probability `slow_share`.
@@ -85,7 +85,7 @@ def max_of_lognormals(groups: Sequence[tuple[float, int]], jitter: float, slow_s
 
 @lru_cache(maxsize=4096)
 def expected_max_s(groups: tuple[tuple[float, int], ...], jitter: float) -> float:
-    """Return the expected time of the slowest rank of groups of (mean seconds, ranks).
+    """Return the expected seconds of the slowest rank; `groups` are pairs (mean seconds, number of ranks).
 
     >>> [round(expected_max_s(((1.0, num),), 0.02), 3) for num in (1, 2, 64)]
     [1.0, 1.011, 1.048]

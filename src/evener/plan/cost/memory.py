@@ -3,8 +3,9 @@
     W  bytes of the weights in fp32    N  tokens of a micro-batch    T  positions    C  width    H  heads
     V  vocabulary    e  bytes of an element of the arithmetic: 4 in fp32, 2 in bf16 and fp16
 
-The candidates are the end of forward, the gradient of the logits, backward through each block, and the last gradient.
-The worst is the one with most gradients and activations together; weights and AdamW's two moments are there throughout.
+The worst moment is the one with most bytes of gradients and activations together; weights and AdamW's two moments are
+there throughout. The candidates are the end of forward, the gradient of the logits, backward through each block, and
+the last gradient.
 Clipping and the fused update allocate nothing of their own (*measured*, torch 2.13: the profiler shows no allocation of
 more than a scalar there), neither does writing a checkpoint.
 
@@ -69,9 +70,9 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> MemoryBreakdown:
-    """Return the peak memory of a rank, in its largest micro-batch.
+    """Return the bytes, by cause, that a rank needs at the worst moment of its largest micro-batch.
 
-    With several micro-batches a step, gradients are held while the next one runs. With DDP they always are.
+    Forward runs with gradients in memory if a step has several micro-batches, or if the strategy keeps them in buckets.
 
     >>> from evener.core.run.roster import NO_SYNC, Member
     >>> from evener.core.model.shape import preset_shape
@@ -192,7 +193,7 @@ class _MicroBatchMemory:
         self.shape, self.N, self.e, self.device = shape, sequences * shape.block_size, element_bytes, device
 
     def moments(self, recompute: bool, gradients_held: bool) -> list[_MemoryMoment]:
-        """Return the moments in order. With `gradients_held`, this backward adds to gradients of an earlier one.
+        """Return the candidates for the worst moment, in order; `gradients_held`: gradients exist before this backward.
 
         Every second layer, backward frees and adds the same number of bytes, so the worst layer is one of the first two
         or the last two.
@@ -236,7 +237,7 @@ class _MicroBatchMemory:
         return moments
 
     def _backward_temporaries(self) -> list[int]:
-        """Return the temporaries of backward through an MLP, less what it has freed by then."""
+        """Return the sizes of the temporaries at the worst moment of an MLP's backward, less what it freed by then."""
         N, C, e, hidden = self.N, self.shape.width, self.e, MLP_EXPANSION * self.shape.width
         masked = [e * N * C] if self.shape.dropout else []
         product = [FP32 * N * C, *masked, e * N * hidden, FP32 * C * hidden]

@@ -7,10 +7,11 @@ replicas and 5.8 % with four. Text that is read once was not measured.
 Where several models were measured, the penalty is interpolated linearly over log(parameters). Beyond the largest
 measured model its penalty holds, because larger models lose less [Charles et al. 2025]; for DiLoCo we make no claim for
 models smaller than the smallest one measured. A measured gain holds only for models of about that size; elsewhere it
-counts as 0. Compressed gradients are judged by the measurement with two ranks for any number of ranks: the errors of
-more ranks cancel better. DiLoCo is not: more replicas of a batch lose more, and unequal ones less than equal ones (see
-`equivalent_replicas`). Its penalty is interpolated linearly between the measured numbers of replicas, from runs with no
-more steps and no more tokens a step, of which the one that lost least counts; more replicas never lose less than fewer.
+counts as 0. For compressed gradients, the measurement with two ranks holds for any number of ranks, because the errors
+of more ranks cancel better. With DiLoCo, more replicas lose more, and unequal shares lose less than equal ones (see
+`equivalent_replicas`). DiLoCo's penalty is interpolated linearly between the measured numbers of replicas. Only runs
+with no more steps and no more tokens a step than the job count; of several such runs, the one that lost least counts.
+The penalty never decreases with the number of replicas.
 
 Rounding alone, with ddp, moved the loss by −0.02, −0.28 and +0.00 % (three seeds): smaller differences are noise.
 """
@@ -45,7 +46,7 @@ class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """The measured loss penalty of one model with one strategy."""
 
     sync: str
-    shares: tuple[int, ...]  # of each rank, of the batch
+    shares: tuple[int, ...]  # each rank's share of the batch, as ratios
     num_params: int
     # validation loss relative to one process or data parallel at equal tokens, minus 1; negative: it was lower
     penalty: float
@@ -56,7 +57,7 @@ class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _from_paper(ranks: int, num_params: float, penalty: float) -> LossMeasurement:
-    """[Scaling laws for DiLoCo, arXiv 2503.09799, measured: with momentum 0.9 and the best learning rate of each]"""
+    """Return a measurement from "Scaling laws for DiLoCo", arXiv 2503.09799: momentum 0.9, the best learning rates."""
     return LossMeasurement(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
                     min_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
@@ -65,7 +66,7 @@ def _from_paper(ranks: int, num_params: float, penalty: float) -> LossMeasuremen
 def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = None, *, shape: str = "small",
           shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
           corpora: int = 1) -> LossMeasurement:  # fmt: skip
-    """[bench/loss.jsonl: the mean of its runs, each relative to one process of the same seed on the same corpus]"""
+    """Return the mean of runs in bench/loss.jsonl, each relative to one process of the same seed on the same corpus."""
     drifts, num_params = parse_sync(sync).drifts, NUM_PARAMS[shape]
     corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
     parts = tuple(map(int, shares.split(":")))
@@ -169,7 +170,7 @@ def _measured_only(of_what: str) -> str:
 
 
 def equivalent_replicas(shares: Sequence[float]) -> float:
-    """Return the number of equal replicas whose mean progresses as far as that of these shares, and loses as much.
+    """Return how many replicas with equal shares of the batch progress as far, and lose as much, as these shares.
 
     *Measured*, 1.0M parameters, diloco:10:int8:streamed, one seed: two lose 1.9 %, 9 : 5 : 2 2.8 %, four 5.2 %, so 1.9,
     1.9 and 1.7 % for each equivalent replica beyond the first; with 10.7M 0.5, 0.4 and 0.5 %. With 35M two, four and
@@ -236,10 +237,11 @@ def _measurements_of(sync: SyncSpec) -> list[LossMeasurement]:
 
 
 def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
-    """Return the compression error up to which the penalty holds: the largest of its runs, infinite if not measured.
+    """Return the largest relative compression error with which the measured loss penalty holds.
 
-    More than two ranks quantize what they send and then the sums (`worker.sync.quantized`), and the errors of the two
-    add up as squares: √2 times the error between two ranks. For bf16 it is the largest rounding error.
+    It is the largest error in the measured runs; infinity if none has one. For bf16 it is the largest rounding error.
+    More than two ranks quantize twice: what they send, then the sums (`worker.sync.quantized`). The squares of the two
+    errors add up, so errors measured with two ranks count √2 times.
     """
     if sync.kind == "bf16":
         return BF16_ROUNDING
@@ -255,7 +257,7 @@ def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
 class CompressionErrorMonitor:
     """Monitors whether the compression error of a lossy strategy stays within that of the runs with a known penalty."""
 
-    NUM_SAMPLES = 5  # samples, of which the median counts: each is of another bucket
+    NUM_SAMPLES = 5  # the median of so many samples counts; each is of another bucket
 
     def __init__(self, sync: SyncSpec, num_ranks: int) -> None:
         self.sync, self.max_error = sync, max_compression_error(sync, num_ranks)

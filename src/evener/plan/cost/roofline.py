@@ -1,4 +1,4 @@
-"""Roofline: what bounds computation on a device, its arithmetic, its memory or neither, and whether to compile."""
+"""Roofline: find whether arithmetic, memory or neither bounds computation on a device, and whether to compile."""
 
 from __future__ import annotations
 

@@ -65,12 +65,12 @@ class SyncWorkload(msgspec.Struct, frozen=True, kw_only=True):
     transfers: list[CollectiveCall]  # in order; each starts when it is ready and the previous one has ended
     after_update: list[CollectiveCall] = []  # after backward and update
     encoded_bytes: float = 0.0  # gradients that a rank encodes and decodes in an exchange
-    copied_bytes: float = 0.0  # memory traffic of the other work on them
+    copied_bytes: float = 0.0  # memory traffic of all other work on gradients
     every: int = 1  # steps between two exchanges
     row_bytes: float = 0.0  # bytes that a rank sends for each row that its tokens look up, over all tables
     bf16_saved_bytes: float = 0.0  # saved by a rank whose gradients fit into bf16, where those of others do not
-    is_hidden: bool = False  # it overlaps the next steps' computation
-    is_interleaved: bool = False  # computation waits for it layer by layer: neither hides all of the other
+    is_hidden: bool = False  # the exchange overlaps the next steps' computation
+    is_interleaved: bool = False  # computation waits for communication layer by layer: neither hides all of the other
     update_fraction: float = 1.0  # fraction of the parameters that a rank updates itself
 
 
@@ -171,7 +171,9 @@ def fragment_bytes(sync: SyncSpec, num_bytes: int) -> int:
 
 
 def bucket_sizes(tensors: Sequence[GradientTensor], max_bytes: int | None = None) -> list[tuple[int, float]]:
-    """Return DDP's buckets as (bytes, ready). A bucket closes with the tensor that fills it.   [torch, reducer.cpp]
+    """Return DDP's buckets as (bytes, fraction of backward after which it is complete).
+
+    A bucket closes with the tensor that fills it.   [torch, reducer.cpp]
 
     >>> from evener.core.model.shape import preset_shape
     >>> [round(size / 1e6, 1) for size, _ in bucket_sizes(gradient_tensors(preset_shape("char", vocab_size=65)))]
@@ -183,7 +185,7 @@ def bucket_sizes(tensors: Sequence[GradientTensor], max_bytes: int | None = None
 
 @lru_cache(maxsize=256)
 def dense_bucket_sizes(shape: GPTShape, sparse: bool, max_bytes: int | None) -> list[tuple[int, float]]:
-    """Return the (bytes, ready) of the buckets of all tensors that are sent whole."""
+    """Return the `bucket_sizes` of all tensors that are sent whole: with `sparse`, those that are no lookup tables."""
     return bucket_sizes(dense_gradient_tensors(shape) if sparse else gradient_tensors(shape), max_bytes)
 
 
@@ -274,8 +276,9 @@ def _pairwise_exchange(sent_bytes: float, ready: float, num_ranks: int) -> Colle
 
 
 def _pairwise_all_reduces(sizes: Sequence[tuple[float, float, float]], num_ranks: int) -> list[CollectiveCall]:
-    """Return the pairwise exchanges that all-reduce buckets of (bytes of parts, bytes of sums, ready).
+    """Return the pairwise exchanges that all-reduce buckets.
 
+    `sizes` are the bytes of each bucket before and after summation, and the fraction of backward when it is complete.
     Two ranks send each other the whole bucket; more ranks scatter parts of it and gather the sums.
     """
     if num_ranks == 2:
@@ -286,7 +289,9 @@ def _pairwise_all_reduces(sizes: Sequence[tuple[float, float, float]], num_ranks
 
 
 def _packed(shape: GPTShape, roster: Roster) -> SyncWorkload:
-    """Send gradients of linear layers in bf16 where a rank computes in bf16 with one micro-batch; sums are fp32."""
+    """Return the work of "packed": ranks that compute in bf16 with one micro-batch send gradients of linear layers in
+    bf16. All else is sent in fp32, sums too.
+    """
     all_fit, sizes, total_saved = all(map(gradients_fit_bf16, roster.members)), [], 0.0
     for bucket in assign_buckets(densely_sent_tensors(shape, roster.sync), bucket_bytes(roster)):
         size = _gradient_bytes(bucket)
@@ -318,7 +323,10 @@ def element_bytes(bits: int, block: int) -> float:
 
 
 def _quantized(bits: int, block: int) -> Callable[[GPTShape, Roster], SyncWorkload]:
-    """Return the workload of quantized gradients, with a bf16 scale for each block and error feedback."""
+    """Return a function for the work of gradients sent in `bits` bits with error feedback.
+
+    Below 16 bits, each `block` of elements has a bf16 scale.
+    """
 
     def narrow(shape: GPTShape, roster: Roster) -> SyncWorkload:
         factor = element_bytes(bits, block) / GRADIENT_BYTES
@@ -333,9 +341,10 @@ def _quantized(bits: int, block: int) -> Callable[[GPTShape, Roster], SyncWorklo
 
 
 def _powersgd(shape: GPTShape, roster: Roster) -> SyncWorkload:
-    """Send each matrix of a bucket as two low-rank factors: the left factors and the vectors, then the right factors.
+    """Return the work of PowerSGD, which sends each matrix of a bucket as two low-rank factors.
 
-    These are so small that Gloo's protocol overhead matters.   [Vogels et al. 2019]
+    First it sends a bucket's left factors and vectors, then the right factors. These are so small that Gloo's protocol
+    overhead matters.   [Vogels et al. 2019]
     """
     rank, overhead_bytes = roster.sync.rank, protocol_overhead_bytes(roster.backend, roster.world_size)
     transfers = []
@@ -368,8 +377,8 @@ def _encoded_gradient_bytes(shape: GPTShape, roster: Roster) -> float:
 
 
 def _fsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
-    """Gather each layer's weights in forward and again in backward of every micro-batch, with or without recomputation;
-    reduce-scatter gradients once a step.
+    """Return the work of FSDP, which gathers each layer's weights in forward and in backward of every micro-batch, with
+    or without recomputation, and reduce-scatters gradients once a step.
 
     [PyTorch FSDP2, reshard_after_forward; *measured*, torch 2.13: 2L + 1 gathers with and without recomputing.] FSDP2
     gathers the parameters outside the layers once. They count twice here: published runs of 7B over TCP took as long
@@ -379,7 +388,10 @@ def _fsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
 
 
 def _hsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
-    """Shard among the ranks of a host, and all-reduce each shard across hosts.   [PyTorch FSDP2 on a 2D device mesh]"""
+    """Return the work of HSDP, which shards among the ranks of a host and all-reduces each shard across hosts.
+
+    [PyTorch FSDP2 on a 2D device mesh]
+    """
     ranks_per_host = roster.world_size // len(roster.hosts)
     size = _wire_element_bytes(roster) * shape.num_params()
     layers = shape.num_layers + 1
@@ -410,12 +422,15 @@ def _sharded(
 
 
 def _wire_element_bytes(roster: Roster) -> float:
-    """Return the bytes of an element on the wire."""
+    """Return the bytes of an element on the wire: 4 if any rank computes in fp32, else 2."""
     return 4.0 if any(member.dtype == "fp32" for member in roster.members) else 2.0
 
 
 def _zero1(shape: GPTShape, roster: Roster) -> SyncWorkload:
-    """Run DDP; then each rank updates its part of the weights and broadcasts it.   [torch, ZeroRedundancyOptimizer]"""
+    """Return the work of ZeRO-1: DDP, after which each rank updates its part of the weights and broadcasts it.
+
+    [torch, ZeroRedundancyOptimizer]
+    """
     part_bytes = GRADIENT_BYTES * shape.num_params() / roster.world_size
     return SyncWorkload(
         transfers=_all_reduces(_roster_bucket_sizes(shape, roster)),
@@ -428,8 +443,9 @@ def _zero1(shape: GPTShape, roster: Roster) -> SyncWorkload:
 
 
 def _diloco(shape: GPTShape, roster: Roster) -> SyncWorkload:
-    """Take H local steps, then exchange the weight differences: all-reduced, or quantized as gradients are.
+    """Return the work of DiLoCo, which exchanges weight differences after H local steps.
 
+    Differences in fp32 are all-reduced; in fewer bits they are quantized and exchanged pairwise as gradients are.
     [Douillard et al. 2023; streamed: 2025]
     """
     sync, num_params = roster.sync, shape.num_params()

@@ -58,9 +58,9 @@ def nanogpt_scenario(micro_batches: int = 5, *, tokens_per_s: float = TOKENS_PER
 
 
 def required_bandwidth_Bps(scenario: ScalingScenario, num_ranks: int, efficiency: float) -> float | None:
-    """Return the bandwidth at which so many ranks reach an efficiency: inside a node if they fit in one, else between.
+    """Return the bandwidth with which `num_ranks` reach `efficiency`: inside a node if all fit in one, else between.
 
-    None if no bandwidth is enough; at least 1 byte/s.
+    Return None if no bandwidth is enough, and never less than 1 byte/s.
     """
 
     def reached(log_Bps: float) -> float:

@@ -112,7 +112,7 @@ class ScalingPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulate_scaling(scenario: ScalingScenario, counts: Sequence[int]) -> list[ScalingPoint]:
-    """Predict each number of ranks. Raise UsageError for a number below 1 or an impossible scenario."""
+    """Predict a step with each number of ranks. Raise UsageError for a number below 1 or an impossible scenario."""
     scenario.check()
     if any(num < 1 for num in counts):
         raise UsageError(f"{min(counts)} ranks", hint="at least one rank trains")
@@ -270,10 +270,10 @@ def parse_rank_counts(text: str) -> list[int]:
 def all_reduce_s(size_bytes: float, num_ranks: int, scenario: ScalingScenario) -> tuple[float, str]:
     """Return the seconds of one all-reduce, and its algorithm: "ring" or, with NCCL, the faster of "ring" and "tree".
 
-    Both pass through the k ranks of a node. The latencies of the ring are about 2(n-N)·α_inner + 2(N-1)·α_outer, and it
-    sends 2(n-1)/n · S. Chunks are on all links at once, so the slowest sets the pace, and a node sends as much as one
-    rank. Published: 4 nodes of 8 B200 with 400 GB/s each reach a busbw of 382 GB/s; this predicts 400, two levels one
-    after the other 340 (NVLink of 900 GB/s).
+    Both pass through all k ranks of a node before they leave it. The latencies of the ring add up to about
+    2(n-N)·α_inner + 2(N-1)·α_outer, and each rank sends 2(n-1)/n · S. Chunks are on all links at once, so the slowest
+    link sets the pace, and a node sends as much as one rank. Published: 4 nodes of 8 B200 with 400 GB/s each reach a
+    busbw of 382 GB/s. This predicts 400; two levels, one after the other, would be 340 (NVLink of 900 GB/s).
 
     >>> fabric = ScalingScenario(compute_s=1, sequences=1, micro_batch=1, sequence_tokens=1, gradient_bytes=0,
     ...     inner=LinkModel(latency_s=0, bandwidth_Bps=900e9), outer=LinkModel(latency_s=10e-6, bandwidth_Bps=400e9))
@@ -330,7 +330,8 @@ def exposed_communication_s(transfers: Sequence[tuple[float, float, str]], backw
 def _max_compute_time(scenario: ScalingScenario, shares: Sequence[int]) -> MaxDistribution:
     """Return the distribution of the slowest rank's compute time.
 
-    A rank's time is its share · a lognormal with mean 1 · slow_factor with probability slow_share.
+    A rank's time is its mean time times a lognormal factor with mean 1, and times `slow_factor` with probability
+    `slow_share`.
     """
     groups = [(scenario.compute_s * s / scenario.sequences, shares.count(s)) for s in sorted(set(shares)) if s]
     return max_of_lognormals(groups, scenario.jitter, scenario.slow_share, scenario.slow_factor)

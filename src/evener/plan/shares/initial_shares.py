@@ -60,7 +60,7 @@ def rank_time_model(job: Job, cluster: Cluster, member: Member) -> RankTimeModel
 
 
 def _fit_micro_batch(job: Job, cluster: Cluster, roster: Roster, member: Member) -> int:
-    """Halve a rank's micro-batch until it fits into the memory of its device, whatever the rank's share."""
+    """Return a rank's micro-batch, halved until it fits into the memory of its device, whatever the rank's share."""
     memory_bytes, micro_batch = cluster.hosts[member.host].memory_bytes, member.micro_batch
     if memory_bytes is None:
         return micro_batch

@@ -4,9 +4,9 @@
 
     min max_r time_r(n_r), Σ n_r fixed
 
-A micro-batch has an overhead apart from its sequences, so a share just above a multiple of it is a bad one: 17
-sequences in micro-batches of 16 are two micro-batches, of 9 and 8. With DiLoCo a share counts the sequences of a round
-of steps, each of which has its own micro-batches, and times are averages over its steps.
+A micro-batch has an overhead in addition to the time of its sequences, so a share just above a multiple of the
+micro-batch is inefficient: 17 sequences in micro-batches of 16 are two micro-batches, of 9 and 8. With DiLoCo a share
+counts the sequences of all steps from one synchronization to the next (a round), and times are averages over its steps.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class RankTimeModel(msgspec.Struct, frozen=True, kw_only=True):
         return int(num_full) * self.micro_batch * self.num_steps + extra
 
     def for_round(self, num_steps: int) -> RankTimeModel:
-        """Return the model for shares of a round of so many steps."""
+        """Return this model for shares that count the sequences of `num_steps` steps."""
         return msgspec.structs.replace(self, num_steps=num_steps)
 
 
 def mean_num_micro_batches(share: int, micro_batch: int, num_steps: int) -> float:
-    """Return the mean number of micro-batches of a step, for a share of a round of `num_steps`.
+    """Return the mean number of micro-batches in a step if `share` sequences are divided among `num_steps` steps.
 
     >>> mean_num_micro_batches(17, 16, 1), mean_num_micro_batches(85, 8, 10)
     (2.0, 1.5)
@@ -90,10 +90,12 @@ def mean_num_micro_batches(share: int, micro_batch: int, num_steps: int) -> floa
 def fastest_shares(
     num_sequences: int, time_models: Sequence[RankTimeModel], *, min_units: int = 0, unit: int = 1
 ) -> list[int]:
-    """Return the sequences of every rank that minimize the slowest rank's time, in units, at least `min_units` each.
+    """Return every rank's sequences such that the slowest rank is done as soon as possible.
 
-    Exact, because no time falls as a share grows: every unit goes to the rank that would be done first with it, ties to
-    the first rank. `num_sequences` is a multiple of the unit. A rank whose best share is 0 does not speed up the step.
+    Each share is a multiple of `unit`, and at least `min_units` times `unit`.
+    Each unit goes to the rank that would be done first with it, ties to the first rank. This is exact, because no
+    rank's time falls as its share grows. `num_sequences` must be a multiple of `unit`. A rank whose best share is 0
+    does not speed up the step.
 
     >>> fastest_shares(16, [RankTimeModel(sequence_s=1.0), RankTimeModel(sequence_s=2.0)])
     [11, 5]
@@ -121,8 +123,8 @@ def fastest_shares(
 def fastest_shares_or_zero(num_sequences: int, time_models: Sequence[RankTimeModel], min_share: int) -> list[int]:
     """Return the fastest shares of which each is 0 or at least `min_share`; `num_sequences` is at least `min_share`.
 
-    A given time suffices if the ranks that do most within it, each at least `min_share` and no more of them than that
-    allows, do enough together. The shortest such time is found by bisection.
+    Bisect for the shortest time within which some ranks can do all sequences together. For a given time, these are the
+    ranks that can do most: each at least `min_share`, and at most num_sequences // min_share ranks.
 
     >>> fastest_shares_or_zero(160,
     ...     [RankTimeModel(sequence_s=1.0), RankTimeModel(sequence_s=3.0), RankTimeModel(sequence_s=40.0)], 10)

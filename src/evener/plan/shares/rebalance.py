@@ -8,8 +8,8 @@ soon, a long one detects a small change in the noise. The time of one share pred
 sequences. The update takes the same time with any share, and longer on slower machines: 6 % of a step on a quarter of
 a core.
 
-With DiLoCo no rank waits for a single step, and shares are of all batches of a round: 9.1 of 16 sequences on average,
-9 or 10 in each step.
+With DiLoCo ranks wait for each other once in a round of steps, not in every step. Shares then count the sequences of a
+whole round: a rank with 9.1 of 16 sequences on average computes 9 or 10 in each step.
 
 Shares change only where the slowest rank would clearly be done sooner: by at least MIN_STEP_GAIN, by
 GAIN_STANDARD_ERRORS standard errors of that gain, and, for medians of 5 steps, four times in a row. Each change in the
@@ -68,7 +68,7 @@ class ShareChange(msgspec.Struct, frozen=True, kw_only=True):
 class LoadBalancer:
     """Decides on new shares, identically on every rank.
 
-    With `share_unit`, shares are multiples of so many sequences, each of which is a micro-batch. Otherwise shares count
+    With `share_unit`, each micro-batch has that many sequences, and shares are multiples of it. Otherwise shares count
     the sequences of a round, as in `Roster.replace_shares`, and times are averages over its steps.
     """
 
@@ -99,9 +99,10 @@ class LoadBalancer:
     def observe_step(
         self, step: int, work_s: Sequence[float], update_s: Sequence[float], next_step: int
     ) -> ShareChange | None:
-        """Observe a step: the seconds of input, forward and backward of every rank, and of its update.
+        """Add one step: every rank's seconds of input, forward and backward (`work_s`) and of the update (`update_s`).
 
-        A returned change is in force from `next_step`; steps before that are ignored.
+        Return new shares if they would clearly be faster. They are in force from `next_step`; steps before that are
+        ignored.
         """
         if self._from_step is None:  # the first step after a start is slower than others
             self._from_step = step + 1
@@ -173,7 +174,10 @@ class LoadBalancer:
     def _apply_shares(
         self, shares: list[int], time_models: Sequence[RankTimeModel], next_step: int, reason: str, size: int = 0
     ) -> ShareChange:
-        """Apply shares, with new windows where they change. The last `size` steps, which caused it, are not noise."""
+        """Adopt these shares and return the change. A rank whose share changes starts a new window.
+
+        The last `size` steps caused the change, so they do not count as noise.
+        """
         for rank, (before, now) in enumerate(zip(self._shares, shares, strict=True)):
             if now == before:
                 continue
@@ -194,7 +198,10 @@ class LoadBalancer:
     # --- ranks without a share --------------------------------------------------------------------------------------
 
     def _start_trial(self, next_step: int) -> ShareChange | None:
-        """Start a trial: give a rank without a share a sequence (or a micro-batch) a step of the largest share."""
+        """Start a trial if one is due: move a sequence (or micro-batch) a step from the largest share to an idle rank.
+
+        Return None if none is due.
+        """
         paces = self._time_models(WINDOWS[0])
         now_s = slowest_rank_s(self._shares, paces)
         giver = max(range(len(paces)), key=lambda rank: (self._shares[rank], -rank))
@@ -213,7 +220,10 @@ class LoadBalancer:
         return None
 
     def _judge_trial(self, rank: int, took_s: float, next_step: int) -> ShareChange | None:
-        """Evaluate a trial. The windows of all other ranks are as they were before it."""
+        """End a trial: return new shares if the rank is fast enough again, else the shares from before the trial.
+
+        Return None, and go on with the trial, if the rank's time was not measured.
+        """
         if not took_s > 0:
             return None
         self._on_trial, self._from_step = None, next_step
@@ -264,8 +274,8 @@ class LoadBalancer:
                 for num, took_s in self._windows[rank]]  # fmt: skip
 
     def _compare_times(self, rank: int) -> None:
-        """Compare the times of two numbers of sequences: before and after a change of share, or of neighbouring steps
-        of a round.
+        """Learn a rank's micro-batch overhead from its times with two numbers of sequences: before and after a change
+        of its share or, with DiLoCo, in two successive steps.
         """
         window, ratios = self._windows[rank], self._ratios[rank]
         if self._every > 1:
@@ -285,8 +295,9 @@ class LoadBalancer:
                 self._learn_overhead(rank, before, self._shares[rank], grown, math.sqrt(2) * error)
 
     def _learn_overhead(self, rank: int, before: int, now: int, grown: float, error: float) -> None:
-        """Learn the overhead of a micro-batch, p sequences: for two numbers n of sequences, p·micro_batches + n is in
-        the ratio of their times, `grown` with a relative standard error.
+        """Learn the overhead p of a micro-batch, in sequences. A time is proportional to p·micro_batches + sequences.
+
+        `grown` is the time with `now` sequences divided by that with `before`; `error` is its relative standard error.
         """
         micro_batch = self._micro_batches[rank]
         passes_before, passes = num_micro_batches(before, micro_batch), num_micro_batches(now, micro_batch)
@@ -318,9 +329,9 @@ class LoadBalancer:
 
 
 class _TimingNoise:
-    """Relative deviations of a rank's times from the median of their window: of steps, and of medians of 5 in a row.
+    """Relative deviations of a rank's step times, and of medians of 5 steps in a row, from the median of their window.
 
-    The latter exceed what the former predict where slow steps come in clusters.
+    Where slow steps come in clusters, the medians deviate more than the single steps predict.
     """
 
     def __init__(self, steps: Sequence[float] = (), medians: Sequence[float] = ()) -> None:

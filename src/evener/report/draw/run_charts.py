@@ -1,5 +1,5 @@
-"""Build the charts of a run, whether it has ended or trains, and of several: losses, throughput, step breakdown,
-all-reduces, scaling, trade-off.
+"""Build the charts of one run, running or ended, and of several runs: losses, throughput, step breakdown, all-reduces,
+scaling, trade-off.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CurveAxis:
 
 
 def curve_charts(run: RecordedRun, axis: str = "step") -> dict[str, LineChart]:
-    """Return the charts of all that was measured over the steps of a run, by name: a part of CURVE_CHARTS."""
+    """Return the charts of a run's metrics over its steps, by name (see CURVE_CHARTS), without unmeasured metrics."""
     charts = {
         "loss": loss_chart(run, axis),
         "speed": throughput_chart(run, axis),
@@ -161,7 +161,7 @@ def _validation_line(name: str, colour: str, run: RecordedRun, x: CurveAxis, *, 
 
 
 def breakdown_chart(run: RecordedRun, ranks: Sequence[int], axis: str = "step") -> LineChart | None:
-    """Return stacked areas over the steps: each phase, the mean of these ranks; None if nothing was measured."""
+    """Return the chart of the phases over the steps, stacked, as means of these ranks; None if nothing was measured."""
     x, by_rank = CurveAxis(axis, [run]), [run.curves.phase_series[rank] for rank in ranks]
     width = max((series.bucket_steps for phases in by_rank for series in phases.values()), default=1)
     means: dict[str, dict[int, float]] = {}
@@ -189,7 +189,7 @@ def breakdown_chart(run: RecordedRun, ranks: Sequence[int], axis: str = "step") 
 
 
 def breakdown_areas(run: RecordedRun) -> ChartSelector:
-    """Return the `breakdown_chart` of the mean of all ranks, and that of each."""
+    """Return the `breakdown_chart` of the mean of all ranks and of each rank (if many, of the first and the last)."""
     ranks = sorted(run.curves.phase_series)
     layers = {ALL_RANKS: ranks} if len(ranks) > 1 else {}
     shown = ranks if len(ranks) <= MAX_LAYERS else [ranks[0], ranks[-1]]
@@ -215,7 +215,7 @@ def unmeasured_phases(costs: Iterable[StepCost]) -> list[str]:
 
 
 def comparison_charts(runs: Mapping[str, RecordedRun], axis: str) -> dict[str, LineChart]:
-    """Return the charts of losses, validation losses and tokens/s with a line per run, those that were measured."""
+    """Return the charts of loss, validation loss and tokens/s, each with a line per run in which it was measured."""
     x = CurveAxis(axis, runs.values())
     lines: dict[str, list[ChartLine]] = {"loss": [], "validation": [], "speed": []}
     for number, (label, run) in enumerate(runs.items()):

@@ -12,7 +12,7 @@ from evener.report.draw.run_charts import MAX_LAYERS, PHASE_COLOURS, WAIT_OR_SYN
 from evener.report.draw.svg_charts import GanttBar, GanttChart
 from evener.report.read.timeline import RankStep, Timeline, TimelineCollective, TimelineSegment
 
-MAX_BUCKET_ROWS = 4  # show each in its own row; more share one row
+MAX_BUCKET_ROWS = 4  # up to so many buckets have a row each; more share one
 FORWARD, BACKWARD = "forward", "backward"
 SLICE_COLOURS = PHASE_COLOURS | {FORWARD: PHASE_COLOURS["compute_s"], BACKWARD: "#1e5c91", BLOCKED: "#b08fb5"}
 # In the order in which they occur.
@@ -46,7 +46,10 @@ def typical_step_gantt(timeline: Timeline, names: Mapping[int, str]) -> StepGant
 
 
 def _typical_step(steps: Mapping[int, dict[int, RankStep]]) -> int:
-    """Return the median of the last steps, without the very last: at a run's end drifted replicas are synchronized."""
+    """Return the step of median duration among the newest steps with an exchange.
+
+    The very last step does not count, because replicas that drifted are synchronized at the end of a run.
+    """
     newest = dict((list(steps.items())[:-1] or list(steps.items()))[-RECORD_LAST_STEPS:])
     sends = [
         step for step, of_step in newest.items() if any(each.collective_slices for each in of_step.values())

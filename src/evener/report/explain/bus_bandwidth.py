@@ -18,7 +18,7 @@ from evener.plan.cost.collective_cost import CollectiveTimeSplit, sent_bytes, sp
 LATENCY_BOUND_BYTES = 1 << 14  # up to this size collectives are latency-bound
 BANDWIDTH_BOUND_BYTES = 1 << 24  # from this size on they should be bandwidth-bound
 LOW_WIRE_SHARE = 0.7  # warn if large buffers between hosts reach less of the wire than this
-UNSEGMENTED = ("all_gather", "all_to_all")  # not cut into segments: see GLOO_STALL in plan/cost/collective_cost.py
+UNSEGMENTED = ("all_gather", "all_to_all")  # not cut into segments: see collective_cost.GLOO_STALL_FACTOR
 HALF_DUPLEX_SHARE = 0.75
 HEADLINE_BYTES = 1 << 26  # the size that the explanation quotes, if it was measured
 
@@ -27,14 +27,17 @@ class CollectiveEfficiency(msgspec.Struct, frozen=True, kw_only=True):
     """A measured row with its share of the link bandwidth, and its time split into latency, transfer and reduction."""
 
     row: CollectiveResult
-    share_of_wire: float  # busbw / β
+    share_of_wire: float  # bus bandwidth / bandwidth of the slowest link
     split: CollectiveTimeSplit
 
 
 def collective_efficiency(
     row: CollectiveResult, world: CollectiveBenchGroup, wire_Bps: float, least: CollectiveResult
 ) -> CollectiveEfficiency:
-    """Rate a row: `wire_Bps` is β of the slowest link, both directions busy; `least` shows the latency."""
+    """Rate a row against `wire_Bps`, the bandwidth of the slowest link with both directions busy.
+
+    `least` is the row that shows the latency of the same collective, as `latency_row` returns it.
+    """
 
     def split(row: CollectiveResult, latency_s: float) -> CollectiveTimeSplit:
         return split_collective_time(
@@ -106,7 +109,7 @@ def explain_bandwidth(
 
 
 def bandwidth_findings(efficiencies: list[CollectiveEfficiency], world: CollectiveBenchGroup) -> list[Finding]:
-    """Return net.stack-loss if collectives stay far below the link bandwidth, an error for each wrong result."""
+    """Return an error for each row with wrong elements, and a warning if large all-reduces use too little bandwidth."""
     result = [
         Finding(
             check="run.collective-mismatch",

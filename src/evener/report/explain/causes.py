@@ -29,6 +29,6 @@ def largest_causes(causes: Iterable[Cause], step_s: float) -> list[Cause]:
 
 
 def unexplained_s(difference_s: float, causes: Iterable[Cause], step_s: float) -> float:
-    """Return what the causes leave of a difference; 0 if that is not worth a sentence."""
+    """Return the seconds of a difference that the causes do not explain; 0 if that is not worth a sentence."""
     rest_s = difference_s - sum(cause.cost_s for cause in causes)
     return rest_s if abs(rest_s) >= MIN_NAMED_SHARE * step_s else 0.0

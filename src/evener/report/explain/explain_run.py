@@ -280,7 +280,7 @@ def explain_scaling(summaries: Sequence[RunSummary]) -> str:
 
 
 def scaling_explanation(summaries: Sequence[RunSummary]) -> ScalingExplanation:
-    """Return the same as sentences: compare the run with the most processes with the one with the fewest."""
+    """Compare the run with the most processes with the one with the fewest, in sentences."""
     runs = sorted((run for run in summaries if run.tokens_per_s), key=lambda run: run.manifest.world_size)
     result = [
         f"The run with {_processes(run)} recorded no step ({run.manifest.verdict}): it is left out."
@@ -301,7 +301,10 @@ def scaling_explanation(summaries: Sequence[RunSummary]) -> ScalingExplanation:
 
 
 def max_loss_difference(summaries: Sequence[RunSummary], num_steps: int | None = None) -> float | None:
-    """Return the largest relative loss difference between the first run and any other, in all or the first steps."""
+    """Return the largest relative loss difference between the first run and any other in the first `num_steps` steps.
+
+    If `num_steps` is None, compare all steps. Return None if no step of two runs has a loss.
+    """
     base, *others = (summary.losses for summary in summaries)
     gaps = [
         abs(ours - theirs) / abs(theirs)
@@ -320,7 +323,10 @@ def speedup(run: RunSummary, base: RunSummary) -> float:
 
 
 def recommended_run(runs: Sequence[RunSummary]) -> RunSummary:
-    """Return the fastest run, or the one with the fewest processes if that is about as fast; all recorded steps."""
+    """Return the fastest run, or the one with the fewest processes if that is about as fast.
+
+    All runs must have recorded steps.
+    """
     base = min(runs, key=lambda run: run.manifest.world_size)
     best = max(runs, key=lambda run: run.tokens_per_s or 0.0)
     return best if speedup(best, base) >= MIN_SPEEDUP else base

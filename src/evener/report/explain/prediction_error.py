@@ -91,7 +91,7 @@ class _PredictedRun:
 
     @property
     def scale_s(self) -> float:
-        """The step time that differences are compared with."""
+        """The longer of the measured and the predicted step time, to which differences are relative."""
         return max(self.step_s, self.option.step_s)
 
     @cached_property
@@ -108,13 +108,16 @@ class _PredictedRun:
 
     @property
     def explained_rank(self) -> _PredictedRank:
-        """The rank on which the step is explained; see the module's docstring."""
+        """The measured straggler if the step took at least as long as predicted, else the predicted straggler.
+
+        On this rank the differences of the phases sum to the difference of the step.
+        """
         return self.straggler if self.error_s >= 0 else self.predicted_straggler
 
 
 @dataclass(frozen=True)
 class _PredictedRank:
-    """A rank as it was predicted, and as it was measured."""
+    """The prediction and the measurements of one rank."""
 
     run: _PredictedRun
     rank: int
@@ -151,7 +154,7 @@ class _PredictedRank:
 
     @cached_property
     def compute_cpus(self) -> float | None:
-        """The processors busy while the rank computes, at most its threads; None on a GPU.
+        """The number of processors busy while the rank works, at most its threads; None on a GPU or if not measured.
 
         CPU time spent on communication is subtracted if the probe measured its rate.
         """
@@ -179,7 +182,7 @@ class _PredictedRank:
         return next((each.evidence for each in self.run.summary.findings if (each.check, each.host) == key), None)
 
     def pace_text(self, ratio: float) -> str:
-        """Compare its pace with the predicted one, of which it takes `ratio` times as long."""
+        """Return how much slower or faster than predicted the rank computes; `ratio` is measured / predicted time."""
         factor = max(ratio, 1 / ratio)
         figure = f"{factor:.0f}" if factor >= 99.5 else f"{factor:.2g}"
         source = "predicted" if self.assumed_rate else "probed"
@@ -207,13 +210,13 @@ def _error_causes(rank: _PredictedRank) -> list[Cause]:
 
 
 def _compute_causes(rank: _PredictedRank) -> list[Cause]:
-    """Attribute the difference in compute to the share, the speed of a processor, and the number of processors.
+    """Attribute the difference in compute time to the share, the speed of a processor, and the number of processors.
 
-    planned · share      predicted time of the work that the rank really had   s₁
-    took · had / probed  measured time, scaled to as many processors as probed s₂
-    took                 measured time                                         s₃
+    s₁  predicted time, scaled to the share of the batch that the rank really had
+    s₂  measured time, scaled to the number of processors that the rank had when it was probed
+    s₃  measured time
 
-    s₁ - planned is due to the share, s₂ - s₁ to the processors' own speed, s₃ - s₂ to processors that were taken.
+    s₁ - predicted time is due to the share, s₂ - s₁ to the speed of a processor, s₃ - s₂ to the number of processors.
     """
     planned_s, took_s, took = rank.planned.cost.compute_s, rank.took.typical.compute_s, rank.took
     if planned_s is None or took_s is None:
@@ -333,7 +336,7 @@ def _throttled_compute_s(rank: _PredictedRank) -> tuple[float, float] | None:
 
 
 def _communication_causes(rank: _PredictedRank) -> list[Cause]:
-    """Attribute the difference in exposed time (bytes / rate - hidden) to bytes, rate and overlap."""
+    """Attribute the difference in exposed communication (bytes / rate - time hidden by backward) to these three."""
     planned, took = rank.planned, rank.took
     planned_s, took_s = planned.cost.exposed_sync_s, took.typical.exposed_sync_s
     if planned_s is None or took_s is None:
@@ -375,7 +378,7 @@ def _communication_causes(rank: _PredictedRank) -> list[Cause]:
 
 
 def _comm_cpu_text(run: _PredictedRun) -> str:
-    """On CPUs, where the processors that compute also send, receive and reduce, name a rank that lacked some."""
+    """Return a clause that names a CPU rank that lacked processors, which also send and add; "" if none did."""
     for rank in run.ranks:
         if rank.compute_cpus and rank.host.cpus and rank.host.cpus > NOISE_RATIO * rank.compute_cpus:
             return f"; or it lacks the processors that were taken from {rank.name}, which also send and add"

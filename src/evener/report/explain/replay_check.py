@@ -26,7 +26,7 @@ JUMP_RATIO = 10.0  # times the difference of the steps before: more than roundin
 
 
 class ReplayPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Loss and gradient norm of a step, recorded or replayed; None: not finite or, of the norm, not clipped."""
+    """Loss and gradient norm of a step, recorded or replayed. None: not finite; for the norm also: clipping is off."""
 
     step: int
     loss: float | None
@@ -85,7 +85,7 @@ LOSSY_NORM_TOLERANCES = {  # of the first step: gradients are sent lossily, but 
 
 
 def replay_tolerance(dtypes: Collection[str], syncs: Sequence[str]) -> ReplayTolerance:
-    """Return the tolerance between a run with these dtypes and sync strategies and one process, which needs no sync.
+    """Return the tolerance for a run with these dtypes and sync strategies against its replay in one process.
 
     >>> replay_tolerance({"fp32"}, ["ddp"]).later, replay_tolerance({"fp32"}, ["int8"]).later
     ((1e-05, 0.001), (0.05, None))
@@ -188,7 +188,7 @@ def _diagnose(
     over: Sequence[tuple[float, float]],
     evidence: ReplayEvidence,
 ) -> tuple[ReplayOutcome, str]:
-    """Diagnose the first step that differs."""
+    """Return (outcome, explanation) for the compared step of index `i`, the first that differs."""
     loss_differs, norm_differs = (ratio > 1 for ratio in over[i])
     names = ("loss", "gradient norm")
     pairs = zip(names, gaps[i], over[i], strict=True)

@@ -61,7 +61,7 @@ class ScalingComparison:
 
     @functools.cached_property
     def base_cpus(self) -> float | None:
-        """The cores on which a rank of the base run computed."""
+        """The mean number of cores that a rank of the base run kept busy; None if not measured."""
         if self.num_base_ranks == 1 and self.base_rank.cpus is not None:
             return self.base_rank.cpus
         contention = usable_contention(self.base)
@@ -69,7 +69,7 @@ class ScalingComparison:
 
     @functools.cached_property
     def scaled_cpus(self) -> float:
-        """The cores on which a rank of the scaled run computes alone; its threads if that was not measured."""
+        """The mean number of cores that a rank of the scaled run keeps busy alone; its threads if not measured."""
         contention = usable_contention(self.scaled)
         return fmean(contention.alone_cpus) if contention else fmean(self.scaled.threads)
 
@@ -77,8 +77,8 @@ class ScalingComparison:
     def cpu_s_per_token(self) -> tuple[float, float] | None:
         """CPU seconds per token in the base and the scaled run, without contention from other ranks.
 
-        Measured on single micro-batches. If those were not timed, on whole steps, but only if it shrank: contention
-        can make it grow.
+        Use the timings of single micro-batches or, if there are none, of whole steps. The latter count only if the
+        scaled run has fewer CPU seconds per token, because contention may be what makes them more.
         """
         before, now = solo_cpu_s_per_token(self.base), solo_cpu_s_per_token(self.scaled)
         if before and now:
@@ -113,8 +113,9 @@ class ScalingComparison:
     def compute_causes_s(self) -> dict[str, float]:
         """The difference in compute seconds by cause; a cause that is missing was not measured.
 
-        share · before · cores · efficiency · neighbours · turns = now: each factor costs what it adds to the product
-        of those before it. If ranks share cores in time slices, the remainder is attributed to that ("turns").
+        The compute time of the scaled run is that of the base run times `work_ratio` and a factor for each cause
+        (cores, efficiency, neighbours, turns). Each factor costs what it adds to the product of those before it. If
+        ranks share cores in time slices, the remainder is attributed to that ("turns").
         """
         growth_s, now_s = self.growth_s("compute_s"), self.scaled_rank.typical.compute_s
         if growth_s is None or not now_s or growth_s >= now_s:
@@ -160,7 +161,7 @@ def clip_to_total(predicted: dict[str, float], total: float) -> tuple[dict[str, 
 
 
 def scaling_causes(c: ScalingComparison) -> tuple[list[Cause], list[str]]:
-    """Return the causes of the overhead, and what was not measured and may be a cause too."""
+    """Return the causes of the overhead, and descriptions of possible causes that were not measured."""
     compute_s, wait_s = c.compute_causes_s, c.growth_s("wait_s")
     straggler_s, jitter_s = (wait_s, 0.0) if has_straggler(c.scaled) else (0.0, wait_s)
     sharing_s, jitter_s = (jitter_s, 0.0) if c.is_time_sharing else (0.0, jitter_s)

@@ -81,7 +81,7 @@ def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, mes
 
 
 def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
-    """Return what several processes lose to communication; no record shows what one process would train."""
+    """Return what several processes lose to communication, and a command that measures one process for comparison."""
     manifest, cost = summary.manifest, slowest_rank(summary).typical
     both_s = (cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0)
     lost = f"; {format_seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""

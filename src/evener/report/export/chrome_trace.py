@@ -3,7 +3,7 @@
     process   a rank, with its name and the error of its clock; one more process for the prediction
     tracks    step        each step, and within it input, forward, backward, waiting, exposed communication, update
               layers      of every hundredth step, the forward and backward of each group of layers
-              bucket N    its collective, with bytes, algbw and busbw as in nccl-tests
+              bucket N    the bucket's collective, with bytes, algbw and busbw as in nccl-tests
               beside      between steps: evaluation, checkpoint, comparison of replicas
               torch       the slices of torch.profiler, for the steps that it recorded
     arrows    from the last rank to enter a collective to the ranks that waited for it
@@ -126,7 +126,7 @@ class _TraceTracks:
         return pid, self._tids.setdefault((pid, place, name), FIRST_TID + len(self._tids))
 
     def free_track(self, pid: int, place: TrackOrder, name: str, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return the same for a slice that must not overlap others on its track."""
+        """Return (process, track) for a slice that must not overlap others: the named track, or a numbered one."""
         at, turn = self.track(pid, place, name), 1
         while self._busy_until_ns.get(at[1], begin_ns) > begin_ns:
             turn += 1
@@ -135,7 +135,7 @@ class _TraceTracks:
         return at
 
     def nested_track(self, pid: int, place: TrackOrder, name: str, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return the same for a slice that may nest in earlier ones; slices must come in order of their begin."""
+        """Return (process, track) for a slice that may nest in earlier ones; slices must come in order of begin."""
         at, turn = self.track(pid, place, name), 1
         while not _fits_inside(self._open_ends_ns.setdefault(at[1], []), begin_ns, end_ns):
             turn += 1

@@ -111,7 +111,7 @@ class RunFrames:
 
 
 def read_run(path: str | Path, engine: Engine | None = None) -> RunFrames:
-    """Read the run in this directory; `engine` is the dataframe package [pandas, else polars].
+    """Read the run in this directory; `engine` is the dataframe package (default: pandas, else polars).
 
     Raise UsageError if neither is installed or there is no run, CheckpointError if the run is damaged.
     """

@@ -98,7 +98,7 @@ def _to_writer_summary(summary: Any) -> Any:
 
 
 class WandbLogger:
-    """A run of the project WANDB_PROJECT [evener]. Every row carries its `step`, so order does not matter."""
+    """A run in the project that WANDB_PROJECT names (default: evener). Rows carry a `step`: order does not matter."""
 
     def begin(self, run: LoggedRun) -> str:
         import wandb
@@ -123,7 +123,7 @@ class WandbLogger:
 
 
 class TrackioLogger:
-    """A run of the project TRACKIO_PROJECT [evener]. Trackio identifies runs by name only."""
+    """A run in the project that TRACKIO_PROJECT names (default: evener). Trackio identifies runs by name only."""
 
     def begin(self, run: LoggedRun) -> str:
         import trackio
@@ -150,7 +150,7 @@ MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"
 
 
 class MLflowLogger:
-    """A run of the experiment MLFLOW_EXPERIMENT_NAME [evener] of MLFLOW_TRACKING_URI."""
+    """A run in the experiment MLFLOW_EXPERIMENT_NAME (default: evener) on the server MLFLOW_TRACKING_URI."""
 
     def begin(self, run: LoggedRun) -> str:
         from mlflow.entities import Param, RunStatus

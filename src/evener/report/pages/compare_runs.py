@@ -3,7 +3,7 @@
 compare_runs(["runs/a", "runs/b"])  ─▶  comparison_page(…), comparison_markdown(…), comparison_json(…),
                                         and the chart (png_charts.comparison_png)
 
-The live page shows the same of runs that train.
+The live page shows the same for runs that are still training.
 """
 
 from __future__ import annotations

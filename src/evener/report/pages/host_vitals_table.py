@@ -58,7 +58,7 @@ def host_table(vitals_by_host: Mapping[str, Sequence[Vitals]]) -> tuple[list[str
 
 
 def _host_row(samples: Sequence[Vitals]) -> dict[str, str]:
-    """Return what the samples of one host say, by title."""
+    """Return the cells of one host's row by column title, from its samples."""
     row = {}
     for title, (values_of, text_of) in VITALS_COLUMNS.items():
         values = [value for sample in samples for value in values_of(sample) if value is not None]

@@ -5,9 +5,9 @@ clock, and a rank of host b from b₀ to b₁ by its own, the offset d to add to
 
     a₀ - b₁  ≤  d  ≤  a₁ - b₀
 
-The rank that enters last bounds d on one side, the tighter the shorter the transfer; a collective that the other rank
-entered last bounds it on the other side. The intersection over many collectives contains the true offset, and half its
-width is the error. Clocks drift between collectives: a bound from another time is widened by MAX_DRIFT.
+A collective that a's rank enters last bounds d tightly on one side, the more so the shorter its transfer; one that b's
+rank enters last does so on the other side. The intersection over many collectives contains the true offset, and half
+its width is the error. Clocks drift between collectives: a bound from another time is widened by MAX_DRIFT.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankClocks:
         return self._origins[clock][1]
 
     def offset(self, first: int, other: int, begin_s: float, end_s: float) -> ClockOffset:
-        """Return the offset to add to clock `other` between two times by clock `first`."""
+        """Return the offset that converts clock `other` to `first`, between two times by clock `first`."""
         if first == other:
             return ClockOffset(0.0, 0.0)
         bounds = self._bounds.get((first, other))

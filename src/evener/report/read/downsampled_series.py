@@ -59,8 +59,8 @@ class DownsampledSeries:
         self._lows, self._highs = np.full(max_buckets, np.inf), np.full(max_buckets, -np.inf)
 
     def add(self, steps: np.ndarray, values: np.ndarray) -> None:
-        """Add steps, (n,) int64, and their values, (n,). Skip values that are NaN (not measured), or too large to draw
-        or infinite.
+        """Add steps, (n,) int64, and their values, (n,). Skip values that are NaN (not measured), infinite,
+        or too large to draw.
         """
         measured = np.abs(values) <= MAX_PLOTTABLE
         steps, values = steps[measured], values[measured]

@@ -68,8 +68,10 @@ def format_since_start(value_s: float) -> str:
 
 
 def first_failure(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the event that ended the run since its last start: a failure before a secondary failure, and of several
-    reports of one failure the first with a hint.
+    """Return the event that reports why the run failed since its last start; None if it did not fail.
+
+    A failure takes precedence over the secondary failures that follow from it. Of several reports of one failure,
+    return the first with a hint.
     """
     starts = [index for index, event in enumerate(events) if event.get("event") == "start"]
     latest = events[starts[-1] :] if starts else events

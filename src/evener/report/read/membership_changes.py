@@ -66,7 +66,10 @@ def membership_changes(
 
 
 def _change_costs(epochs: Sequence[int], records: Mapping[int, Sequence[StepRecord]]) -> dict[int, float]:
-    """Return costs by the epoch of each group's first Roster; of several without a step between, the last one's."""
+    """Return the cost of each change by the first roster epoch of the new group.
+
+    Of several changes without a step in between, only the last one has a cost.
+    """
     costs: dict[int, float] = {}
     for of_rank in records.values():
         typical = median([record.wall_s for record in of_rank]) or 0.0

@@ -52,7 +52,7 @@ def record_run(
 
 
 def val_losses(manifest: Manifest | None, events: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return (steps taken, validation loss) of all evaluations, that at the end of the run included."""
+    """Return (steps taken, validation loss) of all evaluations, including the one at the end of the run."""
     losses = dict(evaluations(events))
     result = manifest.result if manifest is not None else None
     if result is not None and result.val_loss is not None:

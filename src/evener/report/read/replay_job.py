@@ -142,7 +142,11 @@ def _first_step(
 
 
 def _sync_history(rundir: RunDir, roster: Roster, first: int, num_steps: int) -> tuple[list[str], int | None]:
-    """Return (the sync strategies in these steps and the one before, the step of a later start of the run)."""
+    """Return (sync strategies, step of a later start or None).
+
+    The strategies are those of the `num_steps` steps from `first` on and of the step before them. A later start is one
+    that continued the run after step `first`.
+    """
     history: list[tuple[int, str]] = []
     starts = []
     for event in rundir.events():

@@ -72,7 +72,7 @@ class RunCurves:
             self._add_shared(batch[int(np.searchsorted(steps, self.steps_done)) :])
 
     def _add_shared(self, records: Sequence[StepRecord]) -> None:
-        """Add what any rank's records of new steps say of all ranks."""
+        """Add the metrics that are the same on all ranks, from one rank's records of new steps."""
         if records:
             steps = np.array([record.step for record in records])
             for name, value in SHARED_METRICS.items():

@@ -11,10 +11,10 @@ STATE_MARKS: dict[RunState, str] = {
 }  # fmt: skip
 MARK_SYMBOLS = {"good": "▶", "warn": "⚠", "bad": "✗", "idle": "■", "done": "✓"}
 
-# A run that ought to train and has written nothing for both has lost its processes, or its host.
+# A run that should train has lost its processes or its host if it writes nothing for so many seconds and steps.
 STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS = 60.0, 20
 
 
 def is_unresponsive(silence_s: float, step_s: float | None) -> bool:
-    """Return whether a run that has written nothing for so long hangs, has died, or cannot be reached."""
+    """Return whether a run that has written nothing for `silence_s` hangs, has died, or cannot be reached."""
     return silence_s > max(STALE_TIMEOUT_S, STALE_TIMEOUT_STEPS * (step_s or 0.0))

@@ -55,7 +55,7 @@ SORT_COLUMNS: dict[str, tuple[Callable[[RunRow], Any], bool]] = {
 
 
 def filter_rows(rows: Sequence[RunRow], terms: Sequence[str]) -> list[RunRow]:
-    """Return the rows that contain every one of these words, in a run, state, model, corpus or host name.
+    """Return the rows in which each of these words occurs: in the run's path, state, model, corpus or host names.
 
     >>> rows = [RunRow(run="runs/a", model="gpt2", hosts={"attic": "failed"}), RunRow(run="runs/gpt", model="tiny")]
     >>> [row.run for row in filter_rows(rows, ["GPT"])], [row.run for row in filter_rows(rows, ["gpt", "attic"])]
@@ -87,8 +87,10 @@ def sort_rows(rows: Sequence[RunRow], column: str) -> list[RunRow]:
 
 
 def prune_reason(row: RunRow, now: float, *, fewer_than: int | None, older_than_days: float | None) -> str | None:
-    """Return why a run may be pruned: it failed or was stopped, and left no weights, or has fewer steps or is older
-    than the limits given. Return None if it must stay.
+    """Return why a run that failed or was stopped may be pruned; None if the run must stay.
+
+    Any of three reasons suffices: the run left no weights, it has fewer than `fewer_than` steps, or it is older than
+    `older_than_days`. A limit of None does not apply.
 
     >>> stopped = RunRow(run="a", state="stopped", steps=40, begun=0.0, checkpoint="a/checkpoints/step-000040")
     >>> prune_reason(stopped, DAY_S, fewer_than=None, older_than_days=None)

@@ -147,9 +147,10 @@ class Timeline:
 
 def read_timeline(rundir: RunDir, step_range: range | None = None, max_steps: int | None = None,
                   extra_steps: Collection[int] = (), tail_bytes: int | None = None) -> Timeline:  # fmt: skip
-    """Read the newest `max_steps` of the steps in `step_range` [all], and those of `extra_steps` that were recorded.
+    """Read the newest `max_steps` recorded steps in `step_range`, and those of them that are in `extra_steps`.
 
-    `tail_bytes` limits the bytes read of each rank's records [all], and an eighth of it those of its spans; a step
+    By default, read all recorded steps.
+    `tail_bytes` limits the bytes that are read of each rank's records, and an eighth of it those of its spans. A step
     whose record is not read is divided less finely. Raise UsageError if no such step was recorded.
     """
     manifest, ranks = rundir.manifest(), rundir.recorded_ranks()
@@ -240,7 +241,7 @@ class _AlignedSegment:
         return (self.origin - zero) + (spans.begun_s + self.offsets[rank].add_s)
 
     def earliest_s(self, rank: int, spans: StepSpans, zero: float) -> float:
-        """Return the same for the earliest span of the step: a collective may have begun before the step."""
+        """Return when the step's earliest span began, since `zero`: a collective may have begun before the step."""
         return self.step_begin_s(rank, spans, zero) + min([0.0, *(exchange.begin_s for exchange in spans.exchanges)])
 
     def to_segment(self, records: Mapping[int, Mapping[tuple[int, int], StepRecord]], zero: float,
