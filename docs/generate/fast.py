@@ -33,42 +33,47 @@ STEPS = 2000
 LOSS_BUDGET = 0.01
 BEGINNING = """# Slow links and unequal machines, measured
 
-**Set-up.** Emulated hosts, each pinned to a core of one machine or to a part of a core, with real ssh and links that
-the kernel shapes. `char` has 10.7M parameters and is trained on tiny Shakespeare. `d8` has 126M and is trained on
-Python's library in 32768 tokens. Arithmetic is bf16, without dropout.
+**Set-up.** The hosts are emulated: each is pinned to one core of the same machine, or to a part of a core. They have
+real ssh, and the kernel limits the rate of their links. `char` has 10.7M parameters and is trained on tiny Shakespeare.
+`d8` has 126M parameters and is trained on the source of Python's standard library, with a vocabulary of 32768 tokens.
+Arithmetic is bf16, without dropout.
 
-**of the limit.** The limit is what the same hosts train at once, each by itself and exchanging nothing, measured
-before and after every run. A figure is the median of the turns that stand beside it. A turn has 50 steps; `d8` has 15
-to 20, plain `ddp` at 100 and 10 Mbit/s 12 and 6.
+**of the limit.** The limit is the throughput of the same hosts when all train at the same time and exchange nothing. It
+is measured before and after every run. A figure is the fraction of this limit that a run reached: the median of the
+turns in the same row. A turn has 50 steps. With `d8` it has 15 to 20. With plain `ddp` it has 12 at 100 Mbit/s and 6 at
+10 Mbit/s.
 
-**predicted, step.** "predicted" is the share that `plan` stated before the run. "step" is how far off the predicted
-length of a step was: {short} of {known} were too short, and the median was {off}. The probes do not know what hosts
-take from each other that share one machine, and these hosts fill it. Where they leave a tenth of it free, in
-`bench/prediction_accuracy.py`, steps are 5 % off.
+**predicted, step.** "predicted" is the fraction of the limit that `plan` stated before the run. "step" is the error of
+the predicted step time: {short} of {known} predictions were too short, and the median error was {off}. The probes do not
+measure how much emulated hosts on one machine slow each other down, and here the hosts use the whole machine. Where they
+leave a tenth of it free, in `bench/prediction_accuracy.py`, the predicted step time is 5 % off.
 
-**validation loss.** It is read from what `bench/loss.py` measured at equal tokens after 2000 steps, with as many
-replicas and a model of that size ([below](#loss-at-equal-tokens)). Between two sizes it is interpolated; beyond the
-largest, as for `d8`, the largest one's counts: see `src/evener/plan/cost/penalty.py`.
+**validation loss.** The column shows what the strategy costs at equal tokens after 2000 steps, as `bench/loss.py`
+measured it with as many replicas and a model of the same size ([below](#loss-at-equal-tokens)). Between two measured
+sizes it is interpolated. Beyond the largest measured size, as with `d8`, the figure of the largest one stands: see
+`src/evener/plan/cost/penalty.py`.
 
-!!! warning "Read the loss with its regime"
+!!! warning "Read the loss together with the conditions of its measurement"
 
     The corpus has 1 MB, so 2000 steps read it about eight times. **Validation loss** then hides part of what replicas
     lose. `diloco:10:int8:streamed` costs +0.9 % of validation loss with two replicas (four runs on two corpora). The
     **training loss** of the same strategy on tiny Shakespeare is +2.9 % with two replicas and +5.8 % with four. Text
     that is read once has not been measured.
 
-"auto:" is what `--sync auto` took, within 1 % of loss by what was known then. With "ddp: none" one host alone is
-faster. `python bench/scaling_efficiency.py` measures more turns.
+"auto:" stands before the strategy that `--sync auto` chose, with a loss budget of 1 % and the measurements of that day.
+In rows with "ddp: none" one host trains alone, which is faster than both with `ddp`.
+`python bench/scaling_efficiency.py` measures more turns.
 
-![Shares of the limit](fast.png)
+![Fractions of the limit](fast.png)
 """
 LOSS = """## Loss at equal tokens
 
-Ranks of one machine, with the sync strategy that a fleet uses. The validation loss is that after all steps, over the
-whole split; the training loss is that of the last 100 steps. "beside one process" is the mean over the seeds: a run's
-loss beside that of one process with its seed, on the same device where there is one, else on the other. With 1.0M
-parameters the two devices differ by −0.1, +0.1 and +0.4 %. What stands beside `ddp` is made by rounding alone. The
-corpus of 1 MB is read about eight times in 2000 steps of 16 × 256 tokens.
+All ranks of these runs were on one machine, and used the same sync strategies as a fleet. The validation loss is
+measured after all steps, over the whole validation split. The training loss is the mean of the last 100 steps. "beside
+one process" compares each run with one process of the same seed, and is the mean over the seeds. That process ran on the
+same kind of device where there is such a run, else on the other kind. With 1.0M parameters the losses on the two devices
+differ by −0.1, +0.1 and +0.4 %. In the rows of `ddp` the difference comes from rounding alone. The corpus of 1 MB is
+read about eight times in 2000 steps of 16 × 256 tokens.
 """
 # Set-ups whose figure other measurements did not confirm.
 UNDER_REVIEW = {
