@@ -43,10 +43,10 @@ is measured before and after every run. A figure is the fraction of this limit t
 turns in the same row. A turn has 50 steps. With `d8` it has 15 to 20. With plain `ddp` it has 12 at 100 Mbit/s and 6 at
 10 Mbit/s.
 
-**predicted, step.** "predicted" is the fraction of the limit that `plan` stated before the run. "step" is the error of
-the predicted step time: {short} of {known} predictions were too short, and the median error was {off}. The probes do not
-measure how much emulated hosts on one machine slow each other down, and here the hosts use the whole machine. Where they
-leave a tenth of it free, in `bench/prediction_accuracy.py`, the predicted step time is 5 % off.
+**predicted, step.** "predicted" is the fraction of the limit that `plan` stated before the run. "step" is the error
+of the predicted step time: {short} of {known} predictions were too short, and the median error was {off}. The probes
+do not measure how much emulated hosts on one machine slow each other down, and here the hosts use the whole machine.
+Where they leave a tenth of it free, in `bench/prediction_accuracy.py`, the predicted step time is 5 % off.
 
 **validation loss.** The column shows what the strategy costs at equal tokens after 2000 steps, as `bench/loss.py`
 measured it with as many replicas and a model of the same size ([below](#loss-at-equal-tokens)). Between two measured
@@ -69,11 +69,11 @@ In rows with "ddp: none" one host trains alone, which is faster than both with `
 LOSS = """## Loss at equal tokens
 
 All ranks of these runs were on one machine, and used the same sync strategies as a fleet. The validation loss is
-measured after all steps, over the whole validation split. The training loss is the mean of the last 100 steps. "beside
-one process" compares each run with one process of the same seed, and is the mean over the seeds. That process ran on the
-same kind of device where there is such a run, else on the other kind. With 1.0M parameters the losses on the two devices
-differ by −0.1, +0.1 and +0.4 %. In the rows of `ddp` the difference comes from rounding alone. The corpus of 1 MB is
-read about eight times in 2000 steps of 16 × 256 tokens.
+measured after all steps, over the whole validation split. The training loss is the mean of the last 100 steps.
+"beside one process" compares each run with one process of the same seed, and is the mean over the seeds. That process
+ran on the same kind of device where there is such a run, else on the other kind. With 1.0M parameters the losses on
+the two devices differ by −0.1, +0.1 and +0.4 %. In the rows of `ddp` the difference comes from rounding alone. The
+corpus of 1 MB is read about eight times in 2000 steps of 16 × 256 tokens.
 """
 # Set-ups whose figure other measurements did not confirm.
 UNDER_REVIEW = {
