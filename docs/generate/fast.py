@@ -20,7 +20,7 @@ from evener.core.base.units import median
 from evener.core.model.shape import preset_shape
 from evener.core.run.prediction import EXACT_SOURCE
 from evener.core.run.roster import parse_sync
-from evener.plan.cost.penalty import loss_penalty, why_too_lossy
+from evener.plan.cost.penalty import LossPenalty, loss_penalty, why_too_lossy
 from evener.report.draw.run_charts import SERIES_COLOURS
 from evener.report.pages.png_charts import INK, LINE, MARKERS, SOFT
 
@@ -111,7 +111,7 @@ def setup_of(row: dict[str, Any]) -> str:
     return f"{row['model']}, {row['batch']} × 256, {row['rate']}, {cores} core"
 
 
-def penalty_of(row: dict[str, Any]) -> tuple[float | None, str]:
+def penalty_of(row: dict[str, Any]) -> LossPenalty:
     """Return what the strategy costs in loss, and which measurement says so."""
     num_params = preset_shape(row["model"], vocab_size=VOCABULARIES[row["model"]]).num_params()
     return loss_penalty(parse_sync(row["sync"]), num_params, row["cpus"], STEPS, row["batch"] * 256)
@@ -119,16 +119,16 @@ def penalty_of(row: dict[str, Any]) -> tuple[float | None, str]:
 
 def may_be_taken(row: dict[str, Any]) -> bool:
     """By auto, of which a row may be older than what is known of its loss."""
-    penalty, source = penalty_of(row)
-    return not why_too_lossy(penalty, source, LOSS_BUDGET)
+    penalty = penalty_of(row)
+    return not why_too_lossy(penalty.validation, penalty.source, LOSS_BUDGET)
 
 
 def loss_of(row: dict[str, Any]) -> str:
     """The same in a word."""
-    penalty, source = penalty_of(row)
-    if penalty is None or source == EXACT_SOURCE:
-        return source
-    return f"{penalty:+.1%}" if penalty > 0 else "no higher"
+    penalty = penalty_of(row)
+    if penalty.validation is None or penalty.source == EXACT_SOURCE:
+        return penalty.source
+    return f"{penalty.validation:+.1%}" if penalty.validation > 0 else "no higher"
 
 
 def name_of(row: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from evener.core.run.roster import SyncSpec, parse_sync
 from evener.core.run.run_spec import parse_args
 from evener.plan.choice.cluster import uniform_cluster
 from evener.plan.cost.cost_model import predict_step
+from evener.plan.cost.penalty import LossPenalty
 
 
 def job_of(shape: GPTShape | None = None, **flags: Any) -> Job:
@@ -39,12 +40,12 @@ def cluster_of(*rates: float, wire: LinkModel, names: str = "abcdefgh", devices:
     )
 
 
-def costing(costs: dict[str, float], others: float = 0.0) -> Callable[..., tuple[float, str]]:
+def costing(costs: dict[str, float], others: float = 0.0) -> Callable[..., LossPenalty]:
     """In place of `loss_penalty`: what ways cost by their kind; what costs nothing is exact."""
 
-    def penalty(sync: SyncSpec, *_: object) -> tuple[float, str]:
+    def penalty(sync: SyncSpec, *_: object) -> LossPenalty:
         cost = costs.get(sync.kind, others)
-        return cost, "me" if cost else EXACT_SOURCE
+        return LossPenalty(cost, "me" if cost else EXACT_SOURCE, cost)
 
     return penalty
 

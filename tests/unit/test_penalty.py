@@ -15,7 +15,13 @@ from evener.core.model.shape import preset_shape
 from evener.core.run.roster import Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec, TrainSpec
 from evener.plan.cost import penalty
-from evener.plan.cost.penalty import LOSS_MEASUREMENTS, CompressionErrorMonitor, LossMeasurement, loss_penalty
+from evener.plan.cost.penalty import (
+    LOSS_MEASUREMENTS,
+    CompressionErrorMonitor,
+    LossMeasurement,
+    LossPenalty,
+    loss_penalty,
+)
 
 BENCH = Path(__file__).parents[2] / "bench" / "loss.jsonl"
 ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]
@@ -63,6 +69,8 @@ def test_loss_penalty_table_matches_bench_records(row):
     runs = compared(way)
     penalties = [mine["val_loss"] / theirs["val_loss"] - 1 for mine, theirs in runs]
     assert row.penalty == round(statistics.mean(penalties), 4) != 0  # 0 is what costs nothing
+    training = [mine["train_loss"] / theirs["train_loss"] - 1 for mine, theirs in runs]
+    assert row.train_penalty == round(statistics.mean(training), 4)
     corpora = {mine["corpus"] for mine, _ in runs}
     if "shakespeare" in corpora:
         assert row.num_params == next(mine["params"] for mine, _ in runs if mine["corpus"] == "shakespeare")
@@ -86,7 +94,7 @@ def test_packed_loss_equals_ddp_bit_for_bit():
     assert all(packed[key]["val_loss"] == ddp[key]["val_loss"] for key in packed.keys() & ddp.keys())
 
 
-def test_penalty_between_model_sizes_is_log_interpolated(monkeypatch):
+def test_penalty_of_unmeasured_model_size_is_log_interpolated(monkeypatch):
     rows = (penalty._from_paper(2, 1e6, 0.02), penalty._from_paper(2, 1e8, 0.01), penalty._from_paper(4, 1e6, 0.05))
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync("diloco:30")
@@ -109,7 +117,7 @@ def test_penalty_is_unknown_for_fewer_tokens_per_step(monkeypatch):
     less, least, more, twice = (
         loss_penalty(diloco, 10**6, [1] * 4, num_tokens=num) for num in (4095, 4096, 8191, 8192)
     )
-    assert less == (None, "its loss was measured only with 4096 tokens a step and more")
+    assert less == LossPenalty(None, "its loss was measured only with 4096 tokens a step and more")
     assert least == more
     assert least[0] > 0 > twice[0]  # as much for each as two have of 4096
 
@@ -123,9 +131,9 @@ def test_lowest_loss_of_runs_not_larger_is_used(monkeypatch):
             for steps in (999, 1000, 2000) for tokens in (4096, 8192)}  # fmt: skip
     assert [told[key][0] for key in ((1000, 8192), (2000, 4096), (2000, 8192))] == [0.033, 0.016, 0.016]
     assert {told[999, tokens] for tokens in (4096, 8192)} == {
-        (None, "its loss was measured only with 1000 steps and more")
+        LossPenalty(None, "its loss was measured only with 1000 steps and more")
     }
-    assert told[1000, 4096] == (None, "its loss was measured only with 8192 tokens a step and more")
+    assert told[1000, 4096] == LossPenalty(None, "its loss was measured only with 8192 tokens a step and more")
 
 
 def test_penalty_does_not_fall_with_more_replicas(monkeypatch):
@@ -190,12 +198,12 @@ def test_negative_penalty_holds_only_near_measured_model_size(monkeypatch):
     )
     told = [loss_penalty(parse_sync("diloco:10"), num_params, [8, 8], 2000)
             for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
-    assert [one for one, _ in told] == [None, gain, gain, gain, 0.0, 0.0]
-    assert "exact" not in {source for _, source in told}
+    assert [one.validation for one in told] == [None, gain, gain, gain, 0.0, 0.0]
+    assert "exact" not in {one.source for one in told}
     assert loss_penalty(parse_sync("int8"), 124 * 10**6, [8, 8])[0] == cost  # a loss holds anywhere
 
 
-def test_compression_penalty_holds_for_any_rank_count_steps_and_sparse():
+def test_compression_penalty_does_not_depend_on_ranks_steps_or_sparsity():
     told = loss_penalty(parse_sync("bf16"), 10**8, [8, 8])
     assert told == loss_penalty(parse_sync("bf16"), 10**8, [1] * 16, num_steps=10)
     assert told == loss_penalty(parse_sync("bf16+sparse"), 10**8, [8, 8])
@@ -237,12 +245,12 @@ def test_two_stage_compression_errors_add_in_quadrature():
     assert penalty.max_compression_error(powersgd, 5) == penalty.max_compression_error(powersgd, 2)
 
 
-def test_bf16_penalty_was_measured_with_fp32_gradients():
-    """In fp32: under bf16 most of them are bf16 numbers."""
-    penalty, source = loss_penalty(parse_sync("bf16"), 10**6, [8, 8])
-    assert source.endswith("fp32")
-    (row,) = (row for row in OURS if row.source == source)
-    assert (row.sync, row.penalty) == ("bf16", penalty)
+def test_bf16_penalty_is_the_one_measured_on_fp32_gradients():
+    """Gradients of bf16 training are mostly bf16 numbers, which `--sync bf16` would not round."""
+    penalty = loss_penalty(parse_sync("bf16"), 10**6, [8, 8])
+    assert penalty.source.endswith("fp32")
+    (row,) = (row for row in OURS if row.source == penalty.source)
+    assert (row.sync, row.penalty) == ("bf16", penalty.validation)
     assert 0 < row.max_error < 2**-8
 
 
@@ -250,7 +258,7 @@ def test_bf16_penalty_was_measured_with_fp32_gradients():
     ("ranks", "budget", "told"),
     [
         (3, 1.0, ""),
-        (4, 1.0, "costs 1.7% of loss, more than 1.0%"),
+        (4, 1.0, "costs 1.7% of validation loss, more than 1.0%"),
         (3, 0.0, "not exact, and no loss may be spent"),
         (5, 1.0, "its loss was measured only of 4 equal replicas and fewer"),
     ],

@@ -36,6 +36,7 @@ from evener.plan.choice.plan_request import (
 from evener.plan.choice.training_cost import RentalOffer, estimate_training_cost, parse_offers, parse_tokens
 from evener.plan.cost.cost_model import predict_step
 
+from ..tiers import num_examples
 from .planner import cluster_of, job_of
 
 
@@ -70,8 +71,8 @@ def test_laptop_and_desktop_on_wifi_get_correct_advice():
     lossy = answer_request(asked(home, *flags))
     assert lossy.verdict == (
         "Train on both hosts with diloco:10:int8:streamed: 7.8k tokens/s, 1.49 times the fastest host alone; its "
-        "validation loss was 0.9% higher at equal tokens (bench/loss.py: 10.7M parameters, 2 ranks, 2000 steps of 16 "
-        "× 256 tokens, 4 runs on two corpora, bf16)."
+        "validation loss was 0.9% higher and its training loss 2.6% higher at equal tokens (bench/loss.py: 10.7M "
+        "parameters, 2 ranks, 2000 steps of 16 × 256 tokens, 4 runs on two corpora, bf16)."
     )  # 12 cores beside 8: no more than 1.5 times
     # By hand: 42.6 MB go each way through the air twice, two hosts send: 4 · 42.6 MB at 25 MB/s.
     assert exact.option(exact.chosen).ranks[0].sync_s == pytest.approx(4 * 42.57e6 / 25e6, rel=0.01)
@@ -418,7 +419,7 @@ def test_rank_count_is_checked_before_ranks_are_created():
 # --- the sweep --------------------------------------------------------------------------------------------------------
 
 
-def test_planner_properties_hold_in_30_random_cases():
+def test_planner_properties_hold_in_random_cases():
     """`bench/planner_properties.py` looks at thousands of them."""
     path = Path(__file__).parents[2] / "bench" / "planner_properties.py"
     spec = util.spec_from_file_location("evener_planner_sweep", path)
@@ -428,6 +429,6 @@ def test_planner_properties_hold_in_30_random_cases():
     sys.modules[spec.name] = sweep
     spec.loader.exec_module(sweep)
     violations: list[str] = []
-    looked, violated = sweep.run_cases(70_000, 30, violations.append)
+    looked, violated = sweep.run_cases(70_000, num_examples(8, 30), violations.append)
     assert not violated, violations
-    assert len(looked) >= 12
+    assert len(looked) >= num_examples(6, 12)

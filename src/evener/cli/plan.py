@@ -54,7 +54,7 @@ COST_OPTIONS: dict[str, tuple[Any, Any]] = {
 SCALE_FLAG = typer.Option(None, "--scale", metavar="RANKS,…",
                      help="no fleet: simulate this many ranks: 1,2,4,…,4096; --batch is then per rank")  # fmt: skip
 SIMULATION_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "strong": (typer.Option(False, "--strong", help="--scale: --batch is shared by all ranks instead"), bool),
+    "strong": (typer.Option(False, "--strong", help="--scale: all ranks together have --batch sequences"), bool),
     "jitter": (typer.Option(None, "--jitter", min=0.0, max=300.0, help="--scale: percent by which a rank's compute "
                             "time varies from step to step [2]"), float | None),
     "slow": (typer.Option(None, "--slow", metavar="SHARE:FACTOR", help="--scale: a fraction of the ranks that is "

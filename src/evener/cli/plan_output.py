@@ -18,7 +18,7 @@ from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.roster import format_shares
 from evener.core.run.run_spec import RunSpec
 from evener.plan.choice import plan_request
-from evener.plan.choice.advice import collect_advice
+from evener.plan.choice.advice import collect_advice, format_loss_change
 from evener.plan.choice.break_even import Advice, Fabric, LinkSearch, best_single_host, with_bf16_gradients
 from evener.plan.choice.plan_request import PlanRequest, with_assumptions
 from evener.plan.choice.training_cost import TrainingCost, estimate_training_cost, parse_offers, total_tokens
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "exposed: communication not hidden by computation. ×: speedup over the fastest host alone. sends: bytes of a rank "
-    "per step. loss: change of the validation loss compared with ddp (training loss may change more); ?: not measured."
+    "per step. loss: change of validation loss / training loss compared with ddp; ?: not measured."
 )
 MAX_LISTED_HOSTS = 16  # listed one by one
 
@@ -331,16 +331,16 @@ def _print_hosts(screen: Console, prediction: Prediction) -> None:
 
 def _print_trade_offs(screen: Console, prediction: Prediction) -> None:
     """Print bytes, memory and loss of each option, and why it is not recommended."""
-    rows = []
-    for option in _sorted_options(prediction):
-        penalty = option.loss_penalty
-        rows.append([
+    rows = [
+        [
             option.name,
             format_bytes(option.bytes_per_rank) if option.bytes_per_rank else "–",
             format_bytes(max(rank.memory_bytes or 0 for rank in option.ranks)),
-            "same" if option.is_exact else "?" if penalty is None else f"{penalty:+.1%}".replace("-", "−"),
+            format_loss_change(option),
             option.rejected_because or "← recommended",
-        ])  # fmt: skip
+        ]
+        for option in _sorted_options(prediction)
+    ]
     titles = ("strategy", "sends", "memory", "loss", "why not")
     print_table(
         screen,

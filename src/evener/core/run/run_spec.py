@@ -77,7 +77,10 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
                          "diloco:10, diloco:10:int8:streamed; auto: the fastest within --loss-budget"),
     ] = "ddp"  # fmt: skip
     loss_budget: Annotated[
-        float, Meta(ge=0, le=100, description="percent of loss that --sync auto may cost; 0: exact strategies only")
+        float,
+        Meta(
+            ge=0, le=100, description="percent of validation loss that --sync auto may cost; 0: exact strategies only"
+        ),
     ] = 1.0
     lr: Annotated[NonNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NonNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None

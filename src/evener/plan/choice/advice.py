@@ -73,11 +73,27 @@ def format_verdict(prediction: Prediction) -> str:
 
 
 def format_loss_penalty(option: PlanOption) -> str:
-    """Return a clause with the measured loss penalty; "" for an exact strategy."""
+    """Return a clause with the measured penalties of validation and training loss; "" for an exact strategy."""
     if option.is_exact or option.loss_penalty is None:
         return ""
-    loss = f"{option.loss_penalty:.1%} higher" if option.loss_penalty > 0 else "no higher"
-    return f"; its validation loss was {loss} at equal tokens ({option.loss_source})"
+    loss = f"its validation loss was {_format_change(option.loss_penalty)}"
+    if option.train_loss_penalty is not None:
+        loss += f" and its training loss {_format_change(option.train_loss_penalty)}"
+    return f"; {loss} at equal tokens ({option.loss_source})"
+
+
+def _format_change(penalty: float) -> str:
+    return f"{penalty:.1%} higher" if penalty > 0 else "no higher"
+
+
+def format_loss_change(option: PlanOption) -> str:
+    """Return the changes of validation and training loss, "+0.9% / +2.6%"; "same" if exact, "?" if not measured."""
+    if option.is_exact:
+        return "same"
+    changes = (option.loss_penalty, option.train_loss_penalty)
+    if changes[0] is None:
+        return "?"
+    return " / ".join("?" if one is None else f"{one:+.1%}".replace("-", "−") for one in changes)
 
 
 def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> list[Advice]:

@@ -323,7 +323,7 @@ def _rescale_to_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
 
 
 def _rescale_to_dtype(cluster: Cluster, old: Job, new: Job) -> Cluster:
-    """Assume that unknown rates in the new job's dtypes equal those of the old job."""
+    """Where a host's tokens/s in the new job's dtype was not measured, assume its tokens/s in the old job's dtype."""
     hosts, assumed = dict(cluster.hosts), []
     members = [job.initial_roster(cluster.seats).members for job in (old, new)]
     for before, after in zip(*members, strict=True):

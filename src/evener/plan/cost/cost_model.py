@@ -123,9 +123,7 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
         for kind, timing in zip(kinds, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s + late_s
-    penalty, source = loss_penalty(
-        roster.sync, job.shape.num_params(), roster.mean_shares, job.spec.train.steps, job.tokens
-    )
+    penalty = loss_penalty(roster.sync, job.shape.num_params(), roster.mean_shares, job.spec.train.steps, job.tokens)
     return PlanOption(
         name=name or str(roster.sync),
         roster=roster,
@@ -134,8 +132,9 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
         tokens_per_s=roster.batch * job.shape.block_size / step_s,
         speedup_vs_best_host=None,
         bytes_per_rank=round(sent / work.every),
-        loss_penalty=penalty,
-        loss_source=source,
+        loss_penalty=penalty.validation,
+        train_loss_penalty=penalty.training,
+        loss_source=penalty.source,
         is_built=roster.sync.is_supported,
     )
 

@@ -1,8 +1,9 @@
 """Loss penalty: the relative loss that a lossy strategy costs at equal tokens, only as measured, with its source.
 
-It is *validation* loss. In bench/loss.py that is the loss after about eight epochs of a 1 MB corpus, which hides part
-of what replicas lose: with diloco:10:int8:streamed the *training* loss of the same runs is 2.9 % higher with two
-replicas and 5.8 % with four. Text that is read once was not measured.
+It has two figures. The loss budget is about *validation* loss, which bench/loss.py measures after about eight epochs of
+a 1 MB corpus. That hides part of what replicas lose, so the *training* loss of the same runs is stated beside it: with
+diloco:10:int8:streamed it is 2.9 % higher with two replicas and 5.8 % with four. Text that is read once was not
+measured.
 
 Where several models were measured, the penalty is interpolated linearly over log(parameters). Beyond the largest
 measured model its penalty holds, because larger models lose less [Charles et al. 2025]; for DiLoCo we make no claim for
@@ -22,6 +23,7 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,6 +52,7 @@ class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     num_params: int
     # validation loss relative to one process or data parallel at equal tokens, minus 1; negative: it was lower
     penalty: float
+    train_penalty: float | None  # the same of the training loss of the last steps
     min_steps: int  # not valid for shorter runs
     min_tokens: int = 0  # nor for fewer tokens a step, of all ranks together
     max_error: float | None = None  # largest error of the gradient sum in these runs, relative: see Fidelity
@@ -59,13 +62,14 @@ class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 def _from_paper(ranks: int, num_params: float, penalty: float) -> LossMeasurement:
     """Return a measurement from "Scaling laws for DiLoCo", arXiv 2503.09799: momentum 0.9, the best learning rates."""
     return LossMeasurement(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
+                    train_penalty=None,
                     min_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
-def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = None, *, shape: str = "small",
-          shares: str = "1:1", batch: int = 16, steps: int = 2000, dtype: str = "bf16",
-          corpora: int = 1) -> LossMeasurement:  # fmt: skip
+def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = None, *,
+          training: float | None = None, shape: str = "small", shares: str = "1:1", batch: int = 16,
+          steps: int = 2000, dtype: str = "bf16", corpora: int = 1) -> LossMeasurement:  # fmt: skip
     """Return the mean of runs in bench/loss.jsonl, each relative to one process of the same seed on the same corpus."""
     drifts, num_params = parse_sync(sync).drifts, NUM_PARAMS[shape]
     corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
@@ -77,6 +81,7 @@ def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = 
         shares=parts,
         num_params=num_params,
         penalty=penalty,
+        train_penalty=training,
         min_steps=steps if drifts else 0,
         min_tokens=batch * 256 if drifts else 0,
         max_error=max_error,
@@ -86,32 +91,42 @@ def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = 
 
 NUM_PARAMS = {"small": 1_025_536, "char": 10_745_088}  # parameters, with the characters of tinyshakespeare
 LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
-    _from_bench("bf16", -0.0007, 3, 0.0),  # gradients of a bf16 model are exact in bf16
+    _from_bench("bf16", -0.0007, 3, 0.0, training=0),  # gradients of a bf16 model are exact in bf16
     # the later measurement counts: here rounding loses something
-    _from_bench("bf16", -0.0009, 2, 0.0025, dtype="fp32"),
-    _from_bench("int8", 0.0027, 5, 0.0407, corpora=2),
-    _from_bench("int8", -0.0031, 4, 0.0659, shape="char", corpora=2),
-    _from_bench("int8", 0.0043, 1, 0.0246, shares="1:1:1"),
-    _from_bench("int4", 0.0199, 3, 0.2405),
-    _from_bench("powersgd:4", 0.1399, 3, 1.4492),
-    _from_bench("powersgd:16", 0.0145, 3, 0.8562),
-    _from_bench("diloco:10", 0.0143, 3),
-    _from_bench("diloco:10", 0.0026, 1, shape="char"),
-    _from_bench("diloco:10:int8", 0.0149, 3, 0.0172),
-    _from_bench("diloco:10:int8:streamed", 0.0105, 3, 0.0208),
-    _from_bench("diloco:10:int8:streamed", 0.0518, 1, 0.0161, shares="1:1:1:1"),
-    _from_bench("diloco:10:int8:streamed", 0.0213, 2, 0.0184, shares="1:1:1:1", batch=32),
-    _from_bench("diloco:10:int8:streamed", 0.0089, 4, 0.0127, shape="char", corpora=2),
-    _from_bench("diloco:10:int8:streamed", 0.0065, 3, 0.0165, shape="char", shares="9:5:2"),
-    _from_bench("diloco:10:int8:streamed", 0.0165, 1, 0.0155, shape="char", shares="1:1:1:1"),
-    _from_bench("diloco:10:int8:streamed", 0.0327, 1, 0.0159, shape="char", shares="1:1:1:1", batch=32, steps=1000),
-    _from_bench("diloco:10:int4:streamed", 0.0113, 3, 0.2961),
-    _from_bench("diloco:10:int4:streamed", 0.006, 2, 0.1681, shape="char"),
-    _from_bench("diloco:5:int8:streamed", 0.0086, 3, 0.0113, shape="char"),
-    _from_bench("diloco:30", 0.0418, 3),
-    _from_bench("diloco:30:int8", 0.0407, 3, 0.0178),
-    _from_bench("diloco:30:int4", 0.0405, 3, 0.2608),
-    _from_bench("diloco:100", 0.0811, 3),
+    _from_bench("bf16", -0.0009, 2, 0.0025, training=0.0007, dtype="fp32"),
+    _from_bench("int8", 0.0027, 5, 0.0407, training=0.0011, corpora=2),
+    _from_bench("int8", -0.0031, 4, 0.0659, training=-0.0016, shape="char", corpora=2),
+    _from_bench("int8", 0.0043, 1, 0.0246, training=-0.0008, shares="1:1:1"),
+    _from_bench("int4", 0.0199, 3, 0.2405, training=0.024),
+    _from_bench("powersgd:4", 0.1399, 3, 1.4492, training=0.1939),
+    _from_bench("powersgd:16", 0.0145, 3, 0.8562, training=0.0199),
+    _from_bench("diloco:10", 0.0143, 3, training=0.0152),
+    _from_bench("diloco:10", 0.0026, 1, training=0.0342, shape="char"),
+    _from_bench("diloco:10:int8", 0.0149, 3, 0.0172, training=0.016),
+    _from_bench("diloco:10:int8:streamed", 0.0105, 3, 0.0208, training=0.0142),
+    _from_bench("diloco:10:int8:streamed", 0.0518, 1, 0.0161, training=0.0602, shares="1:1:1:1"),
+    _from_bench("diloco:10:int8:streamed", 0.0213, 2, 0.0184, training=0.0239, shares="1:1:1:1", batch=32),
+    _from_bench("diloco:10:int8:streamed", 0.0089, 4, 0.0127, training=0.0257, shape="char", corpora=2),
+    _from_bench("diloco:10:int8:streamed", 0.0065, 3, 0.0165, training=0.0385, shape="char", shares="9:5:2"),
+    _from_bench("diloco:10:int8:streamed", 0.0165, 1, 0.0155, training=0.0575, shape="char", shares="1:1:1:1"),
+    _from_bench(
+        "diloco:10:int8:streamed",
+        0.0327,
+        1,
+        0.0159,
+        training=0.0645,
+        shape="char",
+        shares="1:1:1:1",
+        batch=32,
+        steps=1000,
+    ),
+    _from_bench("diloco:10:int4:streamed", 0.0113, 3, 0.2961, training=0.0146),
+    _from_bench("diloco:10:int4:streamed", 0.006, 2, 0.1681, training=0.0271, shape="char"),
+    _from_bench("diloco:5:int8:streamed", 0.0086, 3, 0.0113, training=0.0271, shape="char"),
+    _from_bench("diloco:30", 0.0418, 3, training=0.0541),
+    _from_bench("diloco:30:int8", 0.0407, 3, 0.0178, training=0.0544),
+    _from_bench("diloco:30:int4", 0.0405, 3, 0.2608, training=0.0532),
+    _from_bench("diloco:100", 0.0811, 3, training=0.1077),
     _from_paper(2, 35e6, 0.007),
     _from_paper(2, 90e6, 0.005),
     _from_paper(2, 180e6, 0.003),
@@ -121,52 +136,60 @@ LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
 )
 
 
+class LossPenalty(NamedTuple):
+    """What a strategy costs in loss at equal tokens: relative to ddp, minus 1; negative: the loss was lower."""
+
+    validation: float | None  # 0 for an exact strategy; None: not measured
+    source: str  # the nearest measurement, or EXACT_SOURCE; if not measured, the reason
+    training: float | None = None
+
+
 def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_steps: int | None = None,
-                 num_tokens: int | None = None) -> tuple[float | None, str]:  # fmt: skip
-    """Return (relative penalty, source): 0 for an exact strategy; None where it was not measured, with the reason.
+                 num_tokens: int | None = None) -> LossPenalty:  # fmt: skip
+    """Return the loss penalty of a strategy for a model of `num_params` parameters on ranks with these shares.
 
     `num_tokens` are the tokens of a step.
 
     >>> from evener.core.run.roster import DDP
-    >>> loss_penalty(DDP, 10**8, [4, 4]), loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])
-    ((0.0, 'exact'), (None, 'nobody measured what it costs in loss'))
+    >>> loss_penalty(DDP, 10**8, [4, 4])
+    LossPenalty(validation=0.0, source='exact', training=0.0)
+    >>> loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])
+    LossPenalty(validation=None, source='nobody measured what it costs in loss', training=None)
     >>> diloco = parse_sync("diloco:30")
-    >>> [round(loss_penalty(diloco, 126_000_000, shares)[0], 4) for shares in ([8, 8], [9, 5, 2])]
+    >>> [round(loss_penalty(diloco, 126_000_000, shares).validation, 4) for shares in ([8, 8], [9, 5, 2])]
     [0.004, 0.006]
-    >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200)[1]
+    >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200).source
     'its loss was measured only with 1200 steps and more'
     """
     if sync.is_exact:
-        return 0.0, EXACT_SOURCE
+        return LossPenalty(0.0, EXACT_SOURCE, 0.0)
     rows = _measurements_of(sync)
     if not rows:
-        return None, "nobody measured what it costs in loss"
+        return LossPenalty(None, "nobody measured what it costs in loss")
     long_enough = [row for row in rows if num_steps is None or num_steps >= row.min_steps]
     if not long_enough:
-        return None, _measured_only(f"with {min(row.min_steps for row in rows)} steps and more")
+        return _measured_only(f"with {min(row.min_steps for row in rows)} steps and more")
     large_enough = [row for row in long_enough if num_tokens is None or num_tokens >= row.min_tokens]
     if not large_enough:
-        return None, _measured_only(f"with {min(row.min_tokens for row in long_enough)} tokens a step and more")
+        return _measured_only(f"with {min(row.min_tokens for row in long_enough)} tokens a step and more")
     by_worth: dict[float, list[LossMeasurement]] = defaultdict(list)
     for row in large_enough:
         by_worth[equivalent_replicas(row.shares)].append(row)
-    replicas, penalties = equivalent_replicas(shares) if sync.drifts else 2.0, dict[float, tuple[float, str]]()
+    replicas, penalties = equivalent_replicas(shares) if sync.drifts else 2.0, dict[float, LossPenalty]()
     # Smaller models lose more, so measurements of larger models are used for them only if there are no others.
     for ratio in (SAME_SIZE_FACTOR, SIMILAR_SIZE_FACTOR) if sync.drifts else (math.inf,):
         if max(penalties, default=0.0) < replicas:
             penalties = {num: _interpolate_model_size(of_num, num_params) for num, of_num in sorted(by_worth.items())
                      if min(row.num_params for row in of_num) <= num_params * ratio}  # fmt: skip
     if not penalties:
-        return None, _measured_only(
-            f"of {format_count(min(row.num_params for row in large_enough))} parameters and more"
-        )
+        return _measured_only(f"of {format_count(min(row.num_params for row in large_enough))} parameters and more")
     if replicas > max(penalties):
-        return None, _measured_only(f"of {max(penalties):g} equal replicas and fewer")
+        return _measured_only(f"of {max(penalties):g} equal replicas and fewer")
     return _interpolate_replicas(penalties, replicas)
 
 
-def _measured_only(of_what: str) -> str:
-    return f"its loss was measured only {of_what}"
+def _measured_only(of_what: str) -> LossPenalty:
+    return LossPenalty(None, f"its loss was measured only {of_what}")
 
 
 def equivalent_replicas(shares: Sequence[float]) -> float:
@@ -182,34 +205,44 @@ def equivalent_replicas(shares: Sequence[float]) -> float:
     return round(averaging_efficiency(shares) ** -2, 6)
 
 
-def _interpolate_replicas(penalties: dict[float, tuple[float, str]], num: float) -> tuple[float, str]:
-    """Interpolate (penalty, source) for `num` replicas from the measured numbers, of which the largest is at least
-    `num`. Below the smallest measured number its penalty holds.
+def _interpolate(low: LossPenalty, high: LossPenalty, fraction: float) -> LossPenalty:
+    """Return what lies between two measurements: `low` at 0, `high` at 1. The source is the nearer one's."""
+
+    def mix(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else a + fraction * (b - a)
+
+    source = (low if fraction < 1 / 2 else high).source
+    return LossPenalty(mix(low.validation, high.validation), source, mix(low.training, high.training))
+
+
+def _interpolate_replicas(penalties: dict[float, LossPenalty], num: float) -> LossPenalty:
+    """Interpolate the penalty of `num` replicas from the measured numbers, of which the largest is at least `num`.
+
+    Below the smallest measured number its penalty holds.
     """
-    fewer, low, high = 0.0, (-math.inf, ""), (-math.inf, "")
-    for more, entry in penalties.items():
-        high = max(entry, low)
+    fewer, low = next(iter(penalties.items()))
+    for more, measured in penalties.items():
+        high = max(measured, low, key=lambda one: one.validation or 0.0)
         if num <= more:
-            break
+            return _interpolate(low, high, (num - fewer) / (more - fewer)) if num > fewer else low
         fewer, low = more, high
-    low = low if fewer else high
-    fraction = (num - fewer) / (more - fewer)
-    return low[0] + fraction * (high[0] - low[0]), (low if fraction < 1 / 2 else high)[1]
+    raise ValueError(f"no measurement of {num:g} replicas or more")
 
 
-def _interpolate_model_size(rows: Sequence[LossMeasurement], num_params: int) -> tuple[float, str]:
-    """Interpolate (penalty, source) for a model of this size from models of several sizes."""
+def _interpolate_model_size(rows: Sequence[LossMeasurement], num_params: int) -> LossPenalty:
+    """Interpolate the penalty of a model of this size from models of several sizes."""
     last = {(row.num_params, row.min_steps, row.min_tokens): row for row in rows}  # the later measurement counts
     ordered = sorted(last.values(), key=lambda row: (row.num_params, -row.penalty))
     rows = list({row.num_params: row for row in ordered}.values())  # of each model the run that lost least
-    for low, high in itertools.pairwise(rows):
-        if low.num_params <= num_params <= high.num_params:
-            fraction = math.log(num_params / low.num_params) / math.log(high.num_params / low.num_params)
-            nearer = low if fraction < 1 / 2 else high
-            return low.penalty + fraction * (high.penalty - low.penalty), nearer.source
-    nearest = rows[0] if num_params <= rows[0].num_params else rows[-1]
-    is_alike = nearest.num_params / SIMILAR_SIZE_FACTOR <= num_params <= nearest.num_params * SIMILAR_SIZE_FACTOR
-    return nearest.penalty if is_alike else max(0.0, nearest.penalty), nearest.source
+    of = [LossPenalty(row.penalty, row.source, row.train_penalty) for row in rows]
+    sizes = [row.num_params for row in rows]
+    for i, (low, high) in enumerate(itertools.pairwise(sizes)):
+        if low <= num_params <= high:
+            return _interpolate(of[i], of[i + 1], math.log(num_params / low) / math.log(high / low))
+    nearest, size = (of[0], sizes[0]) if num_params <= sizes[0] else (of[-1], sizes[-1])
+    if size / SIMILAR_SIZE_FACTOR <= num_params <= size * SIMILAR_SIZE_FACTOR:
+        return nearest
+    return nearest._replace(validation=max(0.0, nearest.validation or 0.0))
 
 
 def why_too_lossy(penalty: float | None, source: str, loss_budget: float) -> str:
@@ -219,15 +252,15 @@ def why_too_lossy(penalty: float | None, source: str, loss_budget: float) -> str
     if not loss_budget and source != EXACT_SOURCE:
         return "not exact, and no loss may be spent"
     if penalty > loss_budget:
-        return f"costs {penalty:.1%} of loss, more than {loss_budget:.1%}"
+        return f"costs {penalty:.1%} of validation loss, more than {loss_budget:.1%}"
     return ""
 
 
 def why_no_longer_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
     """Return why `--sync auto` would not choose the run's current strategy among these ranks; "" if it would."""
     sync, tokens = roster.sync, roster.batch * shape.block_size
-    penalty, source = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
-    return why_too_lossy(penalty, source, spec.train.loss_budget / 100)
+    penalty = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
+    return why_too_lossy(penalty.validation, penalty.source, spec.train.loss_budget / 100)
 
 
 def _measurements_of(sync: SyncSpec) -> list[LossMeasurement]:

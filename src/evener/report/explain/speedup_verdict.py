@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
-from evener.plan.choice.advice import format_throughput
+from evener.plan.choice.advice import format_loss_change, format_throughput
 from evener.plan.choice.options import MIN_GAIN
 from evener.plan.choice.search import recommended_flags
 from evener.report.explain.what_if import RunAlternatives
@@ -75,7 +75,7 @@ def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, mes
     steps = f" --steps {2 * summary.num_steps}" if summary.manifest.verdict == "finished" else ""
     hint = f"{best.name} would train {format_throughput(best.tokens_per_s)}"
     if not best.is_exact and (best.loss_penalty or 0) > 0:
-        hint += f" at {best.loss_penalty:.1%} more validation loss"
+        hint += f" with a loss (validation / training) of {format_loss_change(best)}"
     command = f"evener train --resume {summary.run_dir}{steps} {recommended_flags(prediction)}"
     return SpeedupVerdict(message, hint, command)
 

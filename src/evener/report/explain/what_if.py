@@ -8,11 +8,12 @@ from evener.core.base.errors import UsageError
 from evener.core.base.units import format_count, format_seconds
 from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.rundir import RunDir
+from evener.plan.choice.advice import format_loss_change
 from evener.plan.choice.plan_request import answer_request, request_from_run
 from evener.plan.choice.search import what_if_options
 from evener.report.read.run_summary import RunSummary
 
-WHAT_IF_COLUMNS = ("what if", "step", "tokens/s", "times this run", "validation loss")
+WHAT_IF_COLUMNS = ("what if", "step", "tokens/s", "times this run", "validation / training loss")
 
 
 @dataclass(frozen=True)
@@ -66,4 +67,4 @@ def _loss_cell(option: PlanOption, as_measured: PlanOption) -> str:
         return "another training run"
     if option.loss_penalty is None:
         return "not measured"
-    return "the same" if option.is_exact else f"{100 * option.loss_penalty:+.1f}%".replace("-", "−")
+    return "the same" if option.is_exact else format_loss_change(option)
