@@ -2,7 +2,7 @@
 
     RUN/host/pulse/LOCAL_RANK   {"pid", "where": "token_blocks.py:33 in read", "waits": false, "moved": 43000000}
 
-So the launcher sees where a hanging rank hangs. It uses the standard library only, so that it can start before torch
+So the hang detector can say where a rank hangs. It uses the standard library only, so that it can start before torch
 is imported, which may itself hang.
 """
 
@@ -32,7 +32,7 @@ _started = threading.Lock()
 
 
 def start_heartbeat() -> None:
-    """Start the heartbeat of this process if a launcher has requested it; further calls do nothing."""
+    """Start the heartbeat of this process if EVENER_PULSE names a folder for it; further calls do nothing."""
     folder = os.environ.get("EVENER_PULSE")
     if folder is not None and _started.acquire(blocking=False):
         path = Path(folder) / os.environ.get("LOCAL_RANK", "0")
@@ -42,19 +42,20 @@ def start_heartbeat() -> None:
 def _write_heartbeats(path: Path) -> None:
     main = threading.main_thread().ident
     written = ""
-    with contextlib.suppress(OSError):  # a full disk: the supervisor reports it
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
+    while True:
+        with contextlib.suppress(OSError):  # a full disk, which the supervisor reports: the next second may have room
             frame = sys._current_frames().get(main or 0)
             text = json.dumps({"pid": os.getpid(), "where": current_line(frame), "waits": is_in_collective(frame),
                                "moved": transferred_bytes()})  # fmt: skip
+            del frame
             if text != written:
                 temporary = path.with_name(f".{path.name}")
                 temporary.write_text(text)
                 temporary.replace(path)
                 written = text
-            del frame
-            time.sleep(INTERVAL_S)
+        time.sleep(INTERVAL_S)
 
 
 def current_line(frame: FrameType | None) -> str:
