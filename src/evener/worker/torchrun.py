@@ -48,10 +48,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
+from evener.core.run.membership_epoch import EXIT_TERMINATED
 from evener.worker.rank.process_groups import exit_immediately, listen, open_store
 
 FAILURE_KEY = "failed"
-HEARTBEAT_INTERVAL_S = 0.5
+NODE_HEARTBEAT_INTERVAL_S = 0.5
 JOIN_TIMEOUT_S = 180.0  # for all hosts to join: Python and torch may load from a cold, slow disk
 REFUSED_TIMEOUT_S = 10.0  # the first host's agent is dead when its port has refused connections this long
 # A silent peer may only be unreachable. A run must survive 30 s without a link. TCP doubles its wait between attempts,
@@ -60,7 +61,6 @@ HEARTBEAT_TIMEOUT_S = 90.0
 SHUTDOWN_TIMEOUT_S = 15.0  # for torchrun to end its ranks, which takes at most its --shutdown-timeout
 STORE_LINGER_S = 5.0  # that the first host keeps the store after a failure, so that the others can read it
 LATE_NODE_LINGER_S = 30.0  # the same while some hosts have not joined yet
-EXIT_STATUS_STOPPED = 128 + signal.SIGTERM
 
 
 class FailureDetectingRendezvous(StaticTCPRendezvous):
@@ -114,7 +114,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         """On the first host, wait until no other node needs the store. torchrun itself waits at most 300 s."""
         assert self._store is not None
         while self.rank == 0 and self._remaining_nodes(self._namespaced(self._store)):
-            time.sleep(HEARTBEAT_INTERVAL_S / 5)
+            time.sleep(NODE_HEARTBEAT_INTERVAL_S / 5)
 
     def close(self, why: str | None) -> None:
         """Announce that this host leaves, and why if it failed; the first host then waits for the others to leave."""
@@ -134,7 +134,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
                 except ConnectionRefusedError:
                     if not is_early:
                         return
-                    time.sleep(HEARTBEAT_INTERVAL_S)
+                    time.sleep(NODE_HEARTBEAT_INTERVAL_S)
             if why is not None:
                 _publish_failure(store, _host_name(), why)
             store.set(f"left/{self.rank}", "")
@@ -142,7 +142,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
                 all_came = all(store.check([f"node/{rank}"]) for rank in remaining)
                 if all_came and time.monotonic() - began > STORE_LINGER_S:
                     return
-                time.sleep(HEARTBEAT_INTERVAL_S / 10)
+                time.sleep(NODE_HEARTBEAT_INTERVAL_S / 10)
 
     def _remaining_nodes(self, store: Store) -> list[int]:
         """Return the other nodes that may still need the store."""
@@ -192,7 +192,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
                 self._refused_since = self._refused_since or time.monotonic()
             except (OSError, RuntimeError):
                 store = None
-            time.sleep(HEARTBEAT_INTERVAL_S)
+            time.sleep(NODE_HEARTBEAT_INTERVAL_S)
 
     def _detect_silent_nodes(self, store: Store) -> None:
         now = time.monotonic()
@@ -208,7 +208,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         """End this host's ranks when another host has failed or the store is gone."""
         where = f"the store on {self.master_addr}:{self.master_port}"
         while self.stop_reason is None:
-            time.sleep(HEARTBEAT_INTERVAL_S / 5)
+            time.sleep(NODE_HEARTBEAT_INTERVAL_S / 5)
             now = time.monotonic()
             if self._has_ended:
                 return
@@ -229,7 +229,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
             time.sleep(0.1)
         time.sleep(1.0)  # prefer the regular exit
         self.close(None)
-        exit_immediately(EXIT_STATUS_STOPPED)
+        exit_immediately(EXIT_TERMINATED)
 
 
 def main() -> int:
@@ -250,7 +250,7 @@ def main() -> int:
     try:
         status, why = _run_torchrun(rendezvous, args)
     except SignalException:
-        status, why = EXIT_STATUS_STOPPED, rendezvous.stop_reason or "it was asked to stop"
+        status, why = EXIT_TERMINATED, rendezvous.stop_reason or "it was asked to stop"
     except SystemExit as error:
         print(error, file=sys.stderr)
         status, why = 1, str(error).removeprefix("error: ")

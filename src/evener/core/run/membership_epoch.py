@@ -33,7 +33,7 @@ EXIT_HOST_NOT_RETRYABLE = 2  # an error of this host alone, which would recur in
 EXIT_DISK_FULL = 73  # the disk is too full (sysexits.h: EX_CANTCREAT)
 EXIT_RUN_FAILED = 77  # the run has failed and would fail in any epoch; an agent exits with it on all hosts
 EXIT_HOST_LEFT = 76  # agents only: the host has left the run, which continues; other failures are the host's alone
-EXIT_TERMINATED = 143  # 128 + SIGTERM: a launcher whose ranks were healthy until another host's failed
+EXIT_TERMINATED = 143  # 128 + SIGTERM: a torchrun that was asked to stop, or whose peers on another host failed
 PEER_LOST = "lost"  # the `regroup_reason` of a rank that cannot continue in its epoch
 
 
