@@ -21,7 +21,8 @@ from evener.core.cluster.collective_results import (
     CollectiveResult,
     SkippedSizes,
 )
-from evener.launch.distributed_program import local_program_lines
+from evener.launch.distributed_program import PROGRAM_RUN, fleet_program_lines
+from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
 from evener.plan.cost.collective_cost import bus_factor
 
 from ..conftest import TIMEOUT_S, wait_until
@@ -32,13 +33,17 @@ SIZES = (1000, 65536, 1 << 20)  # the first is no multiple of anything
 
 
 def measure(ranks: int, **fields: object) -> tuple[CollectiveBenchGroup, list[CollectiveResult], list[SkippedSizes]]:
-    """What `ranks` processes tell."""
+    """Measure with `ranks` processes on this machine. Return their group, the results and what was skipped."""
     spec = CollectiveBenchSpec(**({"sizes": SIZES, "seconds": 10.0} | fields))  # type: ignore[arg-type]
     arg = msgspec.json.encode(spec).decode()
-    told = [
-        msgspec.json.decode(line, type=CollectiveBenchMessage)
-        for line in local_program_lines(ranks, "evener.worker.probe.collective_bench", arg, threads=1)
-    ]
+    with connect_hosts(None) as hosts:
+        prepared = prepare_hosts(hosts.with_ranks(ranks, threads=1), PROGRAM_RUN)
+        args = {place.name: arg for place in prepared.hosts}
+        module = "evener.worker.probe.collective_bench"
+        told = [
+            msgspec.json.decode(line, type=CollectiveBenchMessage)
+            for _, line in fleet_program_lines(prepared, hosts.sessions, module, args)
+        ]
     assert isinstance(told[0], CollectiveBenchGroup)
     return (
         told[0],
@@ -49,7 +54,7 @@ def measure(ranks: int, **fields: object) -> tuple[CollectiveBenchGroup, list[Co
 
 @pytest.mark.parametrize(("ranks", "dtype", "in_place"), [(3, "bf16", True), *exhaustively((2, "fp32", False))])
 def test_every_collective_is_correct_at_every_size(ranks, dtype, in_place):
-    world, rows, stopped = measure(ranks, dtype=dtype, in_place=in_place)
+    world, rows, stopped = measure(ranks, dtype=dtype, in_place=in_place, seconds=600.0)  # on a machine however busy
     assert (world.ranks, world.backend, stopped) == (ranks, "gloo", [])
     assert world.sum_Bps > 1e8
     assert [(row.collective, row.num_wrong) for row in rows] == [(name, 0) for name in COLLECTIVES for _ in SIZES]
@@ -93,6 +98,7 @@ def evener(*args: str) -> subprocess.CompletedProcess[str]:
                           env=env)  # fmt: skip
 
 
+@exhaustive
 def test_probe_collectives_prints_one_json_object(tmp_path):
     done = evener("probe", "collectives", "--fleet", "local", "--op", "all-reduce", "--op", "all_gather",
                   "--max-size", "64KiB", "--seconds", "10", "--json")  # fmt: skip

@@ -20,7 +20,6 @@ from evener.core.run.run_plan import Plan
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.commands import PreparedFleet, script_plan, without_torchrun
-from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
 from evener.launch.root_cause import first_failure
 from evener.launch.torch_subprocess import ERROR_PREFIX, raise_reported_error
 from evener.ssh.session import RemoteError, Sessions
@@ -28,16 +27,6 @@ from evener.transfer.mirror import RunMirror
 
 PROGRAM_RUN = RunDir("probe")  # names the folders of these programs on the hosts
 POLL_S = 0.05
-
-
-def local_program_lines(num_ranks: int, module: str, arg: str, *, threads: int | None = None) -> Generator[str]:
-    """Yield the JSON lines that `num_ranks` processes of a module print on this machine, as they are printed."""
-    with connect_hosts(None) as hosts:
-        prepared = prepare_hosts(hosts.with_ranks(num_ranks, threads=threads), PROGRAM_RUN)
-        args = {place.name: arg for place in prepared.hosts}
-        with contextlib.closing(fleet_program_lines(prepared, hosts.sessions, module, args)) as lines:
-            for _, line in lines:
-                yield line
 
 
 def fleet_program_lines(

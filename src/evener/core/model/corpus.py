@@ -15,7 +15,7 @@ What is checked, and when:
 | the files exist and hold whole tokens, as many as meta.json says; its tokenizer | none | `load_corpus` |
 | each split is at least one block long | none | `check_block_size`, once the block size is known |
 | every id is inside the vocabulary | reads the files | `evener.corpus.token_check.check_token_ids`, before a launch |
-| the content is unchanged | reads and hashes the files | `verify_content`, on request |
+| the content is unchanged | reads and hashes the files | a caller who compares `hash_content` with `content_hash` |
 """
 
 from __future__ import annotations
@@ -182,18 +182,6 @@ def mean_distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
         groups = [first | second for first, second in zip(groups[::2], groups[1::2], strict=True)]
         means.append(sum(map(len, groups)) / len(groups))
     return means
-
-
-def verify_content(corpus: Corpus) -> None:
-    """Hash the .bin files again, about a second per GB. Raise DataError if the hash is not `content_hash`."""
-    method = corpus.content_hash.partition(":")[0]
-    actual = hash_content(Path(corpus.path), sampled=method == "sampled-sha256")
-    recorded = corpus.content_hash
-    if actual != recorded:
-        raise DataError(
-            f"{corpus.path}: train.bin or val.bin has changed: its hash is {actual[:23]}…, expected {recorded[:23]}…",
-            hint="prepare the corpus again, or copy it again from where it came",
-        )
 
 
 def hash_content(folder: Path, *, sampled: bool = False) -> str:
