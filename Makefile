@@ -11,6 +11,8 @@ BIN := .venv/bin
 CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell expr $(CORES) + 1)
 PYTEST := $(BIN)/python -m pytest --dist worksteal
+# Tests start hundreds of processes, and without cached bytecode each would compile evener anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-all lint format bench docs docs-build docs-generate clean
 

@@ -188,7 +188,7 @@ def test_corrupt_partial_file_is_discarded(session, tmp_path, work):
     assert arrived.sent_bytes == size
 
 
-def test_partial_file_with_extra_bytes_is_reused_without_resending(session, tmp_path, work):
+def test_partial_file_longer_than_the_whole_one_is_not_sent_again(session, tmp_path, work):
     tree = describe_data(write(tmp_path / "d", {"train.bin": noise(2 * MB)}))
     digest = tree.files["train.bin"].digest
     write(Path(work), {f"blobs/{digest}.x.part": noise(2 * MB) + b"and more"})

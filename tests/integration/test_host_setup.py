@@ -321,6 +321,7 @@ def test_bare_host_gets_evener_its_dependencies_and_extra_packages(tmp_path, mon
     assert "try other versions" in refused.hint
 
 
+@exhaustive
 def test_setup_reports_each_host(tmp_path):
     (tmp_path / "fleet.toml").write_text(
         '[hosts.here]\naddress = "local"\n[hosts.gone]\naddress = "127.0.0.1"\nport = 1\n'

@@ -354,6 +354,7 @@ def rows_of_wandb(folder):
     return config, rows, ids
 
 
+@exhaustive
 def test_wandb_offline_logs_each_step_once(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     whole = {rank: lines_of(run, rank) for rank in (0, 1)}

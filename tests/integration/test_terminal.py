@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from ..sample_runs import write_run
-from ..tiers import exhaustively
+from ..tiers import exhaustive, exhaustively
 from .pseudo import COLOUR, ESCAPE, argv, environment, in_pipe, in_terminal
 from .test_plan_verb import FLEET, ONE, WORDS
 
@@ -110,6 +110,7 @@ def test_terminal_output_has_color_unless_disabled(tmp_path):
     assert COLOUR.search(in_terminal(*PREPARE, tmp_path, NO_COLOR=""))  # as no-color.org has it
 
 
+@exhaustive
 def test_dumb_terminal_gets_plain_text(tmp_path, place):
     for args in ((*PREPARE, tmp_path), ("plan", *WORDS), ("runs",), ("plan", "--help"), ("doctor", "--fleet", "local")):
         text = in_terminal(*args, columns=60, cwd=place, TERM="dumb")

@@ -500,9 +500,7 @@ def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
     rundir = fleet.rundir("runs/long")
     assert rundir.manifest().verdict == "stopped"
     assert fleet.processes("runs/long") == {}
-    steps = len(rundir.records(0))
-    fleet.ok("train", "--resume", "runs/long", "--steps", str(steps + 2), "--json")
-    assert [record.step for record in rundir.records(1)] == list(range(steps + 2))
+    assert rundir.checkpoint_steps()[-1] == len(rundir.records(0))
 
 
 @exhaustive

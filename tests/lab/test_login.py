@@ -76,7 +76,7 @@ def test_login_shell_that_breaks_commands_is_reported(b: LabHost, doctor: Any, b
         doctor()
 
 
-def test_login_shell_that_only_prints_is_accepted(b: LabHost, doctor: Any) -> None:
+def test_login_shell_whose_bashrc_prints_is_accepted(b: LabHost, doctor: Any) -> None:
     (b.home / ".bashrc").write_text("echo welcome; echo and hello >&2\n")
     with pytest.raises(ValueError, match="not enough values"):
         doctor()

@@ -93,6 +93,7 @@ def test_checkpoints_are_fetched_while_run_is_followed(fleet: Fleet, corpus: Pat
     assert f"weights: runs/seen/checkpoints/step-{seen.last_saved_step():06d}" in done.stderr
 
 
+@exhaustive
 def test_failed_run_says_where_to_resume_and_resumes_locally_and_on_fleet(fleet: Fleet, corpus: Path) -> None:
     every = ["--checkpoint-every", "2", "--keep", "1", "--membership", "fixed"]
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", *every, "--out", "runs/dead", "--detach")

@@ -22,33 +22,35 @@ from evener.node.agent.consensus import (
 )
 from evener.node.agent.peer_links import ACK_TIMEOUT_S, RECONNECT_S
 
+from ..tiers import seeds
+
 TICK_S = TICK_INTERVAL_S
 SILENT_S = 3.0
 NAMES = "abcdef"
 
 
 class Host:
-    """One host: its council, what it keeps on its disk, and ranks that are no more than a phase."""
+    """One host: its consensus, what it keeps on its disk, and ranks that are no more than a phase."""
 
     def __init__(self, name: str, world: MembershipEpoch, lives: bool) -> None:
         self.name, self.kept, self.lives = name, ConsensusState(world), lives
-        self.council: Consensus | None = None
+        self.consensus: Consensus | None = None
         self.has_ranks = False  # where they live on: in a world, or ready for one
 
     def boot(self, now: float) -> Consensus:
         is_back = self.kept.life > 0
         self.kept = ConsensusState(self.kept.world, self.kept.vote, self.kept.life + 1)
         self.has_ranks = False
-        self.council = Consensus(
+        self.consensus = Consensus(
             self.name,
             self.kept,
             host_timeout_s=SILENT_S,
             join_deadline=now + (SILENT_S if is_back else 10),
             is_elastic=self.lives,
         )
-        if is_back and self.council.is_member:
-            self.council.phase = HostPhase.REGROUPING
-        return self.council
+        if is_back and self.consensus.is_member:
+            self.consensus.phase = HostPhase.REGROUPING
+        return self.consensus
 
 
 class Net:
@@ -68,7 +70,7 @@ class Net:
 
     @property
     def alive(self) -> dict[str, Consensus]:
-        return {name: host.council for name, host in self.hosts.items() if host.council is not None}
+        return {name: host.consensus for name, host in self.hosts.items() if host.consensus is not None}
 
     def tick(self) -> None:
         self.now += TICK_S
@@ -80,17 +82,17 @@ class Net:
         for name in self.random.sample(sorted(self.alive), len(self.alive)):
             if name in self.stopped:
                 continue
-            council = self.alive[name]
-            was_member = council.is_member
-            if council.tick(self.now) and (council.epoch.is_cold_start or (was_member and not council.is_member)):
+            consensus = self.alive[name]
+            was_member = consensus.is_member
+            if consensus.tick(self.now) and (consensus.epoch.is_cold_start or (was_member and not consensus.is_member)):
                 self.hosts[name].has_ranks = False
-            self.hosts[name].kept = council.state
-            world = self.decided.setdefault(council.epoch.number, council.epoch)
-            assert world == council.epoch, (world, council.epoch)
-            (self.live_on if self.lives else self.go_on)(council)
-            if not council.is_broadcast_due(self.now):
+            self.hosts[name].kept = consensus.state
+            world = self.decided.setdefault(consensus.epoch.number, consensus.epoch)
+            assert world == consensus.epoch, (world, consensus.epoch)
+            (self.live_on if self.lives else self.go_on)(consensus)
+            if not consensus.is_broadcast_due(self.now):
                 continue
-            statement = council.make_status(self.now)
+            statement = consensus.make_status(self.now)
             for to in self.hosts:
                 if to != name and (name, to) not in self.cut and self.random.random() >= self.lost:
                     self.under_way.append((self.now + self.random.uniform(0, 0.3), to, statement))
@@ -104,50 +106,50 @@ class Net:
             one is not None and one.epoch.number == world.number and one.phase == HostPhase.RUNNING for one in there
         )
 
-    def go_on(self, council: Consensus) -> None:
+    def go_on(self, consensus: Consensus) -> None:
         """As ranks do: they begin, fail with each other, and leave for a host that waits."""
-        if not council.is_member:
+        if not consensus.is_member:
             return
-        peers = [self.alive.get(name) for name in council.epoch.hosts]
-        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == council.epoch.number]
-        if council.phase == HostPhase.WAITING and not council.has_lost_quorum(self.now):
-            council.phase = HostPhase.RUNNING
-        elif council.phase == HostPhase.RUNNING:
-            council.step += 1
-            gone = any(peer is None or peer.epoch.number > council.epoch.number for peer in peers)
-            if ((gone or HostPhase.FAILED in phases) and self.random.random() < 0.3) or council.has_lost_quorum(
+        peers = [self.alive.get(name) for name in consensus.epoch.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == consensus.epoch.number]
+        if consensus.phase == HostPhase.WAITING and not consensus.has_lost_quorum(self.now):
+            consensus.phase = HostPhase.RUNNING
+        elif consensus.phase == HostPhase.RUNNING:
+            consensus.step += 1
+            gone = any(peer is None or peer.epoch.number > consensus.epoch.number for peer in peers)
+            if ((gone or HostPhase.FAILED in phases) and self.random.random() < 0.3) or consensus.has_lost_quorum(
                 self.now
             ):
-                council.phase = HostPhase.FAILED
+                consensus.phase = HostPhase.FAILED
             elif HostPhase.REGROUPING in phases or (
-                council.host == council.epoch.hosts[0] and council.waiting_hosts(self.now)
+                consensus.host == consensus.epoch.hosts[0] and consensus.waiting_hosts(self.now)
             ):
-                council.phase = HostPhase.REGROUPING
+                consensus.phase = HostPhase.REGROUPING
 
-    def live_on(self, council: Consensus) -> None:
+    def live_on(self, consensus: Consensus) -> None:
         """As ranks do that live on: they are made ready, lose others, and ask for whoever is ready."""
-        host, peers = self.hosts[council.host], [self.alive.get(name) for name in council.epoch.hosts]
-        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == council.epoch.number]
-        if council.phase in (HostPhase.WAITING, HostPhase.READY) and not council.is_member:
+        host, peers = self.hosts[consensus.host], [self.alive.get(name) for name in consensus.epoch.hosts]
+        phases = [peer.phase for peer in peers if peer is not None and peer.epoch.number == consensus.epoch.number]
+        if consensus.phase in (HostPhase.WAITING, HostPhase.READY) and not consensus.is_member:
             host.has_ranks = host.has_ranks or self.random.random() < 0.1
-            council.phase = HostPhase.READY if host.has_ranks else HostPhase.WAITING
-        elif council.phase == HostPhase.WAITING and not council.has_lost_quorum(self.now):
-            host.has_ranks = host.has_ranks or council.epoch.is_cold_start
-            council.phase = HostPhase.RUNNING if host.has_ranks else HostPhase.FAILED
-        elif council.phase in (HostPhase.RUNNING, HostPhase.PEER_LOST, HostPhase.REGROUPING):
-            gone = any(peer is None or peer.epoch.number > council.epoch.number for peer in peers)
-            if council.has_lost_quorum(self.now):
-                host.has_ranks = council.has_training_state = False
-                council.phase = HostPhase.REGROUPING
-            elif council.phase == HostPhase.RUNNING and (gone or {HostPhase.FAILED, HostPhase.PEER_LOST} & {*phases}):
-                council.phase = HostPhase.PEER_LOST if council.has_training_state else HostPhase.FAILED
-            elif council.phase == HostPhase.RUNNING and all(phase == HostPhase.RUNNING for phase in phases):
-                council.has_training_state = len(phases) == len(peers) or council.has_training_state
-                council.step += 1
-                if council.host == council.epoch.hosts[0] and council.waiting_hosts(self.now):
-                    council.phase = HostPhase.REGROUPING
-            elif council.phase == HostPhase.RUNNING and HostPhase.REGROUPING in phases:
-                council.phase = HostPhase.REGROUPING
+            consensus.phase = HostPhase.READY if host.has_ranks else HostPhase.WAITING
+        elif consensus.phase == HostPhase.WAITING and not consensus.has_lost_quorum(self.now):
+            host.has_ranks = host.has_ranks or consensus.epoch.is_cold_start
+            consensus.phase = HostPhase.RUNNING if host.has_ranks else HostPhase.FAILED
+        elif consensus.phase in (HostPhase.RUNNING, HostPhase.PEER_LOST, HostPhase.REGROUPING):
+            gone = any(peer is None or peer.epoch.number > consensus.epoch.number for peer in peers)
+            if consensus.has_lost_quorum(self.now):
+                host.has_ranks = consensus.has_training_state = False
+                consensus.phase = HostPhase.REGROUPING
+            elif consensus.phase == HostPhase.RUNNING and (gone or {HostPhase.FAILED, HostPhase.PEER_LOST} & {*phases}):
+                consensus.phase = HostPhase.PEER_LOST if consensus.has_training_state else HostPhase.FAILED
+            elif consensus.phase == HostPhase.RUNNING and all(phase == HostPhase.RUNNING for phase in phases):
+                consensus.has_training_state = len(phases) == len(peers) or consensus.has_training_state
+                consensus.step += 1
+                if consensus.host == consensus.epoch.hosts[0] and consensus.waiting_hosts(self.now):
+                    consensus.phase = HostPhase.REGROUPING
+            elif consensus.phase == HostPhase.RUNNING and HostPhase.REGROUPING in phases:
+                consensus.phase = HostPhase.REGROUPING
 
     def until(self, is_so: Callable[[], bool], within_s: float) -> float:
         """Seconds until it is."""
@@ -169,7 +171,7 @@ def all_run(net: Net) -> bool:
 
 
 @pytest.mark.parametrize("lives", [False, True])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100, fast=30))
 def test_epoch_number_has_only_one_membership_under_random_faults(seed: int, lives: bool) -> None:
     net = Net(seed, 2 + seed % 4, lives=lives)
     chance = net.random
@@ -177,8 +179,8 @@ def test_epoch_number_has_only_one_membership_under_random_faults(seed: int, liv
         one, other = chance.sample(sorted(net.hosts), 2)
         match chance.randint(0, 9):
             case 0 | 1:
-                net.hosts[one].council = None
-            case 2 | 3 if net.hosts[one].council is None:
+                net.hosts[one].consensus = None
+            case 2 | 3 if net.hosts[one].consensus is None:
                 net.hosts[one].boot(net.now)
             case 4:
                 net.cut |= {(one, other), (other, one)}
@@ -198,7 +200,7 @@ def test_epoch_number_has_only_one_membership_under_random_faults(seed: int, liv
             net.tick()
     net.cut, net.stopped = set(), set()
     for host in net.hosts.values():
-        if host.council is None:
+        if host.consensus is None:
             host.boot(net.now)
     net.until(lambda: all_run(net), 60)
 
@@ -225,7 +227,7 @@ def well(num_hosts: int, *, lives: bool = False) -> Net:
 @pytest.mark.parametrize("gone", "abc")
 def test_remaining_hosts_continue_after_any_host_loss_and_readmit_it(gone: str) -> None:
     net = well(3)
-    net.hosts[gone].council = None
+    net.hosts[gone].consensus = None
     left = [name for name in "abc" if name != gone]
     took_s = net.until(lambda: net.last().hosts == left and net.runs(net.last()), 30)
     assert took_s < SILENT_S + 3
@@ -305,7 +307,7 @@ def test_host_restarting_its_ranks_votes_when_another_is_lost() -> None:
     net.random.random = lambda: 1.0  # type: ignore[method-assign]  # nobody's ranks are made ready
     net.alive["b"].phase, net.hosts["b"].has_ranks, net.alive["b"].has_training_state = HostPhase.FAILED, False, False
     net.until(lambda: net.last().hosts == ["a", "c"] and net.runs(net.last()), 5)
-    net.hosts["a"].council = None
+    net.hosts["a"].consensus = None
     net.until(lambda: net.last().hosts == ["c"] and net.runs(net.last()), 10)
     assert (net.last().standby_hosts, net.last().is_cold_start) == (["b"], False)
 
@@ -324,7 +326,7 @@ def test_all_ranks_restart_fresh_when_none_survive() -> None:
 
 def test_repeated_failure_without_progress_ends_run() -> None:
     net = well(2)
-    net.go_on = lambda council: None  # type: ignore[method-assign]
+    net.go_on = lambda consensus: None  # type: ignore[method-assign]
     for number in range(1, MAX_CONSECUTIVE_FAILURES + 2):
         net.alive["b"].phase = HostPhase.FAILED
         net.until(lambda: {one.epoch.number for one in net.alive.values()} == {number}, 10)  # noqa: B023
@@ -337,7 +339,7 @@ def test_repeated_failure_without_progress_ends_run() -> None:
 
 def test_finished_host_prevents_new_epoch() -> None:
     net = well(2)
-    net.go_on = lambda council: None  # type: ignore[method-assign]
+    net.go_on = lambda consensus: None  # type: ignore[method-assign]
     net.alive["a"].phase = HostPhase.DONE
     net.alive["b"].phase = HostPhase.FAILED
     for _ in range(50):
@@ -347,8 +349,8 @@ def test_finished_host_prevents_new_epoch() -> None:
 
 def test_leaving_host_votes_but_is_not_in_next_epoch() -> None:
     net = well(2)
-    for council in net.alive.values():
-        council.phase = HostPhase.REGROUPING
+    for consensus in net.alive.values():
+        consensus.phase = HostPhase.REGROUPING
     net.alive["a"].phase = HostPhase.LEAVING
     net.until(lambda: net.runs(net.last()) and net.last().hosts == ["b"], 5)
 

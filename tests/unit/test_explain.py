@@ -83,7 +83,7 @@ def test_shared_cores_are_explained(tmp_path, write_run, one, two, contention):
     text = explain_scaling([before, two([{"compute_s": 0.1}] * 2, contention=contention(2, alone_s=0.1))])
     assert named(text) == ["cores"]
     assert "50 ms are lost because the cores were taken already: the one process ran on 1.98 of 2 cores" in text
-    assert "Use 1 process here. The cores have work already: only another machine or a GPU would add to them." in text
+    assert "Use 1 process here. All cores are busy already: only another machine or a GPU would make training" in text
 
 
 def test_cores_not_growing_with_processes_is_explained(one, two, contention):

@@ -28,6 +28,8 @@ from evener.report.read.event_log import describe_event, first_failure
 from evener.report.read.recorded_run import read_recorded_run
 from evener.report.read.run_summary import summarize_run
 
+from ..tiers import exhaustively
+
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "<script>alert(1)</script>\"'&"
 HOSTILE_NAME = "<script>alert(1)<img src=x onerror=alert(2)>\"'& {{ 7 * 7 }}"  # of a folder: no slash
@@ -268,7 +270,7 @@ def test_long_run_is_downsampled(run):
     )
 
 
-@pytest.mark.parametrize("ranks", [4, 16])
+@pytest.mark.parametrize("ranks", [*exhaustively(4), 16])
 def test_page_size_is_bounded(run, write_run, tmp_path, ranks):
     """Of 10,000 steps on 4 ranks, no value like another; and of 2,500 on 16."""
     draw = random.Random(0)

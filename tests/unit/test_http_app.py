@@ -23,6 +23,7 @@ from evener.watch.http_app import DashboardApp, RunActions
 from evener.watch.run_reader import RunReader
 
 from ..conftest import wait_until
+from ..tiers import num_examples
 
 TOKEN = "t" * 43
 BASE = "http://127.0.0.1:7447"
@@ -157,7 +158,7 @@ def test_path_traversal_is_refused(serve, tmp_path):
     asked = ["/runs/one/../../secret", "/static/../guard.py", "/static/%2e%2e/guard.py", "/runs/%2e%2e%2fsecret",
              "/runs/one/manifest.json", "/static/watch.html", "/static/state.html", "/compare?run=../secret",
              f"/runs/{tmp_path}/secret", "/status?page=/runs/../secret", "/stream?page=/etc/passwd"]  # fmt: skip
-    for _ in range(600):
+    for _ in range(num_examples(100, 600)):
         asked.append("/" + "/".join(rng.choice(pieces) for _ in range(rng.randint(1, 5))))
         asked.append("/static/" + "".join(rng.choices(string.printable[:95], k=rng.randint(1, 12))).replace("#", "%23"))
         asked.append("/status?page=/" + "/".join(rng.choice(pieces) for _ in range(rng.randint(1, 4))))

@@ -47,7 +47,7 @@ def imports(path: Path, *, lazy: bool = True) -> set[str]:
     tree = ast.parse(path.read_text())
     inside = set()
     for node in ast.walk(tree):
-        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_types:
             inside |= {id(child) for child in ast.walk(node)}
     found = set()
@@ -67,14 +67,17 @@ def packages(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imports(path)} - {*sys.stdlib_module_names, "evener"}
 
 
-GRAPH = {module: imports(path) & MODULES.keys() - {module} for module, path in MODULES.items()}
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    """The modules that each module imports."""
+    return {module: imports(path) & MODULES.keys() - {module} for module, path in MODULES.items()}
 
 
 def test_imports_follow_the_table():
     violations = {}
     for module, path in IN_LAYERS.items():
         layer = module.split(".")[1]
-        others = {other.split(".")[1] for other in GRAPH[module] if other in IN_LAYERS} - {layer}
+        others = {other.split(".")[1] for other in import_graph()[module] if other in IN_LAYERS} - {layer}
         outside = packages(path)
         forbidden = others - LAYERS[layer]
         if "any" not in PACKAGES[layer]:
@@ -89,7 +92,7 @@ def test_imports_follow_the_table():
 def test_imports_have_no_cycles():
     """Nor do three in a circle; inside functions and for types neither."""
     try:
-        graphlib.TopologicalSorter(GRAPH).prepare()
+        graphlib.TopologicalSorter(import_graph()).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" is imported by ".join(error.args[1]))
 
@@ -97,7 +100,7 @@ def test_imports_have_no_cycles():
 def test_folders_have_no_cycles():
     """A folder that imports another is above it: what a batch, a spec or a failure passes on its way goes one way."""
     folders: dict[str, set[str]] = collections.defaultdict(set)
-    for module, others in GRAPH.items():
+    for module, others in import_graph().items():
         for other in others:
             importing, imported = folder_of(module), folder_of(other)
             if importing != imported and "evener" not in (importing, imported):
@@ -116,7 +119,7 @@ def test_folders_hold_at_most_15_modules():
 
 def test_import_cycle_is_detected():
     with pytest.raises(graphlib.CycleError):
-        graphlib.TopologicalSorter(GRAPH | {"evener.core.base.errors": {"evener.cli.main"}}).prepare()
+        graphlib.TopologicalSorter(import_graph() | {"evener.core.base.errors": {"evener.cli.main"}}).prepare()
 
 
 PIPED = sorted(path for path in (SOURCE / "node" / "remote").glob("*.py") if path.name != "__init__.py")
@@ -154,7 +157,7 @@ def test_no_verb_imports_torch():
         assert "evener.join" not in imports(MODULES[module]), f"{module}: join, which loads torch, is for users"
         if module not in reached and module != "evener":  # which loads it for `join` alone
             reached.add(module)
-            waiting += GRAPH[module]
+            waiting += import_graph()[module]
     loaders = {module for module in MODULES if packages(MODULES[module]) & TORCH}
     assert {module.split(".")[1] for module in loaders} == {"worker"}
     assert not reached & loaders

@@ -32,7 +32,7 @@ A = [record(0, 0, 1), record(1, 0, 2), record(2, 0, 3), record(3, 1, 8, 5.0), re
 C = [record(0, 0, 1001), record(1, 0, 1002), record(2, 0, 1003), record(5, 3, 1010.5, 1.5), record(6, 4, 1021)]
 
 
-def test_regroup_cost_uses_one_rank_clock_and_minimum_over_ranks() -> None:
+def test_regroup_cost_is_the_shortest_time_that_a_rank_measured() -> None:
     lost, back, again = membership_changes(EVENTS, {0: A, 2: C})
     assert (lost.gone, lost.came, lost.hosts, lost.step) == (["c"], [], ["a", "b"], 3)
     assert (back.gone, back.came) == ([], ["c"])

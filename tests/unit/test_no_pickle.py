@@ -20,6 +20,7 @@ PATHS = sorted(path for folder in ("src/evener", "examples") for path in (ROOT /
 MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "xmlrpc",
            "socketserver", "multiprocessing", "torch.multiprocessing", "torch.distributed.rpc",
            "torch.distributed.collective_utils"}  # fmt: skip
+LAST_NAMES = {name.rpartition(".")[2] for name in MODULES}
 OBJECTS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
            "recv_object_list", "_tensor_to_object", "_object_to_tensor", "rpc_sync", "rpc_async"}  # fmt: skip
 # A file on this machine that its user names, by an unpickler that finds no class; see below.
@@ -37,9 +38,9 @@ def unpickles(source: str) -> set[str]:
             names = {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {alias.name for alias in node.names} & OBJECTS
         elif isinstance(node, ast.Attribute):
-            names = {ast.unparse(node)}
+            names = {ast.unparse(node)} if node.attr in LAST_NAMES else set()
             found |= {node.attr} & OBJECTS
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load":
             called = ast.unparse(node.func)
             values = {key.arg: ast.unparse(key.value) for key in node.keywords}
             if called == "torch.load" and values.get("weights_only") != "True":

@@ -8,13 +8,18 @@ import random
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODULE = runpy.run_path(str(DOCS / "generate" / "published.py"))
-ROWS = MODULE["rows"]()
-STATED = [row for found in ROWS.values() for row in found if row.is_stated]
+rows = MODULE["rows"]  # by section; computed once
+
+
+def stated() -> list[Any]:
+    """The rows whose source states the interconnect."""
+    return [row for found in rows().values() for row in found if row.is_stated]
 
 
 @pytest.mark.parametrize("name", ["published", "fast"])
@@ -41,31 +46,29 @@ def test_every_entry_of_the_log_stands_alone():
 def test_every_published_figure_is_on_the_page():
     for name, section in (("training", "Training"), ("scaling", "Scaling"), ("collectives", "Collectives"),
                           ("nodes", "Collectives by nodes")):  # fmt: skip
-        assert len(ROWS[section]) >= len(MODULE["read"](name))
+        assert len(rows()[section]) >= len(MODULE["read"](name))
 
 
-@pytest.mark.parametrize("row", STATED, ids=[row.name for row in STATED])
-def test_prediction_is_within_10_percent_when_interconnect_is_known(row):
-    assert row.error == pytest.approx(0.0, abs=0.10)
+def test_prediction_is_within_10_percent_when_interconnect_is_known():
+    assert {row.name: row.error for row in stated() if not abs(row.error) <= 0.10} == {}
 
 
 def test_ten_percent_check_covers_42_rows():
     """An empty list would pass every test above."""
-    assert len(STATED) == 42
+    assert len(stated()) == 42
 
 
 def test_step_with_throttled_gpu_matches_published_time():
-    (row,) = [row for row in ROWS["Training"] if row.name == "straggler7b"]
+    (row,) = [row for row in rows()["Training"] if row.name == "straggler7b"]
     assert row.error == pytest.approx(0.0, abs=0.03)
 
 
-@pytest.mark.parametrize("row", ROWS["Collectives"], ids=[row.name for row in ROWS["Collectives"]])
-def test_nccl_curve_matches_published_figures(row):
+def test_nccl_curve_matches_published_figures():
     """But for 32 KiB on 4 nodes: one digit, and slower than a message 32 times as large."""
-    if row.name == "4 nodes of 8xB200, 32,768 B":
-        assert row.error > 10
-    else:
-        assert row.error == pytest.approx(0.0, abs=0.06)
+    errors = {row.name: row.error for row in rows()["Collectives"]}
+    assert errors.pop("4 nodes of 8xB200, 32,768 B") > 10
+    assert errors
+    assert {name: error for name, error in errors.items() if not abs(error) <= 0.06} == {}
 
 
 @pytest.mark.parametrize("terms", [(1e-5, 1e-8, 1e-11), (0.0, 1e-8, 1e-11), (1e-5, 0.0, 1e-11), (0.0, 0.0, 1e-11)])

@@ -39,7 +39,7 @@ def test_killed_rank_restarts_with_the_others(hosts: MakeHosts) -> None:
     fleet.until_in(0, "abc")
     fleet.kill_rank("b")
     fleet.until_in(1, "abc")
-    assert "evener: b failed: world 1 is a, b, c" in fleet.log("c")
+    assert "evener: b failed: membership epoch 1 is a, b, c" in fleet.log("c")
     fleet.end_ranks("")
     assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
 
@@ -51,7 +51,7 @@ def test_others_continue_without_lost_host_and_let_it_rejoin(hosts: MakeHosts, g
     fleet.kill(gone)
     fleet.until_in(1, left)
     fleet.start(gone)
-    fleet.until(lambda: "world 1" in fleet.log(gone))  # it has heard
+    fleet.until(lambda: "epoch 1" in fleet.log(gone))  # it has heard
     fleet.kill_rank(left[1])
     fleet.until_in(2, left + gone)
     fleet.end_ranks("")
@@ -203,7 +203,7 @@ def test_one_of_two_hosts_waits_without_quorum(hosts: MakeHosts) -> None:
     fleet.until(lambda: not fleet.has_ranks("b"))
     fleet.thaw("a")
     # It was stopped: that it heard nobody meanwhile says nothing of them.
-    fleet.until(lambda: "world 1 is a, b" in fleet.log("a"))
+    fleet.until(lambda: "epoch 1 is a, b" in fleet.log("a"))
     fleet.until(lambda: any(f"world {number} rank 1 of 2\n" in fleet.told("b") for number in range(1, 7)))
     fleet.end_ranks("")
     assert [fleet.wait(name) for name in "ab"] == [0, 0]

@@ -204,7 +204,7 @@ def test_damaged_corpus_is_refused(world, file, how, where, tmp_path_factory, mo
     assert tree(folder) == before
 
 
-@settings(max_examples=num_examples(20, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
+@settings(max_examples=num_examples(8, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(
     file=st.sampled_from(["manifest.json", f"{SAVED}/state.json", f"{SAVED}/weights.safetensors"]),
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),

@@ -20,6 +20,7 @@ from evener.worker.state.checkpoint import load, load_weights, named_weights, sa
 from evener.worker.state.replica_hashes import hash_tensors
 
 from ..conftest import ENV, wait_until
+from ..tiers import exhaustive
 
 
 def write(folder, weights, step=1, states=None):
@@ -239,6 +240,7 @@ def test_run_with_full_disk_reports_it_and_resumes(tmp_path):
     assert "No space left on device" in failure["error"]
 
 
+@exhaustive
 def test_requested_checkpoint_does_not_change_training(start, train, tmp_path):
     """On two ranks, in the middle of a run; what is learned is what an undisturbed run learns, to the bit."""
     flags = ["--steps", "60", "--batch", "4", "--checkpoint-every", "0", "--verify-every", "0"]

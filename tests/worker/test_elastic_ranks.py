@@ -91,7 +91,7 @@ def worlds(fleet: Training, name: str = "c") -> list[set[str]]:
     """Who has been in them, as this host tells, but for the first."""
     lines = (fleet.folder / name / "log").read_text().splitlines()
     return [set(line.rpartition(" is ")[2].split(", ")) for line in lines
-            if line.startswith("evener: ") and ": world " in line]  # fmt: skip
+            if line.startswith("evener: ") and ": membership epoch " in line]  # fmt: skip
 
 
 @exhaustive
@@ -125,6 +125,7 @@ def told_by(fleet: Training, name: str) -> str:
     return "".join(log.read_text() for log in (fleet.folder / name / "host" / "ranks").glob("*/*/*/stderr.log"))
 
 
+@exhaustive
 def test_live_membership_repeats_no_step(tmp_path: Path, corpus: Path) -> None:
     fleet = Living(tmp_path, corpus)
     through_the_night(fleet)

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from ..tiers import exhaustively
+
 PROGRAM = """
 import json, sys
 import torch
@@ -34,7 +36,7 @@ with evener.join(evener.parse_args(sys.argv[1:])) as run:
 """
 
 
-@pytest.mark.parametrize("shares", ["1:1", "3:1"])
+@pytest.mark.parametrize("shares", ["3:1", *exhaustively("1:1")])
 def test_noise_scale_matches_gradient_distribution(tmp_path, run_script, shares):
     """tr Σ = SIZE, |G|² = MEAN_SQ: a scale of 75 samples."""
     flags = ("--steps", "400", "--batch", "64", "--shares", shares, "--threads", "1", "--clip", "0",

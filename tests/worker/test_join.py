@@ -221,7 +221,7 @@ def test_invalid_setup_is_refused_before_training(own, case, message, hint):
         ("ForgottenOptimizer", "step.update: this AdamW was not given to run.optimizer", "optimizer = run.optimizer"),
         ("ForgottenBackward", "no step.backward in the loop over step.micro_batches()", "step.backward(loss_sum), not"),
         ("ForgottenUpdate", "step 0: there was no step.update: nothing was learned from its batch", "gradients of"),
-        ("TwoPasses", "step.micro_batches() called again before step.update", "compute both losses in one pass"),
+        ("TwoPasses", "step.micro_batches() called again before step.update", "go through the micro-batches once"),
         ("UpdateInside", "step.update inside the loop over step.micro_batches()", "call it once, after the loop"),
         ("BackwardOutside", "step.backward outside of the loop over step.micro_batches()", "call it inside"),
     ],

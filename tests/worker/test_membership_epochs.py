@@ -130,7 +130,7 @@ def test_losses_are_unchanged_by_hosts_leaving_and_joining(tmp_path: Path, corpu
         next(one for one in fleet.ranks("b")).kill()
         fleet.until(lambda: fleet.saved("c") >= 60)
         fleet.kill("a")
-        fleet.until(lambda: "world 2 is b, c" in (tmp_path / "c" / "log").read_text())
+        fleet.until(lambda: "epoch 2 is b, c" in (tmp_path / "c" / "log").read_text())
         fleet.start("a")
         assert [agent.wait(TIMEOUT_S) for agent in fleet.agents.values()] == [0, 0, 0]
     losses = fleet.losses()

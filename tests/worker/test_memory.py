@@ -179,6 +179,7 @@ def test_predicted_peak_memory_is_within_15_percent(tmp_path, flags, vocab_size,
     assert predict(manifest).total == pytest.approx(measured, rel=0.15)
 
 
+@exhaustive
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_predicted_peak_without_fragmentation_is_within_3_percent(tmp_path):
     flags = f"{CHAR} --num-layers 3 --dtype fp32 --batch 2 --micro-batch 2"

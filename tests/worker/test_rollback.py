@@ -154,8 +154,8 @@ def test_repeated_non_finite_step_ends_the_run(tmp_path: Path, corpus: Path) -> 
         ]
     told = [event["error"] for events in fleet.events("failure") for event in events]
     assert told == ["step 27: the loss of rank 0, rank 1, rank 2 is not finite, nor was it before the rollback"] * 3
-    assert "world 2" in fleet.log("a")
-    assert "world 3" not in fleet.log("a")
+    assert "epoch 2" in fleet.log("a")
+    assert "epoch 3" not in fleet.log("a")
     assert [RunDir(tmp_path / name).checkpoint_steps() for name in "abc"] == [[20]] * 3
     assert {RunDir(tmp_path / name).manifest().verdict for name in "abc"} == {"failed"}
     assert fleet.is_finite()
@@ -184,7 +184,7 @@ class Seat0:
         ([4], [6], RegroupExit),
     ],
 )
-def test_all_hosts_agree_on_rollback_when_any_recorded_the_first(
+def test_all_hosts_count_first_rollback_that_only_one_host_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: list[int], there: list[int], expected: type[BaseException]
 ) -> None:
     monkeypatch.setenv("EVENER_RUN", "r2")

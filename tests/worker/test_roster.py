@@ -494,6 +494,7 @@ os._exit(0)
 """
 
 
+@exhaustive
 def test_drifting_replicas_do_not_wait_for_slowest_rank(tmp_path, torchrun):
     """One is a step ahead all the while; what is heard late is heard all the same, and steps end complete."""
     done = torchrun(DRIFTING, str(tmp_path / "run"), ranks=2)

@@ -38,9 +38,14 @@ def check_sums(run, trace, ranks):
 
 
 SYNCS = [
-    ("packed", 3, ("--dtype", "bf16")),
     ("diloco:5:int8", 2, ()),
-    *exhaustively(("ddp", 2, ()), ("int8", 2, ()), ("powersgd:4", 2, ()), ("diloco:10:streamed", 2, ())),
+    *exhaustively(
+        ("ddp", 2, ()),
+        ("packed", 3, ("--dtype", "bf16")),
+        ("int8", 2, ()),
+        ("powersgd:4", 2, ()),
+        ("diloco:10:streamed", 2, ()),
+    ),
 ]
 
 

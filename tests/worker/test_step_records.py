@@ -117,10 +117,10 @@ def sent(server: Server) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("sync", "ranks", "flags"),
     [
-        ("ddp", 3, WIDE),
         ("int8", 3, WIDE),
         ("diloco:10:streamed", 2, WIDE),
         *exhaustively(
+            ("ddp", 3, WIDE),
             ("packed", 2, f"{WIDE} --dtype bf16"),
             ("packed", 3, f"{WIDE} --dtype bf16"),
             ("int4", 2, WIDE),

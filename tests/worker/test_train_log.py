@@ -21,6 +21,7 @@ def scalars(run, tag):
     return [(one.step, one.value) for one in read.Scalars(tag)] if tag in read.Tags()["scalars"] else []
 
 
+@exhaustive
 def test_logger_receives_all_steps_across_resume(tmp_path, corpus):
     run = RunDir(tmp_path / "run")
     flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--min-lr", "3e-4", "--ranks", "2",
