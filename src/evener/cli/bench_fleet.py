@@ -58,7 +58,7 @@ def run_fleet_bench(fleet: Fleet, spec: RunSpec, out: str | None, as_json: bool)
 
 
 def run_strategies_bench(fleet: Fleet, spec: RunSpec, syncs: str | None, out: str | None, as_json: bool) -> int:
-    """Train the same steps with each sync strategy and on the fastest host alone; compare tokens/s with loss."""
+    """Train the same steps with each sync strategy and on the fastest host alone; compare both tokens/s and loss."""
     display = _Display(as_json=as_json)
     bench = FleetBench("strategies", Path(out or "runs/strategies"), fleet, spec, display)
     if len(fleet.hosts) < 2:

@@ -91,10 +91,10 @@ def prepare_hosts(
     port: int | None = None,
     cwd: Path | None = None,
 ) -> PreparedFleet:
-    """Prepare the hosts of a run; RunError with the findings of the preflight if they cannot train together.
+    """Prepare the hosts of a run. Raise RunError with the findings of the preflight if they cannot train together.
 
-    `machine` holds the run's own settings beside the fleet file. On this machine alone programs start in `cwd` [the
-    current folder].
+    `machine` holds what a run sets for its machines and the fleet file does not. The programs of a local run start in
+    `cwd` [the current folder].
     """
     run_id = run_id or secrets.token_hex(6)
     if hosts.is_local_run:

@@ -74,7 +74,10 @@ def _prepare(hosts: ConnectedHosts, warn: Warn) -> PreparedFleet:
 
 
 def _choose_backend(spec: CollectiveBenchSpec, prepared: PreparedFleet) -> CollectiveBenchSpec:
-    """Choose one backend for all hosts. Gloo uses buffers in CPU memory: those of a GPU would only be copied there."""
+    """Choose one backend for all hosts, and the memory of its buffers: the GPU's for NCCL, the CPU's for Gloo.
+
+    Gloo would copy buffers of a GPU into CPU memory first.
+    """
     backend = choose_backend(prepared.rank_slots(MachineSpec(device=spec.device)), spec.backend)
     if backend == "none":
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")

@@ -15,7 +15,7 @@ class GpuVitals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
-    """The vitals of a host since the previous line."""
+    """One line of `vitals/HOST.jsonl`. Shares and rates are means over the time since the previous line."""
 
     time: float  # Unix time, by the host's clock
     busy: float  # share of the time of all its CPUs

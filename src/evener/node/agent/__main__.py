@@ -222,7 +222,7 @@ class HostAgent:
             self._is_spec_unsaved = False
         if consensus.tick(now):
             epoch = consensus.epoch
-            print(f"evener: {epoch.why}: world {epoch.number} is {', '.join(epoch.hosts)}", flush=True)
+            print(f"evener: {epoch.why}: membership epoch {epoch.number} is {', '.join(epoch.hosts)}", flush=True)
             if epoch.is_cold_start or (self._have_ranks_joined and not consensus.is_member):
                 self._kill_ranks()
             self._hang_monitor.set_members(epoch.hosts)

@@ -94,9 +94,7 @@ class RankProcesses:
         """Return a sample of each rank's process, by local rank: the kernel's figures and its heartbeat file."""
         samples = {}
         for local_rank, pid in self._launched.pids().items():
-            with contextlib.suppress(
-                OSError, LookupError, msgspec.MsgspecError
-            ):  # it has exited, or wrote no heartbeat file
+            with contextlib.suppress(OSError, LookupError, msgspec.MsgspecError):  # it has exited
                 sample = process_table.sample_rank(pid, str(self._heartbeat_folder / str(local_rank)))
                 samples[local_rank] = from_builtins(sample, ProcessSample)
         return samples

@@ -29,7 +29,7 @@ def siblings(source: str) -> list[str]:
 
 
 def bundle(module: str) -> str:
-    """Return the text of a program that contains a module and its siblings, to run from a file without a session."""
+    """Return one source text of a module and the siblings that it imports, for a host to run as a file of its own."""
     source, sources = read_source(module), dict[str, str]()
 
     def add(names: list[str]) -> None:

@@ -402,7 +402,7 @@ def _list_followed_files(run: str) -> Iterator[tuple[str, str]]:
 
 
 def _resolve_path(run: str, path: str) -> str:
-    """Return where a run file lies: a script may have joined a run directory other than the one it was launched in."""
+    """Return the path of a file of the run: a script's join may name another run directory than `launch`."""
     return _path_in_run(run, _joined_run_folder(run), path)
 
 

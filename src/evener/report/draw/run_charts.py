@@ -206,7 +206,7 @@ def breakdown_bars(costs: Mapping[str, StepCost]) -> BarChart:
 
 
 def unmeasured_phases(costs: Iterable[StepCost]) -> list[str]:
-    """Return the phases that none of these costs has measured."""
+    """Return the phases for which none of these costs holds a measured time."""
     known = list(costs)
     return [part for part in PHASE_NAMES if all(getattr(cost, part) is None for cost in known)]
 

@@ -197,7 +197,7 @@ def _base_processes(c: ScalingComparison) -> str:
 def _cores_cause(c: ScalingComparison, cost_s: float) -> Cause:
     """Explain cores: the added processes found none that were idle."""
     before, now = f"{c.base_cpus:.2f}", f"{c.scaled_cpus:.2f}"
-    advice = "The cores have work already: only another machine or a GPU would add to them."
+    advice = "All cores are busy already: only another machine or a GPU would make training faster."
     if cost_s < 0:
         each = f"each of the {c.num_ranks} processes runs on {now} cores"
         return Cause(cost_s, f"because {each}, where {_base_processes(c)} ran on {before}", advice)

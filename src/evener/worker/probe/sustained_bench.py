@@ -67,7 +67,10 @@ class PresetTrainer:
 
 
 def train_sustained(spec: HostProbeSpec, device: torch.device, notify: Callable[[str], None]) -> SustainedThroughput:
-    """Train a preset for about `spec.seconds`, at least MIN_PASSES large passes; call `notify` if it takes longer."""
+    """Train a preset for about `spec.seconds`, but for at least MIN_PASSES passes with the large micro-batch.
+
+    `notify` is called if these passes take longer than `spec.seconds`.
+    """
     trainer, seconds = PresetTrainer(spec, device), spec.seconds
     large = _choose_micro_batch(trainer, seconds, notify)
     between = 1 << (large.bit_length() - 1) // 2

@@ -81,10 +81,10 @@ class Checkpointer:
         return self._saved_step, *(self._best or (None, None))
 
     def reset_after_regroup(self, history: CheckpointHistory) -> None:
-        """Adopt the checkpoint history of a new epoch's ranks after a regroup.
+        """Adopt the checkpoint history on which the ranks of the new membership epoch agreed.
 
-        The per-rank state that this rank saved does not belong to the new group. Its replica counts as unverified: the
-        regroup may have interrupted a verification.
+        The per-rank state that this rank saved does not belong to the new group of ranks. Its weights count as
+        unverified, because the regroup may have interrupted a verification.
         """
         self._rank_state_step = self._verified_step = None
         self._saved_step, loss, step = history

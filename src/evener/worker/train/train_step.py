@@ -129,7 +129,7 @@ class TrainStep:
         if self._num_passes and not self.is_updated:
             raise UsageError(
                 "step.micro_batches() called again before step.update: gradients of the first pass are already summed",
-                hint="compute both losses in one pass: step.backward may be called several times in a micro-batch",
+                hint="go through the micro-batches once, and call step.backward for each loss of a micro-batch",
             )
         self.is_updated = False
         self._context.training_state.zero_grad()
