@@ -147,7 +147,7 @@ def test_dependencies_only_the_target_needs_are_read_from_wheels(tmp_path, monke
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # whatever a machine allows its pip
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
-    monkeypatch.setattr(wheels._remote, "can_open_url", lambda url: False)
+    monkeypatch.setattr(wheels.venv_setup, "can_open_url", lambda url: False)
     there, told = target(cuda=True), []
     found = fetch_wheels(there, {"torch": "9.0"}, {"torch": "9.0", "rich": "15.0.0"}, told.append)
     names = {"torch-9.0-py3-none-any.whl", "toolkit-1.0-py3-none-any.whl", "nv_blas-3.1-py3-none-any.whl"}
@@ -299,7 +299,7 @@ def test_bare_host_gets_evener_its_dependencies_and_extra_packages(tmp_path, mon
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PYTHONPATH", raising=False)  # the venv imports its own packages
     monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
-    monkeypatch.setattr(wheels._remote, "can_open_url", lambda url: False)
+    monkeypatch.setattr(wheels.venv_setup, "can_open_url", lambda url: False)
     host = HostConfig(
         address="local", workdir=str(tmp_path / "work"), python=f"{sys.base_prefix}/bin/python3", devices="cpu"
     )
