@@ -105,8 +105,8 @@ def random_cluster(draw: random.Random) -> Cluster:
             other = msgspec.structs.replace(wire, bandwidth_Bps=wire.bandwidth_Bps * draw.uniform(0.1, 1))
             wires.setdefault(a, {})[b] = other
     devices = [f"cuda:{i}" for i in range(per_host)] if is_gpu else ["cpu"] * per_host
-    seats = [RankSlot(host=name, device=device, has_bf16=is_gpu) for name in names for device in devices]
-    return Cluster(seats=seats, hosts=hosts, wire=wire, wires=wires, jitter=draw.choice((0.0, 0.02)))
+    slots = [RankSlot(host=name, device=device, has_bf16=is_gpu) for name in names for device in devices]
+    return Cluster(slots=slots, hosts=hosts, wire=wire, wires=wires, jitter=draw.choice((0.0, 0.02)))
 
 
 def check_sums(case: PlannerCase, draw: random.Random) -> Iterator[PropertyResult]:
@@ -157,7 +157,7 @@ def check_monotonicity(case: PlannerCase, draw: random.Random) -> Iterator[Prope
     But where communication takes processor time: then a host that is ready sooner has it beside others' computing.
     """
     job, cluster = case.job, case.prediction.cluster
-    if len(cluster.seats) == 1:
+    if len(cluster.slots) == 1:
         return
     roster = case.prediction.option(case.prediction.chosen).roster
     now = predict_step(job, cluster, roster).step_s
@@ -205,7 +205,7 @@ def check_host_subsets(case: PlannerCase, draw: random.Random) -> Iterator[Prope
     """Against every set of two hosts and more."""
     job, cluster = job_with_shares(case.job, "auto"), case.prediction.cluster
     job = _with_sync(job, DDP) if job.spec.train.sync == "auto" else job
-    if not 3 <= len(cluster.host_names) <= 5 or len(cluster.seats) > job.spec.train.batch:
+    if not 3 <= len(cluster.host_names) <= 5 or len(cluster.slots) > job.spec.train.batch:
         return
     sets = [
         names
@@ -248,7 +248,7 @@ def check_scale(case: PlannerCase, draw: random.Random) -> Iterator[PropertyResu
     host = HostRates(tokens_per_s=dict.fromkeys(("fp32", "bf16", "fp16"), 10 ** draw.uniform(2, 5)), local=local)
     devices = [f"cuda:{i}" for i in range(per_node)] if is_gpu else ["cpu"] * per_node
     cluster = Cluster(
-        seats=[RankSlot(host=name, device=device, has_bf16=is_gpu) for name in names for device in devices],
+        slots=[RankSlot(host=name, device=device, has_bf16=is_gpu) for name in names for device in devices],
         hosts=dict.fromkeys(names, host),
         wire=parse_link(draw.choice(LINKS)).wire,
         jitter=0.02,
@@ -274,7 +274,7 @@ def check_case(number: int) -> Iterator[PropertyResult]:
     """All properties of the case of this number."""
     draw = random.Random(number)
     job, cluster = random_job(draw), random_cluster(draw)
-    if len(cluster.seats) > job.spec.train.batch:
+    if len(cluster.slots) > job.spec.train.batch:
         return
     case = PlannerCase(job, cluster, predict(job, cluster))
     for holds in PROPERTIES:

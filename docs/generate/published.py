@@ -100,7 +100,7 @@ def _training(row: dict[str, str], by_id: dict[str, dict[str, str]], source: str
         job = Job(spec=spec, shape=_with(PRESETS["d8"], block_size=512))
         wire = LinkModel(latency_s=1e-4, bandwidth_Bps=float(row["link_busbw_GBps"]) * 1e9)
         cluster = uniform_cluster(dict(zip(["i9", "laptop"], rates, strict=True)), wire)
-        found = predict_step(job, cluster, job.initial_roster(cluster.seats))
+        found = predict_step(job, cluster, job.initial_roster(cluster.slots))
         all_reduce_s = found.ranks[0].sync_s
         return [
             Row(name, value, found.tokens_per_s, "tokens/s", source,
@@ -131,7 +131,7 @@ def _fsdp(row: dict[str, str], alone: dict[str, str], source: str, stated: bool)
     job = Job(spec=RunSpec(train=TrainSpec(batch=2 * 8 * nodes, micro_batch=2)), shape=shape)
     wire = LinkModel(latency_s=ALPHA_S, bandwidth_Bps=busbw)
     cluster = uniform_cluster({f"n{i}": per_gpu for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(8)], wire)
-    found = predict_step(job, cluster, _with(job.initial_roster(cluster.seats), sync=SyncSpec(kind="fsdp")))
+    found = predict_step(job, cluster, _with(job.initial_roster(cluster.slots), sync=SyncSpec(kind="fsdp")))
     why = f"two gathers and a reduce-scatter of 15.2 GB: {found.ranks[0].sync_s:.3g} s beside " \
           f"{found.straggler_cost.cost.compute_s:.2f} s of computing"  # fmt: skip
     return Row(row["id"], value, found.tokens_per_s, "tokens/s", source, why, stated)
@@ -218,7 +218,7 @@ def _priced(row: dict[str, str], rate: float) -> PlanOption:
     alpha_s = float(row["fitted"].split()[0]) * 1e-6 if row["fitted"].endswith("us") else ALPHA_S
     wire = LinkModel(latency_s=alpha_s, bandwidth_Bps=float(row["node_GBps"]) * 1e9)
     cluster = uniform_cluster({f"n{i}": rate for i in range(nodes)}, wire, [f"cuda:{i}" for i in range(per_node)], wire)
-    return predict_step(job, cluster, _with(job.initial_roster(cluster.seats), sync=SyncSpec(kind=row["strategy"])))
+    return predict_step(job, cluster, _with(job.initial_roster(cluster.slots), sync=SyncSpec(kind=row["strategy"])))
 
 
 def sequences(row: dict[str, str]) -> int:
@@ -364,7 +364,7 @@ def _on_nodes(row: dict[str, str], pair: dict[str, str]) -> Row:
     wire = LinkModel(latency_s=ALPHA_S, bandwidth_Bps=size / _ranks(pair) / (_hop_s(pair) - ALPHA_S))
     devices = [f"cuda:{i}" for i in range(int(row["gpus_per_node"]))]
     cluster = uniform_cluster({f"n{i}": 1.0 for i in range(int(row["nodes"]))}, wire, devices, wire)
-    took_s = collective_s(row["collective"], size, build_ring(cluster, [seat.host for seat in cluster.seats]), "nccl")
+    took_s = collective_s(row["collective"], size, build_ring(cluster, [slot.host for slot in cluster.slots]), "nccl")
     needed_s = _hop_s(row) - size / _ranks(row) / wire.bandwidth_Bps
     why = f"{wire.bandwidth_Bps / 1e9:.3g} GB/s by two nodes and {ALPHA_S * 1e6:.0f} µs a message; " \
           f"a ring that takes as long has {needed_s * 1e6:.0f} µs"  # fmt: skip

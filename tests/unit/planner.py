@@ -51,8 +51,8 @@ def costing(costs: dict[str, float], others: float = 0.0) -> Callable[..., LossP
 
 
 def priced(job: Job, cluster: Cluster, sync: str | None = None) -> PlanOption:
-    """On all seats, with this strategy instead of its own."""
-    roster = job.initial_roster(cluster.seats)
+    """On all rank slots, with this strategy instead of its own."""
+    roster = job.initial_roster(cluster.slots)
     return predict_step(
         job, cluster, roster if sync is None else msgspec.structs.replace(roster, sync=parse_sync(sync))
     )

@@ -415,7 +415,7 @@ def ring_of(sizes, wire, sum_Bps=None):
     rates = HostRates(tokens_per_s={}, sum_Bps=sum_Bps, local=LinkModel(latency_s=1e-6, bandwidth_Bps=1e10))
     wires = {a: {b: wire(a, b) for b in sizes if b != a} for a in sizes}
     hosts = [name for name, num in sizes.items() for _ in range(num)]
-    return build_ring(Cluster(seats=[], hosts=dict.fromkeys(sizes, rates), wires=wires), hosts)
+    return build_ring(Cluster(slots=[], hosts=dict.fromkeys(sizes, rates), wires=wires), hosts)
 
 
 def test_ring_crosses_each_host_link_once_per_direction():

@@ -52,7 +52,7 @@ def prepared(places: list[PreparedHost], port: int = 29500) -> PreparedFleet:
 
 
 def roster_of(places: list[PreparedHost], spec: RunSpec) -> Roster:
-    return initial_roster(spec, [seat for one in places for seat in one.rank_slots(spec.machine)], 256)
+    return initial_roster(spec, [slot for one in places for slot in one.rank_slots(spec.machine)], 256)
 
 
 def flag(plan: Plan, host: str, name: str) -> str | None:
@@ -239,9 +239,9 @@ def test_plan_round_trips_through_file(tmp_path: Any) -> None:
 def test_membership_mode_follows_devices_hosts_and_strategy(
     asked: str, hosts: str, device: str, are_linux: bool, membership: str
 ) -> None:
-    seats = [RankSlot(host=name, device=device) for name in hosts]
+    slots = [RankSlot(host=name, device=device) for name in hosts]
     spec = parse_args(["--batch", "4", "--sync", "int8+sparse", "--membership", asked])
-    roster = initial_roster(spec, seats, 256)
+    roster = initial_roster(spec, slots, 256)
     if " " in membership:
         with pytest.raises(UsageError, match=f"--membership live: .*{membership}"):
             choose_membership(spec, roster, are_linux=are_linux)

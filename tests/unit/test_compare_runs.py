@@ -100,7 +100,7 @@ def test_comparison_table_figures_match_runs(place):
 def test_energy_and_cost_follow_hours_watts_and_price(place):
     """400 W and 36 an hour, for 20 steps of 0.105 s: 2.1 s."""
     host = HostRates(tokens_per_s={"fp32": 1e4}, watts=400.0, price_per_h=36.0)
-    cluster = Cluster(seats=[RankSlot(host="h", device="cpu")], hosts={"h": host})
+    cluster = Cluster(slots=[RankSlot(host="h", device="cpu")], hosts={"h": host})
     job = Job(spec=RunSpec(), shape=preset_shape("tiny", vocab_size=65))
     prediction = Prediction(job=job, cluster=cluster, verdict="", recommended="", chosen="", options=[])
     write_plan(RunDir("runs/one"), Plan(kind="train", spec=RunSpec(), prediction=prediction))

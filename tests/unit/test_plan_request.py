@@ -278,7 +278,7 @@ def test_rented_gpu_cost_matches_hand_calculation():
     assert offer == RentalOffer(num_gpus=8, gpu="h100", price_per_h=20.0)
     there = answer_request(request_for_rental(question, offer))
     assert there.cluster.host_names == ["node1"]
-    assert len(there.cluster.seats) == 8
+    assert len(there.cluster.slots) == 8
     option = there.option(there.recommended)
     one = estimate_training_cost(option, there.cluster, 1e9, 0.40)
     assert one.money == pytest.approx(20 * 1e9 / option.tokens_per_s / 3600)  # its owner pays for its electricity
@@ -312,7 +312,7 @@ def test_identical_hosts_cost_the_same_as_when_priced_one_by_one():
     copied = {name: msgspec.structs.replace(host) for name, host in same.hosts.items()}
     one_by_one = msgspec.structs.replace(same, hosts=copied)
     for sync in ("ddp", "int8", "fsdp", "diloco:10"):
-        roster = msgspec.structs.replace(job.initial_roster(same.seats), sync=parse_sync(sync))
+        roster = msgspec.structs.replace(job.initial_roster(same.slots), sync=parse_sync(sync))
         assert predict_step(job, same, roster) == predict_step(job, one_by_one, roster)
 
 
@@ -402,7 +402,7 @@ def test_missing_price_is_not_treated_as_free():
     job = job_of(PRESETS["gpt2"], batch=64, model="gpt2")
     machines = cluster_of(1e5, 1e5, wire=parse_link("400GbE").wire, devices=("cuda:0",))
     both = msgspec.structs.replace(machines, hosts={"a": one, "b": two})
-    option = predict_step(job, both, job.initial_roster(both.seats))
+    option = predict_step(job, both, job.initial_roster(both.slots))
     found = estimate_training_cost(option, both, 1e9, 0.30)
     assert found.money == pytest.approx((2.0 + 0.5 * 0.30) * found.hours)
     assert estimate_training_cost(option, both, 1e9, None).money is None

@@ -85,7 +85,7 @@ def predict(chosen: PlanOption | None = None, *options: PlanOption, laptop_is: d
     return Prediction(
         job=job_of(preset_shape("tiny", 256, 64), model="tiny", batch=16),
         cluster=Cluster(
-            seats=[RankSlot(host=member.host, device=member.device) for member in members],
+            slots=[RankSlot(host=member.host, device=member.device) for member in members],
             hosts={"attic": HostRates(**rates), "laptop": HostRates(**(rates | laptop))},
             wires={"attic": {"laptop": LINK}, "laptop": {"attic": LINK}},
             assumed=["a GPU's power limit <b>stays</b>"],

@@ -33,7 +33,7 @@ from evener.core.run.run_spec import MachineSpec, RunSpec, TrainSpec, parse_args
 
 CPU, OLD = RankSlot(host="a", device="cpu", has_bf16=True), RankSlot(host="b", device="cpu")
 GPU, T4 = RankSlot(host="c", device="cuda:0", has_bf16=True), RankSlot(host="d", device="cuda:0")
-GPU_1, T4_1 = (msgspec.structs.replace(seat, device="cuda:1") for seat in (GPU, T4))
+GPU_1, T4_1 = (msgspec.structs.replace(slot, device="cuda:1") for slot in (GPU, T4))
 
 
 @given(st.integers(1, 400), st.lists(st.floats(0, 100), min_size=1, max_size=6).filter(lambda w: sum(w) > 1e-3))
@@ -92,7 +92,7 @@ def test_share_below_one_sequence_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("seats", "dtypes", "backend"),
+    ("slots", "dtypes", "backend"),
     [
         ([CPU], ["bf16"], "none"),
         ([CPU, CPU], ["bf16", "bf16"], "gloo"),
@@ -107,26 +107,26 @@ def test_share_below_one_sequence_is_refused():
         ([T4, T4, OLD], ["fp32"] * 3, "gloo"),
     ],
 )
-def test_dtype_is_per_rank_and_backend_is_common(seats, dtypes, backend):
-    roster = initial_roster(RunSpec(), seats, 64)
+def test_dtype_is_per_rank_and_backend_is_common(slots, dtypes, backend):
+    roster = initial_roster(RunSpec(), slots, 64)
     assert [member.dtype for member in roster.members] == dtypes
     assert roster.dtypes_text == " and ".join(dict.fromkeys(dtypes))
     assert roster.backend == backend
-    assert roster.sync.kind == ("none" if len(seats) == 1 else "ddp")
-    assert set(choose_dtypes(seats, "fp32")) == {"fp32"}
-    assert choose_backend(seats * 2, "gloo") == "gloo"
+    assert roster.sync.kind == ("none" if len(slots) == 1 else "ddp")
+    assert set(choose_dtypes(slots, "fp32")) == {"fp32"}
+    assert choose_backend(slots * 2, "gloo") == "gloo"
 
 
 @pytest.mark.parametrize(
-    ("seats", "where"),
+    ("slots", "where"),
     [
         ([GPU, T4, GPU], "rank 2 on c trains on cuda:0, as does another rank"),
         ([GPU, OLD], "rank 1 on b trains on the processor"),
     ],
 )
-def test_nccl_without_a_gpu_for_every_rank_is_refused(seats, where):
+def test_nccl_without_a_gpu_for_every_rank_is_refused(slots, where):
     with pytest.raises(UsageError, match=f"--backend nccl: {where}") as refused:
-        initial_roster(RunSpec(machine=MachineSpec(backend="nccl")), seats, 64)
+        initial_roster(RunSpec(machine=MachineSpec(backend="nccl")), slots, 64)
     assert refused.value.hint is not None
     assert "--backend gloo" in refused.value.hint
     assert choose_backend([GPU, GPU_1, T4], "nccl") == "nccl"

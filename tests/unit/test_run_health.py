@@ -58,13 +58,13 @@ def add_steps(run: RunWriter, num: int, **cost: float) -> None:
 def predict(run: RunWriter, step_s: float, **of_host: float) -> None:
     """The planner had said so, and the fleet file that of each host."""
     roster = run.manifest().roster
-    seats = [RankSlot(host=member.host, device=member.device) for member in roster.members]
+    slots = [RankSlot(host=member.host, device=member.device) for member in roster.members]
     parts = StepCost(**(MEASURED | {"compute_s": step_s - STEP_S + 0.1}))
     cost = RankCost(cost=parts, sync_s=0.0, bytes=0, memory_bytes=None)
     option = PlanOption(
         name="ddp",
         roster=roster,
-        ranks=[cost for _ in seats],
+        ranks=[cost for _ in slots],
         step_s=step_s,
         tokens_per_s=1024 / step_s,
         speedup_vs_best_host=None,
@@ -72,7 +72,7 @@ def predict(run: RunWriter, step_s: float, **of_host: float) -> None:
         loss_penalty=0.0,
     )
     rates = HostRates(tokens_per_s={"fp32": 1e4}, **of_host)
-    cluster = Cluster(seats=seats, hosts={"h": rates, **dict.fromkeys(roster.hosts, rates)})
+    cluster = Cluster(slots=slots, hosts={"h": rates, **dict.fromkeys(roster.hosts, rates)})
     prediction = Prediction(job=job_of(model="tiny"), cluster=cluster, verdict="", recommended="ddp", chosen="ddp",
                             options=[option])  # fmt: skip
     host = HostPlan(

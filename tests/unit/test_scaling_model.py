@@ -149,7 +149,7 @@ def test_all_reduce_cost_matches_planner(per_node, num_nodes, size):
     names = [f"host{i}" for i in range(num_nodes)]
     rates = HostRates(tokens_per_s={}, sum_Bps=40e9, local=inner)
     wires = {a: {b: outer for b in names if a != b} for a in names}
-    cluster = Cluster(seats=[], hosts=dict.fromkeys(names, rates), wires=wires)
+    cluster = Cluster(slots=[], hosts=dict.fromkeys(names, rates), wires=wires)
     around = build_ring(cluster, [name for name in names for _ in range(per_node)])
     scenario = changed(inner=inner, outer=outer, per_node=per_node, sum_Bps=40e9)
     found_s, _ = all_reduce_s(size, per_node * num_nodes, scenario)

@@ -229,8 +229,8 @@ def test_explicit_shares_apply_to_hosts_in_fleet_file_order():
     """With them no ring is looked for: ranks are counted as the file lists their hosts."""
     found = cluster(1000.0, 500.0, 250.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
     slow = msgspec.structs.replace(found, wires={"b": {"a": LinkModel(latency_s=0.0, bandwidth_Bps=1e8)}})
-    seats = [slow.seats[i] for i in (0, 2, 1)]
-    for prediction in (predict(JOB, slow), predict(JOB, msgspec.structs.replace(slow, seats=seats), keep_order=True)):
+    slots = [slow.slots[i] for i in (0, 2, 1)]
+    for prediction in (predict(JOB, slow), predict(JOB, msgspec.structs.replace(slow, slots=slots), keep_order=True)):
         assert prediction.cluster.host_names == ["a", "c", "b"]
         assert prediction.chosen == prediction.recommended == "ddp, shares 14 : 3 : 7"
     again = predict(changed(JOB, shares="14:7:3"), slow)
@@ -468,7 +468,7 @@ def test_micro_batch_fits_known_memory(memory_bytes, micro_batch):
     """The largest of 64, 32, 16 … sequences of 256 tokens; what was told holds, whether it fits or not."""
     asked = job_of(SHAPE, batch=128)
     found = cluster(1000.0, 1000.0, memory_bytes=memory_bytes)
-    roster = initial_shares.initial_roster_by_speed(asked, found, found.seats)
+    roster = initial_shares.initial_roster_by_speed(asked, found, found.slots)
     assert {member.micro_batch for member in roster.members} == {micro_batch}
     if memory_bytes == 2_000_000_000:
         assert all(rank.memory_bytes < 0.9 * memory_bytes for rank in predict_step(asked, found, roster).ranks)
@@ -477,7 +477,7 @@ def test_micro_batch_fits_known_memory(memory_bytes, micro_batch):
         assert any(rank.memory_bytes > 0.9 * memory_bytes for rank in worse.ranks)
     told = changed(asked, micro_batch=64)
     assert {
-        member.micro_batch for member in initial_shares.initial_roster_by_speed(told, found, found.seats).members
+        member.micro_batch for member in initial_shares.initial_roster_by_speed(told, found, found.slots).members
     } == {64}
 
 
@@ -529,7 +529,7 @@ def test_rate_of_other_model_is_derived_and_marked():
 def dtypes(fleet: Fleet, **flags: object) -> set[str]:
     """The arithmetic of all ranks together."""
     asked = changed(job(), **flags)
-    return {member.dtype for member in asked.initial_roster(build_cluster(fleet, asked).seats).members}
+    return {member.dtype for member in asked.initial_roster(build_cluster(fleet, asked).slots).members}
 
 
 def test_rate_of_other_dtype_is_derived_and_marked():
@@ -558,13 +558,13 @@ def test_detected_hardware_overrides_measured_dtype():
     """Measured in fp32, and the launcher finds units for bf16: the run will compute in it."""
     in_fp32 = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, dtype="fp32")})
     known = msgspec.structs.replace(fleet(b=in_fp32), rates={name: {"cpu": in_fp32} for name in "ab"})
-    seats = [RankSlot(host=name, device="cpu", has_bf16=True) for name in "ab"]
-    found = build_cluster(known, job(), seats=seats)
-    assert found.seats == seats
+    slots = [RankSlot(host=name, device="cpu", has_bf16=True) for name in "ab"]
+    found = build_cluster(known, job(), slots=slots)
+    assert found.slots == slots
     assert found.hosts["a"].tokens_per_s == {"bf16": 2000.0}  # its products are twice as fast in bf16
     assert "a and b: was measured in fp32; bf16 is taken to run at 200% of that" in found.assumed
     with pytest.raises(NotMeasuredError, match="a: nobody measured its GPUs"):
-        build_cluster(known, job(), seats=[msgspec.structs.replace(seat, device="cuda:0") for seat in seats])
+        build_cluster(known, job(), slots=[msgspec.structs.replace(slot, device="cuda:0") for slot in slots])
 
 
 def test_gpus_and_cpus_are_planned_as_launched():
@@ -573,10 +573,10 @@ def test_gpus_and_cpus_are_planned_as_launched():
     both = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cpu": PROBED}, "b": {"cpu": PROBED}})
     assert dtypes(both) == {"bf16"}
     assert dtypes(both, device="cpu") == {"bf16"}
-    assert job().initial_roster(build_cluster(both, job()).seats).backend == "gloo"
+    assert job().initial_roster(build_cluster(both, job()).slots).backend == "gloo"
     gpus = msgspec.structs.replace(fleet(), rates={"a": {"cuda:0": gpu, "cuda:1": gpu}, "b": {"cuda:0": gpu}})
     assert dtypes(gpus) == {"bf16"}
-    roster = job().initial_roster(build_cluster(gpus, job()).seats)
+    roster = job().initial_roster(build_cluster(gpus, job()).slots)
     assert [(member.host, member.device) for member in roster.members] == [
         ("a", "cuda:0"),
         ("a", "cuda:1"),
@@ -585,7 +585,7 @@ def test_gpus_and_cpus_are_planned_as_launched():
     assert roster.backend == "nccl"
     on_processors = changed(job(), device="cpu")
     with_cpus = msgspec.structs.replace(gpus, rates={name: {"cpu": PROBED} | of for name, of in gpus.rates.items()})
-    assert on_processors.initial_roster(build_cluster(with_cpus, on_processors).seats).backend == "gloo"
+    assert on_processors.initial_roster(build_cluster(with_cpus, on_processors).slots).backend == "gloo"
     two_on_one = msgspec.structs.replace(gpus, hosts=gpus.hosts | {"b": HostConfig(address="1.1.1.2", ranks=2)})
     assert build_cluster(two_on_one, job()).hosts["b"].tokens_per_s == {"bf16": 500.0}
 
@@ -623,7 +623,7 @@ def test_missing_link_direction_is_assumed_symmetric_and_stated():
 def test_ranks_of_one_cpu_share_its_rate():
     asked = changed(job(), ranks=2)
     found = build_cluster(fleet(), asked)
-    assert len(found.seats) == 4
+    assert len(found.slots) == 4
     assert found.hosts["a"].tokens_per_s == {"bf16": 500.0}
     assert (found.hosts["a"].update_s, found.hosts["a"].pass_s) == (0.04, 0.02)
     assert found.hosts["a"].local == LinkModel(latency_s=20e-6, bandwidth_Bps=1e9)
@@ -633,16 +633,16 @@ def test_ranks_of_one_cpu_share_its_rate():
 def test_train_leaves_out_slowing_host_with_reason():
     slow = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=20.0)})
     asked, known = job(), fleet(b=slow)
-    seats = build_cluster(known, asked).seats
-    found = predict_launch(known, asked, seats)
+    slots = build_cluster(known, asked).slots
+    found = predict_launch(known, asked, slots)
     assert found.left_out.keys() == {"b"}
     assert found.left_out["b"].startswith("adding b makes this run slower: ")
     assert found.option(found.chosen).roster.hosts == found.cluster.host_names == ["a"]
     all_of_them = changed(asked, shares="equal")
-    insisted = predict_launch(known, all_of_them, seats)
+    insisted = predict_launch(known, all_of_them, slots)
     assert (insisted.left_out, insisted.option(insisted.chosen).roster.shares) == ({}, [12, 12])
     half = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=500.0)})
-    found = predict_launch(fleet(b=half), asked, seats)
+    found = predict_launch(fleet(b=half), asked, slots)
     assert (found.left_out, found.option(found.chosen).roster.shares) == ({}, [16, 8])
 
 

@@ -349,8 +349,8 @@ def test_required_disk_space_counts_local_ranks_and_roster_strategy(world, monke
 
     def start(sync: str, ranks_here: int, room: int) -> int:
         """The worker's exit status with room for three checkpoints and so much more a parameter."""
-        seats = [RankSlot(host=name, device="cpu") for name in "abcd"]
-        path.write_bytes(msgspec.json.encode(initial_roster(parse_args([*flags, sync]), seats, 64)))
+        slots = [RankSlot(host=name, device="cpu") for name in "abcd"]
+        path.write_bytes(msgspec.json.encode(initial_roster(parse_args([*flags, sync]), slots, 64)))
         monkeypatch.setenv("EVENER_ROSTER", str(path))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_here))
         monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=(36 + room) * params))

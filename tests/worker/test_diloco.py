@@ -340,8 +340,8 @@ def test_resume_reports_when_auto_would_choose_another_strategy(tmp_path, corpus
     flags = f"--batch 64 --steps 2000 --eval-every 0 --max-s 0 --loss-budget {budget} --sync".split()
     flags = ["--width", "128", "--num-layers", "4", *flags]  # as large as what was measured, about
     spec = parse_args([*flags, "diloco:10:int8:streamed"])
-    seat = RankSlot(host=local_host_info().host, device="cpu")
-    (tmp_path / "roster.json").write_bytes(msgspec.json.encode(initial_roster(spec, [seat] * 2, 64)))
+    slot = RankSlot(host=local_host_info().host, device="cpu")
+    (tmp_path / "roster.json").write_bytes(msgspec.json.encode(initial_roster(spec, [slot] * 2, 64)))
     env = {"EVENER_ROSTER": str(tmp_path / "roster.json")}
     argv = [*flags_of(corpus, tmp_path / "run"), *flags, "auto"]
     ended = server.run(tmp_path / "said", argv, 2, env, module="evener.worker")

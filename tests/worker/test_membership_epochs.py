@@ -35,11 +35,11 @@ class Training(AgentProcesses):
     def __init__(self, folder: Path, corpus: Path, names: str = "abc", worker: Sequence[str] = WORKER) -> None:
         flags = self.flags(corpus)
         spec = parse_args(flags)
-        seats = [RankSlot(host=name, device="cpu") for name in names for _ in range(self.RANKS)]
+        slots = [RankSlot(host=name, device="cpu") for name in names for _ in range(self.RANKS)]
         for name in names:
             (folder / name).mkdir(exist_ok=True)
             (folder / name / "roster.json").write_bytes(
-                msgspec.json.encode(initial_roster(spec, seats, spec.model.block_size))
+                msgspec.json.encode(initial_roster(spec, slots, spec.model.block_size))
             )
         self._worker = [*worker, *flags]
         super().__init__(folder, names)

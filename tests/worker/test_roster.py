@@ -226,8 +226,8 @@ def heard(fixed, steps, *took_s):
 
 
 def fixed_of(*flags):
-    seats = [RankSlot(host=host, device="cpu") for host in "ab"]
-    return FixedMembership(initial_roster(parse_args([*flags]), seats, 64))
+    slots = [RankSlot(host=host, device="cpu") for host in "ab"]
+    return FixedMembership(initial_roster(parse_args([*flags]), slots, 64))
 
 
 def test_program_that_sets_its_weights_is_no_longer_rebalanced():
@@ -345,7 +345,7 @@ def test_launcher_roster_is_used_and_roster_of_other_ranks_refused(tmp_path, sta
 
     here = RankSlot(host=local_host_info().host, device="cpu")
     spec = parse_args(["--batch", "16", "--shares", "3:1", "--dtype", "fp32"])
-    good, bad = (initial_roster(spec, [here, seat], 64) for seat in (here, RankSlot(host="laptop", device="cpu")))
+    good, bad = (initial_roster(spec, [here, slot], 64) for slot in (here, RankSlot(host="laptop", device="cpu")))
     for name, roster in (("good", good), ("bad", bad)):
         (tmp_path / f"{name}.json").write_bytes(msgspec.json.encode(roster))
 
@@ -367,8 +367,8 @@ def test_round_steps_may_differ_and_omit_no_sample(tmp_path, train, start, monke
     flags = ("--steps", "12", "--batch", "11", "--lr", "1e-30", "--dropout", "0", "--micro-batch", "3")
     alone = train(tmp_path / "alone", *flags, ranks=1)
     spec = parse_args([*flags, "--sync", "diloco:4:int8", "--dtype", "fp32"])
-    seat = RankSlot(host=local_host_info().host, device="cpu")
-    roster = initial_roster(spec, [seat] * 3, 64).replace_shares([25, 17, 2])
+    slot = RankSlot(host=local_host_info().host, device="cpu")
+    roster = initial_roster(spec, [slot] * 3, 64).replace_shares([25, 17, 2])
     (tmp_path / "roster.json").write_bytes(msgspec.json.encode(roster))
     monkeypatch.setitem(start.__globals__["ENV"], "EVENER_ROSTER", str(tmp_path / "roster.json"))
     started = start(tmp_path / "run", *flags, "--sync", "diloco:4:int8", "--shares", "equal", ranks=3)
@@ -413,8 +413,8 @@ class Queued:
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-seats = [RankSlot(host="a", device="cuda:0"), RankSlot(host="b", device="cpu")]
-roster = initial_roster(parse_args(["--batch", "4"]), seats, None)
+slots = [RankSlot(host="a", device="cuda:0"), RankSlot(host="b", device="cpu")]
+roster = initial_roster(parse_args(["--batch", "4"]), slots, None)
 clock = QueueClock() if rank == 0 else HostClock()
 rundir = RunDir(sys.argv[1])
 recorder = StepRecorder(rundir, rank, roster, clock, dist.group.WORLD, SpanRecorder(rundir, rank, clock))
@@ -468,8 +468,8 @@ from evener.worker.record.span_recorder import SpanRecorder
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-seats = [RankSlot(host=host, device="cpu") for host in "ab"]
-roster = initial_roster(parse_args(["--batch", "4", "--sync", "diloco:10"]), seats, None)
+slots = [RankSlot(host=host, device="cpu") for host in "ab"]
+roster = initial_roster(parse_args(["--batch", "4", "--sync", "diloco:10"]), slots, None)
 rundir, clock = RunDir(sys.argv[1]), HostClock()
 recorder = StepRecorder(rundir, rank, roster, clock, dist.group.WORLD, SpanRecorder(rundir, rank, clock))
 for step in range(4):

@@ -87,8 +87,8 @@ def test_ranks_of_different_dtype_and_micro_batch_match_one_process(
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--sync", sync,
              "--dtype", dtype, "--shares", "3:1", *STEPS, "--out", str(tmp_path / "run")]  # fmt: skip
     host = local_host_info().host
-    seats = [RankSlot(host=host, device="cuda:0", has_bf16=True), RankSlot(host=host, device="cpu")]
-    roster = initial_roster(parse_args(flags), seats, 64)
+    slots = [RankSlot(host=host, device="cuda:0", has_bf16=True), RankSlot(host=host, device="cpu")]
+    roster = initial_roster(parse_args(flags), slots, 64)
     members = [msgspec.structs.replace(member, micro_batch=size)
                for member, size in zip(roster.members, (5, 2), strict=True)]  # fmt: skip
     (tmp_path / "roster.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(roster, members=members)))

@@ -91,14 +91,14 @@ class LiveDisplay:
             return
         if len(shown) > MAX_HOST_LINES:
             shown = [*shown[: MAX_HOST_LINES - 2], shown[-1]]
-        names = max(len(pace.host) for pace in shown)
-        longest_s = max(sum(_phase_values(pace)) for pace in shown) or 1.0
-        words = [_format_phases(pace, is_last=number == 0) for number, pace in enumerate(shown)]
+        names = max(len(host_time.host) for host_time in shown)
+        longest_s = max(sum(_phase_values(host_time)) for host_time in shown) or 1.0
+        words = [_format_phases(host_time, is_last=number == 0) for number, host_time in enumerate(shown)]
         room = width - names - 4 - max(text.cell_len for text in words)
         bar = min(MAX_HOST_BAR_WIDTH, room) if room >= MIN_HOST_BAR_WIDTH else 0
-        for pace, phases in zip(shown, words, strict=True):
-            line, until_s, drawn = Text(f"{pace.host:{names}}  ", no_wrap=True, overflow="ellipsis"), 0.0, 0
-            for (_, colour, mark, plain), value_s in zip(PHASE_STYLES, _phase_values(pace), strict=True):
+        for host_time, phases in zip(shown, words, strict=True):
+            line, until_s, drawn = Text(f"{host_time.host:{names}}  ", no_wrap=True, overflow="ellipsis"), 0.0, 0
+            for (_, colour, mark, plain), value_s in zip(PHASE_STYLES, _phase_values(host_time), strict=True):
                 until_s += value_s
                 num = round(bar * until_s / longest_s) - drawn
                 line.append((plain if ascii_only else mark) * num, colour)
@@ -121,16 +121,16 @@ def _metrics_line(figures: Sequence[tuple[str, str, str]], width: int) -> Text:
     return whole if whole.cell_len <= width else line([figure for figure in figures if figure[0] != "validation"])
 
 
-def _format_phases(pace: HostStepTime, *, is_last: bool) -> Text:
+def _format_phases(host_time: HostStepTime, *, is_last: bool) -> Text:
     """Return the phases of a host's step in words; `is_last`: the other hosts wait for this one."""
     from rich.text import Text
 
     known = [(f"{name} {format_seconds(value_s)}", colour) for (name, colour, *_), value_s in
-             zip(PHASE_STYLES, _phase_values(pace), strict=True) if value_s > 0]  # fmt: skip
+             zip(PHASE_STYLES, _phase_values(host_time), strict=True) if value_s > 0]  # fmt: skip
     if is_last:
         known = [*known[:2], ("the others wait", "bold")]
     return Text(", ").join(Text(text, style) for text, style in known)
 
 
-def _phase_values(pace: HostStepTime) -> tuple[float, float, float]:
-    return pace.work_s, pace.exposed_sync_s, pace.wait_s
+def _phase_values(host_time: HostStepTime) -> tuple[float, float, float]:
+    return host_time.work_s, host_time.exposed_sync_s, host_time.wait_s

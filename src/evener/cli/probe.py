@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from evener.cli.help import CliApp
-from evener.cli.terminal import make_console, print_findings, print_omitted_columns
-from evener.cli.terminal import print_text as say_on
+from evener.cli.terminal import make_console, print_findings, print_omitted_columns, print_text
 
 if TYPE_CHECKING:
     from evener.core.cluster.collective_results import CollectiveBenchSpec, CollectiveResult
@@ -32,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 def print_status(text: str) -> None:
     """Print a status line on stderr."""
-    say_on(make_console(stderr=True), text)
+    print_text(make_console(stderr=True), text)
 
 
 @app.command(epilog="evener probe wire --fleet fleet.toml")
@@ -195,7 +194,7 @@ def collectives(
         screen.print(f"# Out of bounds values : {wrong} {'OK' if wrong == 0 else 'FAILED'}")
         screen.print(f"# Avg bus bandwidth    : {sum(row.busbw_Bps for row in rows) / len(rows) / 1e9:g}\n")
         for sentence in explanation:
-            say_on(screen, sentence)
+            print_text(screen, sentence)
         print_findings(screen, findings)
     return int(any(finding.severity == "error" for finding in findings))
 

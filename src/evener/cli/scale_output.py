@@ -53,7 +53,7 @@ def print_scaling(
         scenario = with_slow_ranks(scenario, slow)
     points = simulate_scaling(scenario, parse_rank_counts(counts))
     assumptions = [*scenario.assumed, *request.cluster.assumed]
-    whole = job_with_larger_batch(request.job, len(request.cluster.seats))
+    whole = job_with_larger_batch(request.job, len(request.cluster.slots))
     if too_large := explain_memory_shortage(predict_training(whole, request.cluster), request.cluster):
         assumptions.insert(0, f"more memory than there is: {too_large}")
     pictures = _draw_plots(points, draw, request.job.model) if draw is not None else []

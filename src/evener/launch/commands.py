@@ -106,7 +106,7 @@ class PreparedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     def rank_slots(self, machine: MachineSpec) -> list[RankSlot]:
         """Return the rank slots (device, numeric support), by rank."""
-        return [seat for place in self.hosts for seat in place.rank_slots(machine)]
+        return [slot for place in self.hosts for slot in place.rank_slots(machine)]
 
     def initial_roster(self, resolved: ResolvedRun) -> Roster:
         """Return the initial roster, for hosts of unknown speed. UsageError if they cannot train together."""
@@ -129,13 +129,13 @@ def train_plan(
     `key`. UsageError if the requested membership is not possible.
     """
     places, port = prepared.hosts, prepared.port
-    seats = [place.rank_slots(spec.machine) for place in places]
-    counts = [len(slots) for slots in seats]
+    slots = [place.rank_slots(spec.machine) for place in places]
+    counts = [len(of_host) for of_host in slots]
     membership = choose_membership(spec, roster, are_linux=all(place.is_linux for place in places))
     hosts = []
     for i, place in enumerate(places):
         program, env = _worker_command(
-            place, seats[i], spec, data[place.name], init_from.get(place.name), resume=resume
+            place, slots[i], spec, data[place.name], init_from.get(place.name), resume=resume
         )
         host = _host_plan(prepared, counts, i, program, env)
         if membership != "fixed":
@@ -155,23 +155,23 @@ def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version:
     """Return the plan of a running run with one host added. Its ranks are numbered after the present ones, and each has
     their mean share of the batch. UsageError if its ranks could not communicate with the others.
     """
-    spec, roster, seats = plan.spec, plan.roster, newcomer.rank_slots(plan.spec.machine if plan.spec else MachineSpec())
+    spec, roster, slots = plan.spec, plan.roster, newcomer.rank_slots(plan.spec.machine if plan.spec else MachineSpec())
     assert spec is not None
     assert roster is not None
     agents = [host.agent for host in plan.hosts if host.agent is not None]
     if agents[0].is_elastic and not newcomer.is_linux:
         raise UsageError(f"{newcomer.name} does not run Linux: its ranks cannot survive the loss of a host",
                          hint="--membership restart, from the run's next start on")  # fmt: skip
-    if any(seat.device != "cpu" for seat in seats) and (agents[0].is_elastic or roster.backend != "nccl"):
+    if any(slot.device != "cpu" for slot in slots) and (agents[0].is_elastic or roster.backend != "nccl"):
         raise UsageError(f"{newcomer.name} would train on its GPU, and the run, on CPUs, cannot admit such a rank",
                          hint=f'devices = "cpu" under [hosts.{newcomer.name}] in the fleet file')  # fmt: skip
-    if any(seat.device == "cpu" for seat in seats) and roster.backend == "nccl":
+    if any(slot.device == "cpu" for slot in slots) and roster.backend == "nccl":
         raise UsageError(f"{newcomer.name} has no GPU, and the run uses NCCL, which needs one on every host")
-    program, env = _worker_command(newcomer, seats, spec, data, None, resume=False)
+    program, env = _worker_command(newcomer, slots, spec, data, None, resume=False)
     alone = PreparedFleet(id=plan.id, hosts=[newcomer], port=plan.port, findings=[])
-    host = msgspec.structs.replace(_host_plan(alone, [len(seats)], 0, program, env),
+    host = msgspec.structs.replace(_host_plan(alone, [len(slots)], 0, program, env),
                                    node_rank=len(plan.hosts), first_rank=plan.world_size)  # fmt: skip
-    dtypes, present = choose_dtypes(seats, spec.model.dtype), {member.dtype for member in roster.members}
+    dtypes, present = choose_dtypes(slots, spec.model.dtype), {member.dtype for member in roster.members}
     if "fp16" in {*dtypes, *present} and {*dtypes} != present:
         raise UsageError(
             f"{newcomer.name} would compute in {dtypes[0]}, the others in {' and '.join(sorted(present))}: "
@@ -179,9 +179,9 @@ def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version:
             hint="--dtype fp32, from the run's next start on",
         )
     largest = max(member.micro_batch for member in roster.members)
-    newcomers = [Member(rank=0, host=seat.host, device=seat.device, dtype=dtype, share=0, micro_batch=largest)
-                 for seat, dtype in zip(seats, dtypes, strict=True)]  # fmt: skip
-    parts = agents[0].hosts | {newcomer.name: HostEntry(address=newcomer.address, num_ranks=len(seats))}
+    newcomers = [Member(rank=0, host=slot.host, device=slot.device, dtype=dtype, share=0, micro_batch=largest)
+                 for slot, dtype in zip(slots, dtypes, strict=True)]  # fmt: skip
+    parts = agents[0].hosts | {newcomer.name: HostEntry(address=newcomer.address, num_ranks=len(slots))}
     weights = roster.mean_shares + [roster.batch / roster.world_size] * len(newcomers)
     members = [msgspec.structs.replace(member, rank=rank) for rank, member in enumerate([*roster.members, *newcomers])]
     new_roster = msgspec.structs.replace(roster, members=members, round_shares=[])
@@ -207,11 +207,11 @@ def plan_with_hosts(plan: Plan, hosts: Mapping[str, HostEntry], version: int) ->
     return msgspec.structs.replace(plan, hosts=updated_hosts)
 
 
-def _worker_command(place: PreparedHost, seats: Sequence[RankSlot], spec: RunSpec, data: str, init_from: str | None, *,
+def _worker_command(place: PreparedHost, slots: Sequence[RankSlot], spec: RunSpec, data: str, init_from: str | None, *,
             resume: bool) -> tuple[list[str], dict[str, str]]:  # fmt: skip
     """Return (program, environment) of evener's own worker, given the host's paths of corpus and weights."""
-    device = "cpu" if seats[0].device == "cpu" else "cuda"
-    threads = place.host.threads or spec.machine.threads or max(1, place.cores // len(seats))
+    device = "cpu" if slots[0].device == "cpu" else "cuda"
+    threads = place.host.threads or spec.machine.threads or max(1, place.cores // len(slots))
     worker_spec = msgspec.structs.replace(
         spec,
         out=spec.out if place.is_local_run else place.run_dir,

@@ -74,7 +74,7 @@ class ResumedRun:
         had = self.rundir.manifest().roster
         return roster if had.sync != roster.sync else msgspec.structs.replace(roster, bucket_bytes=had.bucket_bytes)
 
-    def prediction(self, fleet: Fleet, resolved: ResolvedRun, seats: Sequence[RankSlot]) -> Prediction | None:
+    def prediction(self, fleet: Fleet, resolved: ResolvedRun, slots: Sequence[RankSlot]) -> Prediction | None:
         """Return the run's previous prediction if neither the work, the hosts nor their measurements have changed."""
         if self.plan is None or self.plan.prediction is None or fleet.rates:
             return None
@@ -84,6 +84,6 @@ class ResumedRun:
         is_same_work = (spec.data, spec.model, spec.machine, spec.train.batch, spec.train.micro_batch) == (
             was.data, was.model, was.machine, was.train.batch, was.train.micro_batch
         )  # fmt: skip
-        had = [(seat.host, seat.device) for seat in prediction.cluster.seats]
-        are_same_seats = had == [(seat.host, seat.device) for seat in seats]
-        return prediction if is_same_sync and is_same_work and are_same_seats else None
+        had = [(slot.host, slot.device) for slot in prediction.cluster.slots]
+        are_same_slots = had == [(slot.host, slot.device) for slot in slots]
+        return prediction if is_same_sync and is_same_work and are_same_slots else None

@@ -72,12 +72,12 @@ def plan_on_hosts(
         )
         hosts = hosts.in_order(order)
     prepared = prepare_hosts(hosts, rundir, machine, run_id=previous_plan.id if previous_plan else None)
-    roster, seats = prepared.initial_roster(to_plan), prepared.rank_slots(machine)
+    roster, slots = prepared.initial_roster(to_plan), prepared.rank_slots(machine)
     prediction = None
-    if (fleet := _measured_local_fleet(seats[0].host) if hosts.is_local_run else hosts.fleet) is not None:
+    if (fleet := _measured_local_fleet(slots[0].host) if hosts.is_local_run else hosts.fleet) is not None:
         if resumed is not None and not hosts.is_local_run:
-            prediction = resumed.prediction(fleet, to_plan, seats)
-        prediction = prediction or _predict(fleet, to_plan, seats, notify, as_requested=as_requested)
+            prediction = resumed.prediction(fleet, to_plan, slots)
+        prediction = prediction or _predict(fleet, to_plan, slots, notify, as_requested=as_requested)
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
     if resumed is not None:
@@ -102,12 +102,12 @@ def _measured_local_fleet(name: str) -> Fleet | None:
 
 
 def _predict(
-    fleet: Fleet, resolved: ResolvedRun, seats: Sequence[RankSlot], notify: Notify, *, as_requested: bool
+    fleet: Fleet, resolved: ResolvedRun, slots: Sequence[RankSlot], notify: Notify, *, as_requested: bool
 ) -> Prediction | None:
-    """Predict a run on these seats, and report it. Return None where too little was measured."""
+    """Predict a run on these rank slots, and report it. Return None where too little was measured."""
     is_sync_auto = resolved.spec.train.sync == "auto"
     try:
-        prediction = predict_launch(fleet, resolved.job, seats, may_leave_out=not as_requested)
+        prediction = predict_launch(fleet, resolved.job, slots, may_leave_out=not as_requested)
     except UsageError as unknown:  # errors that prevent the run itself are reported when it starts
         notify(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         if is_sync_auto:

@@ -58,9 +58,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         power = math.log2(distinct[level + 1] / distinct[level]) if len(distinct) > 1 else 1.0
         return min(distinct[level] * math.pow(sequences / 2**level, power), vocab_size)
 
-    def initial_roster(self, seats: Sequence[RankSlot]) -> Roster:
+    def initial_roster(self, slots: Sequence[RankSlot]) -> Roster:
         """Return the first Roster of a run on these slots if their speed is unknown."""
-        return initial_roster(self.spec, seats, self.shape.block_size)
+        return initial_roster(self.spec, slots, self.shape.block_size)
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """The machines and links available to the planner. A Roster says which of them take part."""
 
-    seats: list[RankSlot]  # rank slots, host after host, in the order of their ranks
+    slots: list[RankSlot] = msgspec.field(name="seats")  # host after host, in the order of their ranks
     hosts: dict[str, HostRates]
     wire: LinkModel | None = None  # the default link between two hosts
     wires: dict[str, dict[str, LinkModel]] = {}  # from host to host, where the link is not the default
@@ -98,12 +98,12 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def host_names(self) -> list[str]:
         """The host names, in the order of the slots."""
-        return list(dict.fromkeys(seat.host for seat in self.seats))
+        return list(dict.fromkeys(slot.host for slot in self.slots))
 
     @property
     def assumptions(self) -> list[str]:
         """All assumptions, as sentences."""
-        if not self.jitter or len(self.seats) == 1:
+        if not self.jitter or len(self.slots) == 1:
             return self.assumed
         return [*self.assumed, f"a rank's compute time varies by {self.jitter:.0%} from step to step"]
 

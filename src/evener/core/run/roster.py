@@ -344,20 +344,20 @@ def rank_devices(name: str, host: HostConfig, num_gpus: int, machine: MachineSpe
     return [f"cuda:{rank % num_gpus}" for rank in range(host.ranks or num_gpus)]
 
 
-def choose_backend(seats: Sequence[RankSlot], requested: Literal["auto", "gloo", "nccl"]) -> Backend:
+def choose_backend(slots: Sequence[RankSlot], requested: Literal["auto", "gloo", "nccl"]) -> Backend:
     """Return the collective backend for these slots: NCCL if each rank has a GPU to itself, else Gloo.
 
     NCCL moves GPU memory only and refuses two ranks on one GPU. Raise UsageError if it was requested nevertheless.
     """
-    if len(seats) == 1:
+    if len(slots) == 1:
         return "none"
-    rank = rank_without_gpu(seats)
+    rank = rank_without_gpu(slots)
     if requested == "nccl" and rank is not None:
-        device = seats[rank].device
+        device = slots[rank].device
         where = "the processor" if device == "cpu" else device
         where += ", as does another rank" if device.startswith("cuda") else ""
         raise UsageError(
-            f"--backend nccl: rank {rank} on {seats[rank].host} trains on {where}",
+            f"--backend nccl: rank {rank} on {slots[rank].host} trains on {where}",
             hint="--backend gloo, or a GPU for every rank",
         )
     if requested != "auto":
@@ -365,21 +365,21 @@ def choose_backend(seats: Sequence[RankSlot], requested: Literal["auto", "gloo",
     return "nccl" if rank is None else "gloo"
 
 
-def rank_without_gpu(seats: Sequence[RankSlot]) -> int | None:
+def rank_without_gpu(slots: Sequence[RankSlot]) -> int | None:
     """Return the first rank on a CPU or on a GPU of a lower rank, or None if each rank has a GPU to itself.
 
     >>> rank_without_gpu([RankSlot(host="attic", device="cuda:0"), RankSlot(host="attic", device="cuda:0")])
     1
     """
     taken: set[tuple[str, str]] = set()
-    for rank, seat in enumerate(seats):
-        if not seat.device.startswith("cuda") or (seat.host, seat.device) in taken:
+    for rank, slot in enumerate(slots):
+        if not slot.device.startswith("cuda") or (slot.host, slot.device) in taken:
             return rank
-        taken.add((seat.host, seat.device))
+        taken.add((slot.host, slot.device))
     return None
 
 
-def choose_dtypes(seats: Sequence[RankSlot], requested: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
+def choose_dtypes(slots: Sequence[RankSlot], requested: Literal["auto", "fp32", "bf16", "fp16"]) -> list[Dtype]:
     """Return the dtype of each slot: the fastest one on its device, unless one dtype was requested for all.
 
     bf16 without hardware support is emulated, and slower than fp32. fp16 is fast on GPUs without bf16, but its loss
@@ -390,13 +390,13 @@ def choose_dtypes(seats: Sequence[RankSlot], requested: Literal["auto", "fp32", 
     ...     "auto")
     ['bf16', 'fp32']
     """
-    if requested == "fp16" and any(seat.device == "cpu" for seat in seats):
+    if requested == "fp16" and any(slot.device == "cpu" for slot in slots):
         raise UsageError("--dtype fp16: loss scaling needs a GPU", hint="--dtype bf16 or fp32")
     if requested != "auto":
-        return [requested] * len(seats)
-    if all(seat.device != "cpu" and not seat.has_bf16 for seat in seats):
-        return ["fp16"] * len(seats)
-    return ["bf16" if seat.has_bf16 else "fp32" for seat in seats]
+        return [requested] * len(slots)
+    if all(slot.device != "cpu" and not slot.has_bf16 for slot in slots):
+        return ["fp16"] * len(slots)
+    return ["bf16" if slot.has_bf16 else "fp32" for slot in slots]
 
 
 def micro_batch_limit(spec: RunSpec, block_size: int | None) -> int:
@@ -425,12 +425,12 @@ def why_unsafe_in_fp16(roster: Roster) -> str:
     return ""
 
 
-def initial_roster(spec: RunSpec, seats: Sequence[RankSlot], block_size: int | None) -> Roster:
+def initial_roster(spec: RunSpec, slots: Sequence[RankSlot], block_size: int | None) -> Roster:
     """Return the first Roster of a run on hosts of unknown speed: shares are equal, or in proportion to `--shares`.
 
-    `seats` are in the order of ranks. Raise UsageError if a rank would have no share although its weight is not 0.
+    `slots` are in the order of ranks. Raise UsageError if a rank would have no share although its weight is not 0.
     """
-    num_ranks, batch = len(seats), spec.train.batch
+    num_ranks, batch = len(slots), spec.train.batch
     weights = parse_shares(spec.machine.shares)
     if weights is None and num_ranks > batch:
         raise UsageError(
@@ -451,15 +451,15 @@ def initial_roster(spec: RunSpec, seats: Sequence[RankSlot], block_size: int | N
     sync = requested_sync(spec)
     if sync == NO_SYNC and num_ranks > 1:
         raise UsageError("--sync none: replicas that never synchronize are not one model", hint="--sync ddp")
-    dtypes = choose_dtypes(seats, spec.model.dtype)
+    dtypes = choose_dtypes(slots, spec.model.dtype)
     limit = micro_batch_limit(spec, block_size)
     return Roster(
         members=[
-            Member(rank=rank, host=seat.host, device=seat.device, dtype=dtype, share=share, micro_batch=limit)
-            for rank, (seat, dtype, share) in enumerate(zip(seats, dtypes, shares, strict=True))
+            Member(rank=rank, host=slot.host, device=slot.device, dtype=dtype, share=share, micro_batch=limit)
+            for rank, (slot, dtype, share) in enumerate(zip(slots, dtypes, shares, strict=True))
         ],
         sync=NO_SYNC if num_ranks == 1 else sync,
-        backend=choose_backend(seats, spec.machine.backend),
+        backend=choose_backend(slots, spec.machine.backend),
     )
 
 

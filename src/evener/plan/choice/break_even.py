@@ -75,7 +75,7 @@ class HostSetSearch:
         rosters = []
         for names, candidate_job in candidates:
             ordered = with_best_ring_order(candidate_job, subcluster(cluster, set(names)))
-            rosters.append(initial_roster_by_speed(candidate_job, cluster, ordered.seats))
+            rosters.append(initial_roster_by_speed(candidate_job, cluster, ordered.slots))
         ideal = with_uniform_link(cluster, IDEAL_LINK)
         bounds = [(predict_step(job, ideal, roster).tokens_per_s, i, roster) for i, roster in enumerate(rosters)]
         self._rosters = [(bound, roster) for bound, _, roster in sorted(bounds, key=lambda b: (-b[0], b[1]))]

@@ -103,7 +103,7 @@ def _unmeasured_cluster(manifest: Manifest) -> Cluster:
     roster = manifest.roster
     memory = {host.host: host.memory_bytes for host in manifest.hosts}
     return Cluster(
-        seats=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
+        slots=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
                for member in roster.members],
         hosts={member.host: HostRates(tokens_per_s={member.dtype: UNKNOWN_RATE}, local=PLACEHOLDER_LINK,
                                       memory_bytes=memory.get(member.host)) for member in roster.members},
@@ -113,7 +113,7 @@ def _unmeasured_cluster(manifest: Manifest) -> Cluster:
 
 def _matches_roster(prior: Cluster, roster: Roster) -> bool:
     """Return whether the cluster has the same ranks as the Roster, in order, with rates in their dtypes."""
-    ranks = [(seat.host, seat.device) for seat in prior.seats]
+    ranks = [(slot.host, slot.device) for slot in prior.slots]
     return ranks == [(member.host, member.device) for member in roster.members] and all(
         member.dtype in prior.hosts[member.host].tokens_per_s for member in roster.members
     )

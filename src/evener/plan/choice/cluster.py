@@ -57,11 +57,11 @@ def _format_hosts(names: Sequence[str], num_hosts: int) -> str:
 
 
 def build_cluster(
-    fleet: Fleet, job: Job, wire: LinkModel | None = None, seats: Sequence[RankSlot] | None = None
+    fleet: Fleet, job: Job, wire: LinkModel | None = None, slots: Sequence[RankSlot] | None = None
 ) -> Cluster:
     """Build the cluster of the fleet's hosts and links for this job; `wire` overrides all links between hosts.
 
-    `seats` are the rank slots detected on the hosts; by default they are derived from the devices in the fleet file.
+    `slots` are the rank slots detected on the hosts; by default they are derived from the devices in the fleet file.
     Raise NotMeasuredError that names the host or link without figures and the command that measures them.
     """
     assumed = AssumptionLog()
@@ -69,18 +69,18 @@ def build_cluster(
     first = {kind: name for name, kind in reversed(kinds.items())}
     of_kind = {kind: _known_rates(fleet.hosts[name], fleet.rates.get(name, {})) for kind, name in first.items()}
     rates = {name: of_kind[kind] for name, kind in kinds.items()}
-    if seats is None:
-        seats = [seat for name, host in fleet.hosts.items() for seat in _rank_slots(name, host, rates[name], job)]
-    common_dtypes = dict(zip((seat.host for seat in seats), choose_dtypes(seats, job.spec.model.dtype), strict=True))
+    if slots is None:
+        slots = [slot for name, host in fleet.hosts.items() for slot in _rank_slots(name, host, rates[name], job)]
+    common_dtypes = dict(zip((slot.host for slot in slots), choose_dtypes(slots, job.spec.model.dtype), strict=True))
     of_host: defaultdict[str, list[RankSlot]] = defaultdict(list)
-    for seat in seats:
-        of_host[seat.host].append(seat)
+    for slot in slots:
+        of_host[slot.host].append(slot)
     hosts: dict[str, HostRates] = {}
     alike: dict[object, tuple[HostRates, list[str]]] = {}  # identical hosts are computed once and share one object
     for name, host in fleet.hosts.items():
         own_dtype = choose_dtypes(of_host[name], job.spec.model.dtype)[0]
         dtypes = tuple(dict.fromkeys([common_dtypes[name], own_dtype]))
-        devices = tuple(seat.device for seat in of_host[name])
+        devices = tuple(slot.device for slot in of_host[name])
         key = (kinds[name], devices, dtypes)
         if key not in alike:
             alike[key] = _host_rates(name, host, devices, rates[name], job, dtypes)
@@ -93,7 +93,7 @@ def build_cluster(
     num_links = sum(map(len, wires.values()))
     are_measured = num_links == len(hosts) * (len(hosts) - 1) and not any(
         link.declared for row in fleet.links.values() for link in row.values())  # fmt: skip
-    return Cluster(seats=list(seats), hosts=hosts, wire=common, wires=wires, jitter=ASSUMED_JITTER,
+    return Cluster(slots=list(slots), hosts=hosts, wire=common, wires=wires, jitter=ASSUMED_JITTER,
                    are_links_measured=are_measured,
                    assumed=assumed.sentences(len(hosts)))  # fmt: skip
 
@@ -103,7 +103,7 @@ def uniform_cluster(tokens_per_s: Mapping[str, float], link: LinkModel, devices:
     """Build a cluster from the tokens/s of one rank on each host (the same in any dtype) and one link for all hosts."""
     rates = {name: dict.fromkeys(get_args(Dtype), rate) for name, rate in tokens_per_s.items()}
     return Cluster(
-        seats=[RankSlot(host=name, device=device, has_bf16=device != "cpu") for name in rates for device in devices],
+        slots=[RankSlot(host=name, device=device, has_bf16=device != "cpu") for name in rates for device in devices],
         hosts={name: HostRates(tokens_per_s=rate, local=local) for name, rate in rates.items()},
         wire=link,
         assumed=["the weight update is assumed to be part of the tokens/s",
@@ -120,7 +120,7 @@ def subcluster(cluster: Cluster, names: Collection[str]) -> Cluster:
     """Return the cluster restricted to these hosts."""
     return msgspec.structs.replace(
         cluster,
-        seats=[seat for seat in cluster.seats if seat.host in names],
+        slots=[slot for slot in cluster.slots if slot.host in names],
         hosts={name: host for name, host in cluster.hosts.items() if name in names},
         wires={a: {b: wire for b, wire in row.items() if b in names}
                for a, row in cluster.wires.items() if a in names},
@@ -203,15 +203,15 @@ def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Jo
     if requested_device(host, job.spec.machine) == "cuda" and not gpus:
         raise _not_measured_error(name, "GPUs", job)
     is_apple = any(device.startswith("mps") for device in rates)
-    seats = []
+    slots = []
     for device in rank_devices(name, host, len(gpus), job.spec.machine):
         rate = _rates_of_device(name, device, rates, job)
         model_rate = rate.models.get(job.model) or next(iter(rate.models.values()), None)
         dtype = model_rate.dtype if model_rate else ""
         has_bf16 = dtype == "bf16" if dtype else device != "cpu" and "bf16" in (rate.matmul_flops or ("bf16",))
         name_on_host = device.replace("cuda", "mps") if is_apple else device
-        seats.append(RankSlot(host=name, device=name_on_host, name=rate.name, has_bf16=has_bf16))
-    return seats
+        slots.append(RankSlot(host=name, device=name_on_host, name=rate.name, has_bf16=has_bf16))
+    return slots
 
 
 def _rates_of_device(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:

@@ -47,8 +47,8 @@ MIN_LOSSY_GAIN = 1.05  # gain over an exact strategy that is required of one tha
 def predict_training(job: Job, cluster: Cluster, hosts: Collection[str] | None = None, name: str = "") -> PlanOption:
     """Predict `train` on these hosts, or on all hosts if None."""
     wanted = set(cluster.hosts if hosts is None else hosts)
-    seats = [seat for seat in cluster.seats if seat.host in wanted]
-    roster = initial_roster_by_speed(job, cluster, seats)
+    slots = [slot for slot in cluster.slots if slot.host in wanted]
+    roster = initial_roster_by_speed(job, cluster, slots)
     return with_best_bucket_size(job, cluster, roster, name=name or option_name(job, roster))
 
 
@@ -185,8 +185,8 @@ def _greedy_host_sets(job: Job, cluster: Cluster, names: list[str]) -> list[list
 def single_host_options(job: Job, cluster: Cluster) -> dict[str, PlanOption]:
     """Predict training on each host alone; of identical hosts predict only the first."""
     devices: dict[str, list[str]] = {name: [] for name in cluster.host_names}
-    for seat in cluster.seats:
-        devices[seat.host].append(seat.device)
+    for slot in cluster.slots:
+        devices[slot.host].append(slot.device)
     first: dict[object, str] = {}
     for name, of_host in devices.items():
         first.setdefault((id(cluster.hosts[name]), tuple(of_host)), name)
@@ -207,7 +207,7 @@ def fitting_host_options(job: Job, cluster: Cluster) -> list[PlanOption]:
 
 def other_shares_options(job: Job, cluster: Cluster) -> list[PlanOption]:
     """Predict the job with equal and with auto shares, except the setting that it already has."""
-    if len(cluster.seats) > job.spec.train.batch:  # some ranks have no share at all
+    if len(cluster.slots) > job.spec.train.batch:  # some ranks have no share at all
         return []
     other_jobs = [job_with_shares(job, shares) for shares in ("equal", "auto") if shares != job.spec.machine.shares]
     return [predict_training(other_job, cluster) for other_job in other_jobs]
@@ -222,15 +222,15 @@ def with_best_ring_order(job: Job, cluster: Cluster) -> Cluster:
         return cluster
     if len(cluster.distinct_links) < 2:
         return cluster
-    names, roster = cluster.host_names, job.initial_roster(cluster.seats)
+    names, roster = cluster.host_names, job.initial_roster(cluster.slots)
     links = {a: {b: cluster.link_between(a, b) for b in names if b != a} for a in names}
     if roster.backend == "gloo":  # each rank sends to the one before it
         links = {a: {b: cluster.link_between(b, a) for b in names if b != a} for a in names}
     ring_order = best_ring(names, links)
-    seats = sorted(cluster.seats, key=lambda seat: ring_order.index(seat.host))
-    ordered = msgspec.structs.replace(cluster, seats=seats)
+    slots = sorted(cluster.slots, key=lambda slot: ring_order.index(slot.host))
+    ordered = msgspec.structs.replace(cluster, slots=slots)
     if ring_order == names or slowest_ring_link_Bps(
-        job.initial_roster(seats), ordered
+        job.initial_roster(slots), ordered
     ) < MIN_GAIN * slowest_ring_link_Bps(roster, cluster):
         return cluster
     return ordered
@@ -246,7 +246,7 @@ def slowest_ring_link_Bps(roster: Roster, cluster: Cluster) -> float:
 def throughput_by_host(job: Job, cluster: Cluster) -> dict[str, float]:
     """Return the tokens/s of each host, summed over its ranks, in the dtype that all hosts use together."""
     speeds = dict.fromkeys(cluster.host_names, 0.0)
-    for member in job.initial_roster(cluster.seats).members:
+    for member in job.initial_roster(cluster.slots).members:
         speeds[member.host] += cluster.tokens_per_s(member)
     return speeds
 
@@ -270,7 +270,7 @@ def _host_subset_name(job: Job, names: Sequence[str], ranked: Sequence[str]) -> 
 
 def applicable_strategies(job: Job, cluster: Cluster) -> list[SyncSpec]:
     """Return the strategies that apply to this model and these machines."""
-    sizes = Counter(seat.host for seat in cluster.seats).values()
+    sizes = Counter(slot.host for slot in cluster.slots).values()
     are_groups = len(sizes) > 1 and min(sizes) == max(sizes) > 1  # hosts of several ranks each
     return [sync for sync in CANDIDATE_STRATEGIES if is_applicable(sync, job) and (sync.kind != "hsdp" or are_groups)]
 

@@ -57,12 +57,12 @@ def request_from_fleet(fleet: Fleet, spec: RunSpec, corpus: Corpus | None, link:
     )
 
 
-def predict_launch(fleet: Fleet, job: Job, seats: Sequence[RankSlot], *, may_leave_out: bool = True) -> Prediction:
+def predict_launch(fleet: Fleet, job: Job, slots: Sequence[RankSlot], *, may_leave_out: bool = True) -> Prediction:
     """Predict what `train` is about to do on these rank slots. Raise NotMeasuredError if too little was measured.
 
     With --shares auto, hosts that make the run no faster are left out if `may_leave_out`.
     """
-    prediction = predict(job, build_cluster(fleet, job, seats=seats), keep_order=True, may_leave_out=may_leave_out)
+    prediction = predict(job, build_cluster(fleet, job, slots=slots), keep_order=True, may_leave_out=may_leave_out)
     left_out = reasons_left_out(prediction) if may_leave_out and job.spec.machine.shares == "auto" else {}
     if not left_out:
         return prediction
@@ -275,9 +275,9 @@ def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
     shape = PRESETS.get(job.model, job.shape)
     work, params = job.shape.flops_per_token() / shape.flops_per_token(), shape.num_params() / job.shape.num_params()
     rates, links = {}, {}
-    for member in job.initial_roster(cluster.seats).members:
+    for member in job.initial_roster(cluster.slots).members:
         name, host = member.host, cluster.hosts[member.host]
-        num_ranks = 1 if member.is_gpu else sum(seat.host == name for seat in cluster.seats)
+        num_ranks = 1 if member.is_gpu else sum(slot.host == name for slot in cluster.slots)
         model = ModelRate(
             tokens_per_s=cluster.tokens_per_s(member) * num_ranks * work,
             pass_s=host.pass_s * params / num_ranks,
@@ -325,7 +325,7 @@ def _rescale_to_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
 def _rescale_to_dtype(cluster: Cluster, old: Job, new: Job) -> Cluster:
     """Where a host's tokens/s in the new job's dtype was not measured, assume its tokens/s in the old job's dtype."""
     hosts, assumed = dict(cluster.hosts), []
-    members = [job.initial_roster(cluster.seats).members for job in (old, new)]
+    members = [job.initial_roster(cluster.slots).members for job in (old, new)]
     for before, after in zip(*members, strict=True):
         host = hosts[after.host]
         if after.dtype not in host.tokens_per_s:

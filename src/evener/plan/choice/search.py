@@ -63,7 +63,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
         options += fitting_host_options(job, cluster)
         if is_sync_ours and may_leave_out and chosen.roster.sync.drifts and why_strategy_rejected(chosen, loss_budget):
             options += fewer_replica_options(job, cluster, loss_budget)
-    if len(cluster.seats) > 1:
+    if len(cluster.slots) > 1:
         options += other_shares_options(job, cluster)
         options += [predict_training(job_with_sync(job, sync), cluster, name=str(sync))
                     for sync in applicable_strategies(job, cluster) if sync != chosen.roster.sync]  # fmt: skip
@@ -90,7 +90,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
     notes = []
     if cluster is not original:
         gain = slowest_ring_link_Bps(chosen.roster, cluster) / slowest_ring_link_Bps(
-            job.initial_roster(original.seats), original
+            job.initial_roster(original.slots), original
         )
         order = " → ".join(cluster.host_names)
         notes.append(f"The ring order is {order}: its slowest link is {gain:.1f} times as fast as in the file's order.")
@@ -106,7 +106,7 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
     if job.spec.train.sync != "auto":
         return job
     plain = job_with_sync(job, DDP)
-    if len(cluster.seats) == 1:
+    if len(cluster.slots) == 1:
         return plain
     options = [
         predict_training(job_with_sync(job, sync), cluster) for sync in (DDP, *applicable_strategies(job, cluster))

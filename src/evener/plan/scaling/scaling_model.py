@@ -192,7 +192,7 @@ def build_scenario(
     """
     if len({tuple(host.tokens_per_s.items()) for host in cluster.hosts.values()}) > 1:
         raise UsageError("--scale needs identical ranks", hint="one rate: --compute-tokens-per-s 500")
-    single = job.initial_roster(cluster.seats[:1])
+    single = job.initial_roster(cluster.slots[:1])
     (first,), names = single.members, cluster.host_names
     host, outer = cluster.hosts[names[0]], cluster.link_between(names[0], names[1])
     jitter, mtbf_days = cluster.jitter if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
@@ -207,10 +207,10 @@ def build_scenario(
         gradient_bytes=GRADIENT_BYTES * job.shape.num_params(),
         buckets=bucket_sizes(gradient_tensors(job.shape)),
         small_buckets=bucket_sizes(gradient_tensors(job.shape), COMPRESSED_BUCKET_BYTES),
-        per_node=len(cluster.seats) // len(names),
+        per_node=len(cluster.slots) // len(names),
         inner=host.local or outer,
         outer=outer,
-        has_trees=choose_backend(cluster.seats, job.spec.machine.backend) == "nccl",
+        has_trees=choose_backend(cluster.slots, job.spec.machine.backend) == "nccl",
         kind="strong" if strong else "weak",
         jitter=jitter,
         mtbf_s=86400 * mtbf_days,

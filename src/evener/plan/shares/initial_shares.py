@@ -16,14 +16,14 @@ from evener.plan.shares.load_balancing import RankTimeModel, fastest_shares
 MAX_MEMORY_FRACTION = 0.9  # fraction of a host's memory that a run may use
 
 
-def initial_roster_by_speed(job: Job, cluster: Cluster, seats: Sequence[RankSlot]) -> Roster:
+def initial_roster_by_speed(job: Job, cluster: Cluster, slots: Sequence[RankSlot]) -> Roster:
     """Return the Roster with which `train` starts on these rank slots of the cluster.
 
     Micro-batches are reduced to fit into the memory, where it is known and --micro-batch was not given. With --shares
     auto the shares are the fastest that give every rank at least one sequence a step; to drop a slow rank, leave its
-    slot out of `seats`.
+    slot out of `slots`.
     """
-    roster = job.initial_roster(seats)
+    roster = job.initial_roster(slots)
     if job.spec.train.micro_batch is None:
         micro_batches: dict[object, int] = {}  # of identical members
         members = []

@@ -34,8 +34,8 @@ class RankTimeModel(msgspec.Struct, frozen=True, kw_only=True):
     def time_s(self, share: int) -> float:
         """Return the time of a step with `share` sequences.
 
-        >>> pace = RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=5.0, micro_batch=16)
-        >>> [pace.time_s(share) for share in (0, 16, 17)]
+        >>> model = RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=5.0, micro_batch=16)
+        >>> [model.time_s(share) for share in (0, 16, 17)]
         [0.0, 21.0, 27.0]
         """
         return self.fixed_s + self.variable_time_s(share)
@@ -55,8 +55,8 @@ class RankTimeModel(msgspec.Struct, frozen=True, kw_only=True):
     def max_share_within(self, time_s: float) -> int:
         """Return the largest share that is done within `time_s`, up to float rounding.
 
-        >>> pace = RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=5.0, micro_batch=16)
-        >>> [pace.max_share_within(time_s) for time_s in (5.5, 21.0, 26.5, 27.0)]
+        >>> model = RankTimeModel(sequence_s=1.0, micro_batch_overhead_s=5.0, micro_batch=16)
+        >>> [model.max_share_within(time_s) for time_s in (5.5, 21.0, 26.5, 27.0)]
         [0, 16, 16, 17]
         """
         full_pass_s = self.micro_batch_overhead_s + self.micro_batch * self.sequence_s
@@ -103,14 +103,14 @@ def fastest_shares(
     >>> fastest_shares(24, [slow_to_begin, RankTimeModel(sequence_s=3.2)])
     [16, 8]
     """
-    if all(pace is time_models[0] for pace in time_models):
+    if all(model is time_models[0] for model in time_models):
         return [unit * share for share in equal_shares(num_sequences // unit, len(time_models))]
     remaining = num_sequences - min_units * unit * len(time_models)
     # a lower bound of the time for the rest
-    soonest_s = remaining / math.fsum(pace.sequences_per_s for pace in time_models)
-    shares = [unit * max(min_units, (pace.max_share_within(soonest_s) - 1) // unit) for pace in time_models]
+    soonest_s = remaining / math.fsum(model.sequences_per_s for model in time_models)
+    shares = [unit * max(min_units, (model.max_share_within(soonest_s) - 1) // unit) for model in time_models]
     queue = [
-        (pace.time_s(share + unit), rank) for rank, (pace, share) in enumerate(zip(time_models, shares, strict=True))
+        (model.time_s(share + unit), rank) for rank, (model, share) in enumerate(zip(time_models, shares, strict=True))
     ]
     heapq.heapify(queue)
     for _ in range((num_sequences - sum(shares)) // unit):
@@ -133,11 +133,11 @@ def fastest_shares_or_zero(num_sequences: int, time_models: Sequence[RankTimeMod
 
     def taking(time_s: float) -> list[int]:
         """Return ranks that together finish all sequences within `time_s`; none if that is impossible."""
-        done = sorted(((pace.max_share_within(time_s), -rank) for rank, pace in enumerate(time_models)), reverse=True)
+        done = sorted(((model.max_share_within(time_s), -rank) for rank, model in enumerate(time_models)), reverse=True)
         most = [(num, -rank) for num, rank in done[: num_sequences // min_share] if num >= min_share]
         return sorted(rank for _, rank in most) if sum(num for num, _ in most) >= num_sequences else []
 
-    too_soon_s, in_time_s = 0.0, (1 + BISECTION_TOLERANCE) * min(pace.time_s(num_sequences) for pace in time_models)
+    too_soon_s, in_time_s = 0.0, (1 + BISECTION_TOLERANCE) * min(model.time_s(num_sequences) for model in time_models)
     while in_time_s - too_soon_s > BISECTION_TOLERANCE * in_time_s:
         time_s = (too_soon_s + in_time_s) / 2
         too_soon_s, in_time_s = (too_soon_s, time_s) if taking(time_s) else (time_s, in_time_s)
@@ -154,4 +154,4 @@ def slowest_rank_s(shares: Sequence[int], time_models: Sequence[RankTimeModel]) 
     >>> slowest_rank_s([11, 5], [RankTimeModel(sequence_s=1.0), RankTimeModel(sequence_s=2.0)])
     11.0
     """
-    return max(pace.time_s(share) for pace, share in zip(time_models, shares, strict=True))
+    return max(model.time_s(share) for model, share in zip(time_models, shares, strict=True))

@@ -136,22 +136,22 @@ class LoadBalancer:
         for size in WINDOWS:
             if any(len(self._windows[rank]) < size for rank in working):
                 break
-            paces = self._time_models(size)
-            now_s, is_clear = slowest_rank_s(self._shares, paces), False
-            if 1 - _lower_bound_s(sum(self._shares), paces) / now_s > least_gain:
-                shares = self._fastest_shares(paces)
-                then_s = slowest_rank_s(shares, paces)
-                error = self._gain_error(working, paces, size)
+            time_models = self._time_models(size)
+            now_s, is_clear = slowest_rank_s(self._shares, time_models), False
+            if 1 - _lower_bound_s(sum(self._shares), time_models) / now_s > least_gain:
+                shares = self._fastest_shares(time_models)
+                then_s = slowest_rank_s(shares, time_models)
+                error = self._gain_error(working, time_models, size)
                 is_clear = error is not None and 1 - then_s / now_s > max(least_gain, GAIN_STANDARD_ERRORS * error)
             if size == WINDOWS[0]:
                 self._confirmed = self._confirmed + 1 if is_clear else 0
                 is_clear = self._confirmed >= CONFIRMATIONS
             if is_clear:
                 why = (
-                    f"{self._explain_change(working, paces, size)}: a step's slowest part "
+                    f"{self._explain_change(working, time_models, size)}: a step's slowest part "
                     f"{_format_speedup(then_s, now_s)}"
                 )
-                return self._apply_shares(shares, paces, next_step, why, size)
+                return self._apply_shares(shares, time_models, next_step, why, size)
         return None
 
     def _required_gain(self, next_step: int) -> float:
@@ -202,11 +202,11 @@ class LoadBalancer:
 
         Return None if none is due.
         """
-        paces = self._time_models(WINDOWS[0])
-        now_s = slowest_rank_s(self._shares, paces)
-        giver = max(range(len(paces)), key=lambda rank: (self._shares[rank], -rank))
-        for rank, pace in sorted(self._idle.items()):
-            cost = pace.time_s(self._trial) / now_s - 1  # in steps
+        time_models = self._time_models(WINDOWS[0])
+        now_s = slowest_rank_s(self._shares, time_models)
+        giver = max(range(len(time_models)), key=lambda rank: (self._shares[rank], -rank))
+        for rank, time_model in sorted(self._idle.items()):
+            cost = time_model.time_s(self._trial) / now_s - 1  # in steps
             if (
                 next_step - self._tried[rank] < TRIAL_INTERVAL_STEPS * max(1.0, cost)
                 or self._shares[giver] < 2 * self._trial
@@ -228,12 +228,12 @@ class LoadBalancer:
             return None
         self._on_trial, self._from_step = None, next_step
         self._idle[rank] = self._time_model(rank, self._trial, took_s)
-        paces = self._time_models(WINDOWS[0])
-        shares = self._fastest_shares(paces)
-        now_s, then_s = slowest_rank_s(self._shares, paces), slowest_rank_s(shares, paces)
+        time_models = self._time_models(WINDOWS[0])
+        shares = self._fastest_shares(time_models)
+        now_s, then_s = slowest_rank_s(self._shares, time_models), slowest_rank_s(shares, time_models)
         if shares[rank] and 1 - then_s / now_s > self._required_gain(next_step):
             why = f"{self._names[rank]} is fast enough again: a step's slowest part {_format_speedup(then_s, now_s)}"
-            return self._apply_shares(shares, paces, next_step, why)
+            return self._apply_shares(shares, time_models, next_step, why)
         return ShareChange(
             shares=self._shares, reason=f"{self._names[rank]} would still hold the others up", is_trial=True
         )
@@ -373,7 +373,7 @@ def _window() -> deque[Any]:
 
 def _lower_bound_s(num_sequences: int, time_models: Sequence[RankTimeModel]) -> float:
     """Return a lower bound of the step time for any shares: all ranks busy, without micro-batch or update overhead."""
-    return num_sequences / math.fsum(pace.sequences_per_s for pace in time_models)
+    return num_sequences / math.fsum(time_model.sequences_per_s for time_model in time_models)
 
 
 def _format_speedup(then_s: float, now_s: float) -> str:

@@ -179,13 +179,13 @@ def run_benchmark(spec: CollectiveBenchSpec) -> None:
     if group.world_size < 2:
         raise UsageError("collectives need two ranks or more", hint="--ranks 2")
     local = RankSlot(host=local_host_info().host, device=str(group.device))
-    seats = group.all_gather(local, RankSlot)
-    group.set_gradient_backend(choose_backend(seats, spec.backend))
+    slots = group.all_gather(local, RankSlot)
+    group.set_gradient_backend(choose_backend(slots, spec.backend))
     _print_json(
         group,
         CollectiveBenchGroup(
             ranks=group.world_size,
-            hosts=[seat.host for seat in seats],
+            hosts=[slot.host for slot in slots],
             backend=group.backend,
             device=torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else "cpu",
             interface=_bound_interface(),

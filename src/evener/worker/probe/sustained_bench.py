@@ -41,8 +41,8 @@ class PresetTrainer:
         torch.manual_seed(0)
         changes: dict[str, Any] = {} if spec.dropout is None else {"dropout": spec.dropout}
         self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
-        seat = RankSlot(host=spec.host, device=str(device), has_bf16=has_bf16(device))
-        (self.dtype,) = choose_dtypes([seat], spec.dtype)
+        slot = RankSlot(host=spec.host, device=str(device), has_bf16=has_bf16(device))
+        (self.dtype,) = choose_dtypes([slot], spec.dtype)
         self.device = device
         self._spec = TrainSpec()
         self._module = GPT(self.shape).to(device)

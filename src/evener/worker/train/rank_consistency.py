@@ -58,13 +58,13 @@ def starting_roster(
 
     Raise RunError on all ranks if the launcher's roster does not match the ranks.
     """
-    seats = group.all_gather(local_rank_slot(group, machine), RankSlot)
+    slots = group.all_gather(local_rank_slot(group, machine), RankSlot)
     check_sync_supported(spec)
     roster = read_launcher_roster()
     if roster is None:
         if resolved is None and spec.model.dtype == "auto":  # a user's own program computes in torch's default dtype
             spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype="fp32"))
-        return initial_roster(spec, seats, resolved.shape.block_size if resolved else None)
+        return initial_roster(spec, slots, resolved.shape.block_size if resolved else None)
     if not group.is_admitted:  # the others will send it; until then this rank is alone
         detect_previous_oom(rundir, roster, group)
         return roster.for_single_rank(local_member(roster, group))
@@ -75,10 +75,11 @@ def starting_roster(
         epoch = max(group.all_gather(max(epochs, default=-1) + 1, int))
         roster = limit_micro_batches(roster.for_hosts(world.hosts, epoch, world.why), group)
         group.member_ranks = [member.rank for member in roster.members]
-    planned, actual = ([(slot.host, slot.device) for slot in slots] for slots in (roster.members, seats))
+    planned = [(member.host, member.device) for member in roster.members]
+    actual = [(slot.host, slot.device) for slot in slots]
     if planned != actual:
         rank = next((i for i, pair in enumerate(zip(planned, actual, strict=False)) if pair[0] != pair[1]), len(actual))
-        texts = [f"{' on '.join(slots[rank][::-1])}" if rank < len(slots) else "nobody" for slots in (planned, actual)]
+        texts = [f"{' on '.join(one[rank][::-1])}" if rank < len(one) else "nobody" for one in (planned, actual)]
         raise RunError(f"roster.mismatch: rank {rank} was to be {texts[0]}, and is {texts[1]}", hint="start it again")
     return roster
 
