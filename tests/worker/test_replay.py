@@ -237,6 +237,6 @@ def test_impossible_replay_is_refused_with_reason(run, tmp_path, corpus, run_scr
     gone = str(tmp_path / "gone")
     moved = manifest(corpus=tree["corpus"] | {"path": gone}, spec=spec | {"data": {"data": gone}})
     assert "no such folder" in moved
-    assert "another shape" in manifest(shape=tree["shape"] | {"width": 32})
+    assert "its model's shape differs" in manifest(shape=tree["shape"] | {"width": 32})
     assert "had a learning rate of" in manifest(spec=spec | {"train": spec["train"] | {"lr": 0.1}})
     assert "tokens, but --batch now gives" in manifest(spec=spec | {"train": spec["train"] | {"batch": 8}})
