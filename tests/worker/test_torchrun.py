@@ -123,7 +123,10 @@ def test_first_host_stops_on_signal_while_waiting_for_others(agents: Agents) -> 
         ("torchrun.run = lambda args: __import__('absent')", "b failed: ModuleNotFoundError: No module named 'absent'"),
         *exhaustively(
             ("torchrun.run = lambda args: 1 / 0", "b failed: ZeroDivisionError: division by zero"),
-            ("torchrun.Rendezvous.open = lambda self: 1 / 0", "b failed: ZeroDivisionError: division by zero"),
+            (
+                "torchrun.FailureDetectingRendezvous.start = lambda self: 1 / 0",
+                "b failed: ZeroDivisionError: division by zero",
+            ),
         ),
     ],
 )
