@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from evener.core.run.membership_epoch import EXIT_TERMINATED
 from evener.lab.lab_spec import HostSpec
 from evener.worker import torchrun
 from tests.lab.conftest import TIMEOUT_S, MakeLab, wait_until
@@ -94,7 +95,7 @@ def test_power_loss_of_a_host_ends_the_run(dark: dict[str, Fleet]) -> None:
             while (state := json.loads((run / "host/state.json").read_text()))["state"] != "ended":
                 assert time.monotonic() < deadline, f"without {victim}, {host} goes on"
                 time.sleep(0.1)
-            assert state["status"] == torchrun.EXIT_STATUS_STOPPED
+            assert state["status"] == EXIT_TERMINATED
             said = (run / f"logs/{host}.log").read_text()
             why = "b failed: nothing was heard of it" if victim == "b" else "nothing was heard of the store on"
             assert f"evener: ending the ranks on {host}: {why}" in said

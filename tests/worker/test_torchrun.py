@@ -49,7 +49,8 @@ class Agents:
         path.write_text(script)
         argv = [sys.executable, "-c", AGENT, change, f"--nnodes={nodes}", "--rdzv-backend=evener", "--rdzv-id=test",
                 f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-conf=rank={node}", "--local-addr=127.0.0.1",
-                "--monitor-interval=0.1", "--shutdown-timeout=2", str(path)]  # fmt: skip
+                "--monitor-interval=0.1", "--shutdown-timeout=2", f"--log-dir={self.folder / 'ranks'}",
+                str(path)]  # fmt: skip
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[node] = subprocess.Popen(
                 argv, env=ENV | {"EVENER_HOST": name} | env, stdout=log, stderr=log, start_new_session=True,
