@@ -14,7 +14,7 @@ from evener.core.run.run_spec import parse_args
 from evener.plan.shares.load_balancing import RankTimeModel, fastest_shares, slowest_rank_s
 from evener.plan.shares.rebalance import RECENT_STEPS, TRIAL_INTERVAL_STEPS, LoadBalancer, ShareChange
 
-from ..tiers import pairwise, seeds
+from ..tiers import num_examples, pairwise, seeds
 
 Speed = Callable[[int, int], float]  # of a rank at a step, in sequences a second
 
@@ -124,7 +124,7 @@ def bursts(rng: random.Random, factor: float) -> Speed:
 @pairwise(
     fleet=[("ab", 24), ("abcd", 64)],
     noise=[(independent, 0.02), (independent, 0.1), (independent, 0.3), (spikes, 0.03)],
-    seed=range(4),
+    seed=range(num_examples(2, 4)),
 )
 def test_noise_does_not_change_shares(fleet, noise, seed):
     (hosts, batch), (kind, size) = fleet, noise
@@ -146,7 +146,12 @@ def test_noisy_machine_rebalances_rarely(seed, kind, size):
 # --- changes of speed -------------------------------------------------------------------------------------------------
 
 
-@pairwise(fleet=[("ab", 24), ("abc", 48), ("abcdefgh", 64)], spread=[0.0, 0.02, 0.05], seed=range(3), lag=[0, 1])
+@pairwise(
+    fleet=[("ab", 24), ("abc", 48), ("abcdefgh", 64)],
+    spread=[0.0, 0.02, 0.05],
+    seed=range(num_examples(1, 3)),
+    lag=[0, 1],
+)
 def test_host_cut_to_half_speed_is_rebalanced_within_ten_steps(fleet, spread, seed, lag):
     hosts, batch = fleet
     at, noise = 60, independent(random.Random(seed), spread)
@@ -330,7 +335,7 @@ def test_local_update_shares_settle_although_step_sizes_differ(seed, batch, slow
 @pairwise(
     fleet=[("ab", 24), ("abc", 18), ("abcdefgh", 64)],
     of_round=[(10, 0.0), (10, 0.02), (10, 0.05), (30, 0.02)],
-    seed=range(3),
+    seed=range(num_examples(1, 3)),
 )
 def test_local_update_host_cut_to_half_is_rebalanced_within_ten_steps(fleet, of_round, seed):
     (hosts, batch), (every, spread) = fleet, of_round
