@@ -504,6 +504,18 @@ def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
 
 
 @exhaustive
+def test_stopped_run_resumes_on_its_hosts(fleet: Fleet, corpus: Path) -> None:
+    fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", "runs/stopped", "--detach")
+    records = fleet.there("runs/stopped", "a") / "steps/rank-0.jsonl"
+    wait_until(lambda: records.exists() and records.stat().st_size > 2000, "it trains")
+    fleet.ok("stop", "runs/stopped")
+    rundir = fleet.rundir("runs/stopped")
+    steps = len(rundir.records(0))
+    fleet.ok("train", "--resume", "runs/stopped", "--steps", str(steps + 2), "--json")
+    assert [record.step for record in rundir.records(1)] == list(range(steps + 2))
+
+
+@exhaustive
 def test_script_runs_on_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
     lab = make_lab(**{name: HostSpec() for name in "abcdefgh"})
     fleet = Fleet(lab, Path(lab.state.fleet_file or ""), tmp_path)
