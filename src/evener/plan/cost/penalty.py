@@ -137,7 +137,7 @@ LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
 
 
 class LossPenalty(NamedTuple):
-    """What a strategy costs in loss at equal tokens: relative to ddp, minus 1; negative: the loss was lower."""
+    """Says what a strategy costs in loss at equal tokens, relative to ddp, minus 1. Negative: the loss was lower."""
 
     validation: float | None  # 0 for an exact strategy; None: not measured
     source: str  # the nearest measurement, or EXACT_SOURCE; if not measured, the reason
@@ -242,7 +242,8 @@ def _interpolate_model_size(rows: Sequence[LossMeasurement], num_params: int) ->
     nearest, size = (of[0], sizes[0]) if num_params <= sizes[0] else (of[-1], sizes[-1])
     if size / SIMILAR_SIZE_FACTOR <= num_params <= size * SIMILAR_SIZE_FACTOR:
         return nearest
-    return nearest._replace(validation=max(0.0, nearest.validation or 0.0))
+    training = None if nearest.training is None else max(0.0, nearest.training)
+    return LossPenalty(max(0.0, nearest.validation or 0.0), nearest.source, training)
 
 
 def why_too_lossy(penalty: float | None, source: str, loss_budget: float) -> str:
