@@ -267,7 +267,7 @@ def test_listener_survives_300_short_connections(quietly):
 
 
 def test_idle_connections_do_not_block_others(quietly):
-    """Somebody holds more of them than may be there; who was received before stays, who comes then is received."""
+    """A stranger holds more of them than are allowed; connected hosts stay, and new ones can still connect."""
 
     async def main() -> None:
         async with Listener() as listener, listener.connect() as known:

@@ -101,7 +101,7 @@ def find_corpus(spec: RunSpec) -> Corpus | None:
 
 
 class PlanExtras(msgspec.Struct, frozen=True, kw_only=True):
-    """What is printed in addition to the prediction."""
+    """Holds what `plan` prints in addition to the prediction."""
 
     links: list[Fabric]  # predictions for other links
     advice: list[Advice]

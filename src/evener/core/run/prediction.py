@@ -158,7 +158,7 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the strategy is exact (`SyncSpec.is_exact`); a lossy one is not, even if it cost no loss in a run."""
+        """Return whether the strategy is exact (`SyncSpec.is_exact`). A lossy one that cost no loss in a run is not."""
         return self.roster.sync.is_exact
 
     @property
