@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +37,8 @@ from evener.doctor.interfaces import (
 )
 from evener.launch import prepare_hosts, start_training
 from evener.node.remote.facts import TRAINING_MODULES
+
+from ..source_code import module_file
 
 GIGABIT_BPS = 118e6
 NAMES = ("attic", "laptop")
@@ -746,6 +747,6 @@ def test_single_host_uses_loopback():
 def test_modules_detected_as_training_exist():
     """A process that runs another module is not detected as training."""
     for name in TRAINING_MODULES:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None, name
-        assert spec.submodule_search_locations is None or importlib.util.find_spec(f"{name}.__main__"), name
+        path = module_file(name)
+        assert path is not None, name
+        assert path.name != "__init__.py" or path.with_name("__main__.py").is_file(), name

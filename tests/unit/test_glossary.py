@@ -7,6 +7,8 @@ import collections
 import re
 from pathlib import Path
 
+from ..source_code import syntax_nodes
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "evener"
 ROWS = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`.+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
@@ -33,7 +35,7 @@ def test_no_class_name_is_used_twice():
     """Nested and private ones included."""
     places = collections.defaultdict(list)
     for path in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in syntax_nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(path.relative_to(SOURCE)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import shlex
 
 import pytest
@@ -24,10 +27,13 @@ def all_of(command, words=()):
 VERBS = dict(all_of(ROOT))
 
 
+@functools.cache
 def page(words, columns=80):
-    done = CliRunner().invoke(app, [*words.split(), "--help"], env={"COLUMNS": str(columns)}, prog_name="evener")
-    assert done.exit_code == 0
-    return done.stdout
+    """Return the help of a verb in a terminal of so many columns."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setenv("COLUMNS", str(columns))
+        assert ROOT.main([*words.split(), "--help"], prog_name="evener", standalone_mode=False) == 0
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("words", VERBS)

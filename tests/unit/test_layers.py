@@ -14,6 +14,8 @@ import pytest
 
 from evener.node import remote
 
+from ..source_code import syntax_nodes
+
 SOURCE = Path(__file__).parents[2] / "src" / "evener"
 TABLE = re.findall(
     r"^\| (\w+) \| [^|]+ \| ([\w, ]*)\| ([\w, ]+) \|$",
@@ -44,15 +46,16 @@ def imports(path: Path, *, lazy: bool = True) -> set[str]:
 
     Where `lazy`, those for the type checker alone count, too: who needs another's types stands on it.
     """
-    tree = ast.parse(path.read_text())
-    inside = set()
-    for node in ast.walk(tree):
-        for_types = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_types:
-            inside |= {id(child) for child in ast.walk(node)}
+    lazily_run = set() if lazy else {
+        id(child)
+        for node in syntax_nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+        for child in ast.walk(node)
+    }  # fmt: skip
     found = set()
-    for node in ast.walk(tree):
-        if not lazy and id(node) in inside:
+    for node in syntax_nodes(path):
+        if id(node) in lazily_run:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

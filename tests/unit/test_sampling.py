@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from evener.worker.train.sampling import epoch_indices, epoch_positions, uniform_indices
 
-from ..tiers import num_examples
+from ..tiers import exhaustively, num_examples
 
-BATCHES = [1, 2, 3, 12, 64, 480, 4096]
+BATCHES = [3, 64, 4096, *exhaustively(1, 2, 12, 480)]
 NUM_ITEMS = 50_000
 Sampler = Callable[[int, int, int, int], np.ndarray]
 
@@ -82,7 +82,9 @@ def test_samples_of_different_steps_are_uncorrelated(check, batch):
     check(uniform_indices, batch)
 
 
-@pytest.mark.parametrize("batch", [12, 64, 480, 4096])  # up to 8 the old draws fitted into one count of the counter
+@pytest.mark.parametrize(
+    "batch", [12, *exhaustively(64, 480, 4096)]
+)  # up to 8 the old draws fitted into one count of the counter
 @pytest.mark.parametrize("check", CHECKS[:2])
 def test_overlapping_steps_are_caught(check, batch):
     with pytest.raises(AssertionError):
@@ -159,7 +161,7 @@ def test_orders_are_equally_likely():
     """All 24 of four items, over epochs and over seeds."""
     place = np.array([64, 16, 4, 1])
     by_epoch = epoch_indices(4, 0, 0, 4 * 4800).reshape(-1, 4) @ place
-    by_seed = np.stack([epoch_indices(4, seed, 0, 4) for seed in range(4800)]) @ place
+    by_seed = np.stack([epoch_indices(4, seed, 0, 4) for seed in range(num_examples(1200, 4800))]) @ place
     for codes in (by_epoch, by_seed):
         _, counts = np.unique(codes, return_counts=True)
         assert counts.size == 24

@@ -33,6 +33,7 @@ from evener.plan.scaling.scaling_model import (
 from evener.report.pages.simulated_scaling import SCALING_COLUMNS, breakdown_png, efficiency_png, scaling_rows
 
 from ..cost import in_loops
+from ..tiers import exhaustively
 
 COUNTS = [2**i for i in range(13)]
 INSTANT = LinkModel(latency_s=0.0, bandwidth_Bps=math.inf)
@@ -292,8 +293,7 @@ def test_scaling_table_has_one_row_per_rank_count():
 
 @pytest.mark.parametrize(
     ("scenario", "counts"),
-    [(REAL, COUNTS), (changed(REAL, kind="strong"), COUNTS), (PLAIN, [1]), (REAL, [3, 100])],
-    ids=["weak", "strong", "alone", "two"],
+    [(REAL, COUNTS), *exhaustively((changed(REAL, kind="strong"), COUNTS), (PLAIN, [1]), (REAL, [3, 100]))],
 )
 def test_scaling_plots_are_written(tmp_path, scenario, counts):
     points = simulate_scaling(scenario, counts)
