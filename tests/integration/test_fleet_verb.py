@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import io
 import json
 import random
 import socket
-import sys
 import tomllib
 from pathlib import Path
 from unittest import mock
@@ -16,9 +13,10 @@ from unittest import mock
 import pytest
 
 from evener.cli import fleet, fleet_prompts
-from evener.cli.main import main
 from evener.core.cluster.fleet_file import HostConfig, load_fleet
 
+from ..in_process import run_verb
+from ..tiers import seeds
 from .pseudo import in_terminal
 
 
@@ -36,11 +34,8 @@ def folder(tmp_path, monkeypatch):
 
 def init(*args):
     """(exit status, stdout, stderr)"""
-    out, err = io.StringIO(), io.StringIO()
-    argv = mock.patch.object(sys, "argv", ["evener", "fleet", "init", *map(str, args)])
-    with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
-        main()
-    return left.value.code, out.getvalue(), err.getvalue()
+    done = run_verb("fleet", "init", *args)
+    return done.returncode, done.stdout, done.stderr
 
 
 HOSTS = "Host attic a\n HostName 192.168.1.36\nHost github.com\n User git\nHost gpu-1\nHost gpu-2\n"
@@ -136,7 +131,7 @@ def test_existing_file_is_not_overwritten(folder):
     assert Path("fleet.toml").read_text() == "mine"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20, fast=4))
 def test_invalid_host_list_leaves_no_fleet_file(folder, seed):
     rng = random.Random(seed)
     for flag in ("--hostfile", "--inventory", "--ssh-config"):

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from ..in_process import run_verb
 from ..integration.pseudo import argv, environment
 
 
@@ -23,7 +24,7 @@ from ..integration.pseudo import argv, environment
     ],
 )
 def test_mistyped_argument_is_a_one_line_error_with_help_hint(line, told):
-    done = subprocess.run(argv(*line.split()), capture_output=True, text=True, check=False, env=environment())
+    done = run_verb(*line.split())
     verb = "" if line == "rums" else f"{line.split()[0]} "
     assert done.stderr == f"error: {told}\nhint:  evener {verb}--help\n"
 

@@ -21,6 +21,7 @@ from evener.lab import cgroup, lab_requirements, state
 from evener.lab.emulated_lab import EmulatedLab, take_down
 from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec, LabSpec, default_host_names, parse_bps, read_lab_spec
+from tests.in_process import run_verb
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, exhaustively
 
@@ -625,7 +626,7 @@ class TestTheCommandLine:
         ],
     )
     def test_invalid_lab_input_is_a_one_line_error(self, args: list[str], says: str, tmp_path: Path) -> None:
-        done = evener_cli("lab", *args, cwd=tmp_path)
+        done = run_verb("lab", *args, cwd=tmp_path)
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
         assert says in done.stderr.splitlines()[0]

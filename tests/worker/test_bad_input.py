@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import shutil
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.cli.main import main
 from evener.core.base.errors import UsageError
 from evener.core.base.file_io import file_digest, write_atomic
 from evener.core.cluster.host_info import local_host_info
@@ -31,6 +29,7 @@ from evener.launch import launcher
 from evener.worker import __main__ as worker
 from evener.worker.train import loop
 
+from ..in_process import run_verb
 from ..tiers import num_examples
 
 SHARED_FOLDER = [HealthCheck.function_scoped_fixture]  # which each example leaves as it was
@@ -91,15 +90,9 @@ def world(tmp_path_factory):
 
 def call(*args: str) -> tuple[int, str]:
     """Exit status and stderr of `evener args`."""
-    out, err = io.StringIO(), io.StringIO()
-    refuse = mock.patch.object(launcher, "start", side_effect=Launched)
-    argv = mock.patch.object(sys, "argv", ["evener", *args])
-    with refuse, argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main()
-        except SystemExit as left:
-            return int(left.code or 0), err.getvalue()
-    raise AssertionError("main() returns by exiting")
+    with mock.patch.object(launcher, "start", side_effect=Launched):
+        done = run_verb(*args)
+    return done.returncode, done.stderr
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

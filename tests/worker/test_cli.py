@@ -335,6 +335,7 @@ def test_bench_writes_runs_and_comparison(tmp_path, corpus):
 
 
 @exhaustive
+@pytest.mark.alone
 def test_ddp_baseline_example_matches_its_specification(tmp_path, corpus):
     program = Path(__file__).parents[2] / "examples" / "ddp_baseline.py"
     folder = tmp_path / "experiments" / "35-ddp-cpu"

@@ -18,7 +18,7 @@ import torch
 from evener.core.run.rundir import RunDir, read_checkpoint_unverified
 
 from ..ranks import Server
-from ..tiers import thinned
+from ..tiers import exhaustively, thinned
 
 LOOPS = Path(__file__).parent / "loops"
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def name_of(case: tuple[Any, ...]) -> str:
     return "-".join(str(word).removeprefix("--") for word in case)
 
 
-@pytest.mark.parametrize("case", thinned(RIGHT, every=5), ids=name_of)
+@pytest.mark.parametrize("case", thinned(RIGHT, every=7), ids=name_of)
 def test_joined_training_equals_plain_torch_on_any_rank_count(own, case):
     name, most, *flags = case
     truth = own(name, "plain", 1, *flags)
@@ -135,11 +135,10 @@ RESUMED = [case for case in RIGHT if case[0] not in STATELESS and "--micro-batch
 @pytest.mark.parametrize(
     "case",
     [
-        *thinned(RESUMED, every=6),
+        *thinned(RESUMED, every=9),
         ("Dropout", 2),
-        ("Normalizer", 1),
         ("Normalizer", 2),
-        ("BatchNorm", 2, "--micro-batch", "4"),
+        *exhaustively((("Normalizer", 1),), (("BatchNorm", 2, "--micro-batch", "4"),)),
     ],
     ids=name_of,
 )

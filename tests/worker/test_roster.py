@@ -360,6 +360,7 @@ def test_launcher_roster_is_used_and_roster_of_other_ranks_refused(tmp_path, sta
     assert "error: roster.mismatch: rank 1 was to be cpu on laptop, and is cpu on" in refused.text()
 
 
+@exhaustive
 def test_round_steps_may_differ_and_omit_no_sample(tmp_path, train, start, monkeypatch):
     """Where nothing is learned, a step's loss tells of which samples it was: those that one process has."""
     from evener.core.cluster.host_info import local_host_info

@@ -156,8 +156,9 @@ def test_sparse_embeddings_give_same_losses_as_dense(tmp_path, train, sync, rank
     ("sync", "ranks", "more"),
     [
         ("int4", 3, ()),
-        ("int8+sparse", 2, TABLES),
-        *exhaustively(("bf16", 2, ("--dtype", "fp32")), ("int8", 2, ()), ("powersgd:2", 2, ())),
+        *exhaustively(
+            ("int8+sparse", 2, TABLES), ("bf16", 2, ("--dtype", "fp32")), ("int8", 2, ()), ("powersgd:2", 2, ())
+        ),
     ],
 )
 def test_resumed_run_matches_bit_for_bit(tmp_path, train, sync, ranks, more):
@@ -280,7 +281,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
+@pytest.mark.parametrize("ranks", [2, *exhaustively(3)])
 def test_strategy_change_between_steps_keeps_replicas_equal(tmp_path, corpus, run_script, ranks):
     """As exactly as each way is, with equal replicas; what one has not sent the next one sends."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
