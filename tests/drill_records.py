@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import msgspec
-from typer.testing import CliRunner
 
 from evener.core.base.decoding import from_builtins, from_json
 from evener.core.base.errors import HostError
@@ -23,6 +22,8 @@ from evener.doctor import preflight
 from evener.doctor.checks import run_checks
 from evener.doctor.context import CheckContext
 from evener.lab.drills.drill_runner import DIAGNOSIS_TIMEOUT_S, DrillRun
+
+from .in_process import run_verb
 
 FOLDER = Path(__file__).parent / "unit" / "records" / "drills"
 
@@ -35,8 +36,6 @@ def path_of(drill: str) -> Path:
 @contextlib.contextmanager
 def captured(play: DrillRun) -> Iterator[list[CheckContext]]:
     """Run doctor in this process while a drill goes on, and keep all that is known when it makes its findings."""
-    from evener.cli.main import app
-
     seen: list[CheckContext] = []
 
     def checked(what: CheckContext) -> list[Finding]:
@@ -44,9 +43,7 @@ def captured(play: DrillRun) -> Iterator[list[CheckContext]]:
         return run_checks(what)
 
     def evener(*args: str, timeout_s: float = DIAGNOSIS_TIMEOUT_S) -> subprocess.CompletedProcess[str]:
-        with contextlib.chdir(play.context.folder):
-            done = CliRunner().invoke(app, [*args])
-        return subprocess.CompletedProcess(args, done.exit_code, done.stdout, done.stderr)
+        return run_verb(*args, cwd=play.context.folder, timeout_s=timeout_s)
 
     with mock.patch.object(preflight, "run_checks", checked), mock.patch.object(play.context, "run_evener", evener):
         yield seen

@@ -4,25 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
+
+import pytest
 
 from evener.cli.main import main
 
+TIMEOUT_S = 60.0
 
-def run_verb(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run `evener args` in `cwd`; return what `subprocess.run` would for its process. A traceback is an exception."""
+
+def run_verb(*args: object, cwd: Path | None = None, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Run `evener args` in `cwd`; return its exit status and what it printed. An unexpected error is raised."""
     words, out, err = [str(arg) for arg in args], io.StringIO(), io.StringIO()
     with (
+        time_limit(timeout_s),
         contextlib.chdir(cwd or Path.cwd()),
         mock.patch.object(sys, "argv", ["evener", *words]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as exited,
     ):
-        try:
-            main()
-        except SystemExit as exited:
-            return subprocess.CompletedProcess(words, int(exited.code or 0), out.getvalue(), err.getvalue())
-    raise AssertionError("main() returns by exiting")
+        main()
+    return subprocess.CompletedProcess(words, int(exited.value.code or 0), out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def time_limit(timeout_s: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer."""
+
+    def raise_timeout(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {timeout_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, raise_timeout)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

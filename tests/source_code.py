@@ -15,11 +15,10 @@ def syntax_nodes(path: Path) -> list[ast.AST]:
 
 
 def module_file(name: str) -> Path | None:
-    """Return the file of a module of a package, None if there is none; imports nothing, unlike find_spec."""
+    """Return the file of a module, None if there is none. Unlike find_spec it does not import the packages above."""
     package, *names = name.split(".")
     spec = importlib.util.find_spec(package)
-    assert spec is not None, package
-    assert spec.origin is not None, package
-    path = Path(spec.origin).with_name(names[0]).joinpath(*names[1:])
-    files = [path.with_name(f"{path.name}.py"), path / "__init__.py"]
-    return next((file for file in files if file.is_file()), None)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent.joinpath(*names)
+    return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)

@@ -163,9 +163,9 @@ def test_importing_an_inventory_executes_nothing_in_it(tmp_path, monkeypatch):
         ("x", "[gpu]\n", "it names no host"),
         ("x", "a\nb c\n", "as ini: Failed to parse inventory: Expected key=value host variable assignment, got: c"),
         ("x.yml", "a: {\n", "as yaml: YAML parsing failed"),
+        ("x.yml", "plugin: aws_ec2\n", "as yaml: Plugin configuration YAML file, not YAML inventory"),
         *exhaustively(
             ("x", "[a:children]\nb\n[b:children]\na\n[b]\nx\n", "recursive dependency loop"),
-            ("x.yml", "plugin: aws_ec2\n", "as yaml: Plugin configuration YAML file, not YAML inventory"),
             ("x.yml", "[" * 100_000, "x.yml: not read "),
         ),
     ],

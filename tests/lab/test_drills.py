@@ -104,7 +104,8 @@ def test_drill_fault_is_named_and_fixed(name: str, request: pytest.FixtureReques
     is_run = drill in OF_RUNS
     with DrillRun(drill) as play:
         play.inject_fault()
-        with SlowedDown() as other, nullcontext([]) if is_run else drill_records.captured(play) as captured:
+        capture = nullcontext([]) if is_run else drill_records.captured(play)
+        with SlowedDown() as other, capture as contexts:
             seen = play.diagnose()
         named = drill.expected_finding(seen.findings)
         assert named, (seen.findings, seen.lines)
@@ -118,17 +119,17 @@ def test_drill_fault_is_named_and_fixed(name: str, request: pytest.FixtureReques
         )
         assert seen.took_s < limit_s * other.factor
         if not is_run:
-            compare_with_record(drill, captured[-1], writes=request.config.getoption("record_drills"))
+            compare_with_record(drill, contexts[-1], writes=request.config.getoption("record_drills"))
         if not is_run or name == MENDED_RUN:
             play.apply_fix(seen)
             assert left(drill, play.diagnose_until_fixed()) == []
 
 
-def compare_with_record(drill: Drill, seen: CheckContext, *, writes: bool) -> None:
-    """What is seen now leads to the same findings as what was recorded."""
+def compare_with_record(drill: Drill, context: CheckContext, *, writes: bool) -> None:
+    """What is known now leads to the same findings as what was recorded."""
     if writes:
-        drill_records.write(drill.name, seen)
-    recorded, now = drill_records.findings(drill_records.read(drill.name)), drill_records.findings(seen)
+        drill_records.write(drill.name, context)
+    recorded, now = drill_records.findings(drill_records.read(drill.name)), drill_records.findings(context)
     assert drill_records.keys(now, drill.check) == drill_records.keys(recorded, drill.check)
 
 

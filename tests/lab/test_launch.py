@@ -249,7 +249,6 @@ def test_local_machine_can_take_part(fleet: Fleet) -> None:
         )
 
 
-@exhaustive
 def test_first_failure_is_reported_first(fleet: Fleet) -> None:
     """Rank 1 dies by a signal; rank 0, the loud one, fails because of it."""
     done = fleet.run("launch", "--out", "runs/die", "--", "hello.py", "die")

@@ -272,7 +272,7 @@ def test_long_run_is_downsampled(run):
 
 @pytest.mark.parametrize("ranks", [*exhaustively(4), 16])
 def test_page_size_is_bounded(run, write_run, tmp_path, ranks):
-    """However many steps there are, and no value like another: 10,000 on 4 ranks, 2,500 on 16."""
+    """10,000 steps on 4 ranks or 2,500 on 16, fewer in the fast tiers; no value is like another."""
     draw = random.Random(0)
     steps = num_examples(16_000, 40_000) // ranks
     rundir = write_run(tmp_path / "long", [HALF] * ranks, steps=steps, sync_s=0.02,

@@ -46,7 +46,7 @@ def imports(path: Path, *, lazy: bool = True) -> set[str]:
 
     Where `lazy`, those for the type checker alone count, too: who needs another's types stands on it.
     """
-    lazily_run = set() if lazy else {
+    skipped = set() if lazy else {
         id(child)
         for node in syntax_nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -55,7 +55,7 @@ def imports(path: Path, *, lazy: bool = True) -> set[str]:
     }  # fmt: skip
     found = set()
     for node in syntax_nodes(path):
-        if id(node) in lazily_run:
+        if id(node) in skipped:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

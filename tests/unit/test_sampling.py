@@ -82,9 +82,8 @@ def test_samples_of_different_steps_are_uncorrelated(check, batch):
     check(uniform_indices, batch)
 
 
-@pytest.mark.parametrize(
-    "batch", [12, *exhaustively(64, 480, 4096)]
-)  # up to 8 the old draws fitted into one count of the counter
+# Batches up to 8 of the old sampler fitted into one count of the counter.
+@pytest.mark.parametrize("batch", [12, *exhaustively(64, 480, 4096)])
 @pytest.mark.parametrize("check", CHECKS[:2])
 def test_overlapping_steps_are_caught(check, batch):
     with pytest.raises(AssertionError):

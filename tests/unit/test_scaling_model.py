@@ -294,6 +294,7 @@ def test_scaling_table_has_one_row_per_rank_count():
 @pytest.mark.parametrize(
     ("scenario", "counts"),
     [(REAL, COUNTS), *exhaustively((changed(REAL, kind="strong"), COUNTS), (PLAIN, [1]), (REAL, [3, 100]))],
+    ids=["weak", "strong", "alone", "two"],
 )
 def test_scaling_plots_are_written(tmp_path, scenario, counts):
     points = simulate_scaling(scenario, counts)

@@ -336,6 +336,7 @@ def test_bench_writes_runs_and_comparison(tmp_path, corpus):
 
 @exhaustive
 @pytest.mark.alone
+@pytest.mark.usefixtures("quiet_machine")  # two ways of timing one exchange are compared
 def test_ddp_baseline_example_matches_its_specification(tmp_path, corpus):
     program = Path(__file__).parents[2] / "examples" / "ddp_baseline.py"
     folder = tmp_path / "experiments" / "35-ddp-cpu"

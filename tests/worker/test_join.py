@@ -74,7 +74,7 @@ def own(tmp_path_factory, server: Server) -> Own:
 
 RIGHT: list[tuple[Any, ...]] = [  # the loop, on how many ranks beside one, flags
     ("Cnn", 2), ("Cnn", 3, "--micro-batch", "5"), ("Sgd", 2), ("Weights", 3), ("Unused", 2), ("Sometimes", 3),
-    ("OneRank", 3), ("Frozen", 2), ("Tied", 2), ("Autograd", 2), ("Losses", 2), ("TwoBackwards", 3),
+    ("Frozen", 2), ("OneRank", 3), ("Tied", 2), ("Autograd", 2), ("Losses", 2), ("TwoBackwards", 3),
     ("ThreeBackwards", 2), ("Mean", 3), ("Scheduler", 2), ("TwoOptimizers", 2, "--clip", "0.1"),
     ("OneAfterTheOther", 2, "--clip", "0.1"), ("Muon", 2), ("MuonInFp32", 2), ("NoTensorState", 2), ("Groups", 2),
     ("UserState", 2), ("Spectral", 3), ("SharedBuffers", 2), ("Scaled", 2, "--clip", "0"),

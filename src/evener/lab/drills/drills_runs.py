@@ -42,7 +42,7 @@ from evener.lab.drills.drills_hosts import needs_root
 from evener.lab.drills.drills_network import GLOO_HANG, TORCHRUN_HANG, TWO_HOSTS, torchrun_commands
 from evener.lab.lab_spec import HostSpec
 
-RUN_TIMEOUT_S = 60.0
+RUN_TIMEOUT_S = 120.0  # of a run that ends by itself, also on a machine that needs a minute to load torch
 TRAIN_FLAGS = "--data data --model tiny --batch 2 --steps 2 --dtype fp32 --threads 1 --eval-tokens 256 --device cpu"
 SAME_SETTINGS: dict[str, float] = {"width": 4, "shift": 0, "lr": 0.1}
 SILENT_DIVERGENCE = "no message: it continues to the last step, whatever it learns"
@@ -58,7 +58,7 @@ def diagnose_workers(stage: DrillContext) -> DrillDiagnosis:
         )
     raw = ManualReproduction(
         commands={host: f"rm -rf run; touch more-flags; {text}" for host, text in commands.items()},
-        idle_timeout_s=30,
+        idle_timeout_s=RUN_TIMEOUT_S,  # torch prints nothing while it is loaded
         timeout_s=RUN_TIMEOUT_S,
     )
     return _diagnose_output(stage.run_manually(raw), commands)
@@ -69,9 +69,8 @@ def diagnose_agents(stage: DrillContext) -> DrillDiagnosis:
     agent = "python -m evener.worker.torchrun --nnodes 3 --rdzv-backend evener --rdzv-endpoint 10.77.0.1:29500"
     command = f"{agent} --rdzv-conf rank=$(cat node-rank) allreduce.py"
     commands = {host: f"EVENER_HOST={host} GLOO_SOCKET_IFNAME=eth0 {command}" for host in "abc"}
-    raw = ManualReproduction(
-        commands=commands, files={"allreduce.py": ALL_REDUCE}, idle_timeout_s=15, timeout_s=RUN_TIMEOUT_S
-    )
+    raw = ManualReproduction(commands=commands, files={"allreduce.py": ALL_REDUCE}, idle_timeout_s=RUN_TIMEOUT_S,
+                             timeout_s=RUN_TIMEOUT_S)  # fmt: skip
     return _diagnose_output(stage.run_manually(raw), commands)
 
 
