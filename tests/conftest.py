@@ -58,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Return when what this test process left behind has been ended."""
+    """Return when what this test process left behind has been ended and removed."""
     config.stash[GUARD].communicate()
+    RANK_LOGS.cleanup()  # xdist ends its workers without Python's own finalizers
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-import collections
 import re
 from pathlib import Path
-
-from ..source_code import syntax_nodes
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "evener"
@@ -29,13 +25,3 @@ def test_every_name_of_the_glossary_is_defined_where_it_says():
 def test_glossary_terms_are_unique_and_sorted():
     terms = [term.lower() for term, _ in ROWS]
     assert terms == sorted(set(terms))
-
-
-def test_no_class_name_is_used_twice():
-    """Nested and private ones included."""
-    places = collections.defaultdict(list)
-    for path in SOURCE.rglob("*.py"):
-        for node in syntax_nodes(path):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(str(path.relative_to(SOURCE)))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -1,4 +1,4 @@
-"""Imports follow the folder table and have no cycles, and no verb imports torch."""
+"""Imports follow the folder table and have no cycles, no verb imports torch, and no class name is used twice."""
 
 from __future__ import annotations
 
@@ -164,3 +164,13 @@ def test_no_verb_imports_torch():
     loaders = {module for module in MODULES if packages(MODULES[module]) & TORCH}
     assert {module.split(".")[1] for module in loaders} == {"worker"}
     assert not reached & loaders
+
+
+def test_no_class_name_is_used_twice():
+    """Nested and private ones included."""
+    places = collections.defaultdict(list)
+    for path in MODULES.values():
+        for node in syntax_nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(SOURCE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
