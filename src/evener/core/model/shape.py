@@ -9,6 +9,7 @@ torch. `evener.worker.train.model.GPT` is built from it and has exactly the para
 
 from __future__ import annotations
 
+import bisect
 import math
 import re
 from typing import Any, Literal
@@ -211,9 +212,18 @@ def shape_of_size(text: str, base: GPTShape) -> GPTShape:
         raise UsageError(f"--params {text}: expected a number of parameters", hint="350M, 7B or 1.5T")
     candidates: list[tuple[float, float, GPTShape]] = []
     for num_layers in range(1, 1000):
+
+        def shape_with(heads: int, num_layers: int = num_layers) -> GPTShape:
+            return msgspec.structs.replace(base, num_layers=num_layers, num_heads=heads, width=64 * heads)
+
         ideal = (wanted / (12 * num_layers)) ** 0.5  # without embeddings
-        for heads in range(max(1, int(0.5 * ideal / 64)), int(ideal / 64) + 2):
-            shape = msgspec.structs.replace(base, num_layers=num_layers, num_heads=heads, width=64 * heads)
+        all_heads = range(max(1, int(0.5 * ideal / 64)), int(ideal / 64) + 2)
+        low, high = (
+            bisect.bisect_left(all_heads, factor * wanted, key=lambda heads: shape_with(heads).num_params())
+            for factor in (0.98, 1.02)
+        )
+        for heads in all_heads[max(0, low - 1) : high + 1]:  # within 2 %, and the nearest of each side
+            shape = shape_with(heads)
             error = abs(shape.num_params() / wanted - 1)
             candidates.append((max(0.02, error), abs(math.log(shape.width / num_layers / 128)), shape))
     error, _, best = min(candidates, key=lambda candidate: candidate[:2])
