@@ -7,7 +7,6 @@ import random
 import re
 import stat
 import string
-import threading
 import time
 from html.parser import HTMLParser
 
@@ -218,19 +217,17 @@ def events_of(text: str) -> list[dict]:
     return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
 
 
-def test_stream_starts_complete_and_ends_on_shutdown(serve):
-    """The client still listens when the hub closes."""
+def test_stream_starts_complete_and_ends_on_shutdown(serve, monkeypatch):
+    """The client still listens when the hub closes: while the stream waits for the next update."""
     client, hub, _ = serve()
-    let_in(client).get("/runs/one")
-    told: list[str] = []
-    thread = threading.Thread(target=lambda: told.append(client.get("/stream?page=/runs/one").text))
-    thread.start()
-    wait_until(lambda: hub.is_rendered(PageView("run", ("one",))))
-    hub.close_streams()
-    thread.join(60)
-    assert told
-    assert told[0].startswith("retry: 1000\n\n")
-    first = events_of(told[0])[0]
+
+    async def close(timeout_s: float) -> None:
+        hub.close_streams()
+
+    monkeypatch.setattr(hub, "wait_for_update", close)
+    text = let_in(client).get("/stream?page=/runs/one").text
+    assert text.startswith("retry: 1000\n\n")
+    [first] = events_of(text)
     assert {"title", "mark", "state", "message", "assets", "pieces"} == first.keys()
     assert {"state", "facts", "loss", "speed", "strips", "events"} <= first["pieces"].keys()
 

@@ -130,10 +130,6 @@ class Dashboard:
         """Return whether a tab shows the page of this run."""
         return any(view.kind == "run" and view.keys == (key,) for view in self._subscribers)
 
-    def is_rendered(self, view: PageView) -> bool:
-        """Return whether the view has been rendered for a tab that shows it now."""
-        return view in self._subscribers and view in self._rendered
-
     def _notify(self) -> None:
         event, self._updated = self._updated, asyncio.Event()
         event.set()
