@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -32,7 +31,6 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 300  # of a machine as busy as it likes
-RANK_LOGS = tempfile.TemporaryDirectory(prefix="evener-tests-")  # without one, torchrun leaves a folder for each start
 GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 # Tests share the cores: a thread that waits must not keep one busy.
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1",
@@ -60,7 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Return when what this test process left behind has been ended and removed."""
     config.stash[GUARD].communicate()
-    RANK_LOGS.cleanup()  # xdist ends its workers without Python's own finalizers
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -124,7 +121,7 @@ def module_argv(num_ranks: int, module: str, args: list[str]) -> list[str]:
     """The module as a person starts it: itself for one process, under torchrun for more."""
     torchrun = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d",
                 "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--monitor-interval=0.1",
-                "--shutdown-timeout=3600", f"--log-dir={RANK_LOGS.name}"]  # fmt: skip
+                "--shutdown-timeout=3600", f"--log-dir={guard.log_dir()}"]  # fmt: skip
     return [sys.executable, *(torchrun if num_ranks > 1 else []), "-m", module, *args]
 
 

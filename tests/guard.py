@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,6 +29,11 @@ def start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
 
 
+def log_dir(mark: str = MARK) -> Path:
+    """Return the folder for logs of the ranks that a test process starts; without one, each torchrun leaves its own."""
+    return Path(tempfile.gettempdir()) / f"evener-{mark}"
+
+
 def marked(mark: str) -> list[int]:
     """Return the processes that have the mark in their environment, but for this one."""
     found = []
@@ -39,7 +46,7 @@ def marked(mark: str) -> list[int]:
 
 
 def clean(mark: str) -> None:
-    """End the labs and the processes of a test process that is gone."""
+    """End the labs and the processes of a test process that is gone, and remove its folder."""
     from evener.lab import emulated_lab, state
 
     deadline = time.monotonic() + WITHIN_S
@@ -54,6 +61,7 @@ def clean(mark: str) -> None:
         pids = {*marked(mark)}
     for name in labs:
         emulated_lab.take_down(name)
+    shutil.rmtree(log_dir(mark), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[2]
 BUSY = """
 import subprocess, time
 from evener.lab.lab_spec import HostSpec
+from tests import guard
 
 def test_busy(make_lab):
+    guard.log_dir().mkdir()
     lab = make_lab(a=HostSpec())
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     open({up!r}, "w").close()
@@ -41,5 +43,6 @@ def test_an_interrupted_test_run_leaves_nothing_behind(make_lab: MakeLab, tmp_pa
         process.communicate(timeout=TIMEOUT_S)
         wait_until(lambda: not [name for name in state.lab_names() if name.startswith(f"{mark}-")], "a lab is left")
         wait_until(lambda: not guard.marked(mark), lambda: f"left: {guard.marked(mark)}")
+        wait_until(lambda: not guard.log_dir(mark).exists(), "a folder is left")
     finally:
         test.unlink()
