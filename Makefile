@@ -7,10 +7,9 @@
 # make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
-# One worker a core for pure tests; one more for tests that spend much of their time waiting for hosts.
-CORES := $(shell nproc 2>/dev/null || echo 2)
-PYTEST_WORKERS ?= $(shell expr $(CORES) + 1)
-PYTEST := $(BIN)/python -m pytest --dist worksteal
+# One worker a core: more are no faster, for loading torch keeps all cores busy.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+PYTEST := $(BIN)/python -m pytest --dist worksteal -n $(WORKERS)
 # Tests start hundreds of processes, and without cached bytecode each would compile evener anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -20,13 +19,13 @@ demo: .venv/installed
 	$(BIN)/evener bench --force
 
 check: lint
-	$(PYTEST) -n $(CORES) tests/unit src --ignore=src/evener/worker
+	$(PYTEST) tests/unit src --ignore=src/evener/worker
 
 test: check
-	$(PYTEST) -n $(PYTEST_WORKERS) tests src/evener/worker --ignore=tests/unit
+	$(PYTEST) tests src/evener/worker --ignore=tests/unit
 
 test-all: lint
-	$(PYTEST) -n $(PYTEST_WORKERS) --exhaustive -m 'not alone'
+	$(PYTEST) --exhaustive -m 'not alone'
 	$(BIN)/python -m pytest --exhaustive -m alone
 
 lint: .venv/installed
