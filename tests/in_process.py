@@ -34,14 +34,18 @@ def run_verb(*args: object, cwd: Path | None = None, timeout_s: float = TIMEOUT_
     return subprocess.CompletedProcess(words, int(exited.value.code or 0), out.getvalue(), err.getvalue())
 
 
+class TooLong(BaseException):
+    """A block of `time_limit` took too long. No handler of errors may take it for one of its own."""
+
+
 @contextlib.contextmanager
 def time_limit(timeout_s: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that takes longer."""
+    """Raise TooLong in a block that takes longer."""
 
-    def raise_timeout(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {timeout_s:g} s")
+    def raise_too_long(*_: Any) -> None:
+        raise TooLong(f"more than {timeout_s:g} s")
 
-    before = signal.signal(signal.SIGALRM, raise_timeout)
+    before = signal.signal(signal.SIGALRM, raise_too_long)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
         yield

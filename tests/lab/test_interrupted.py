@@ -20,7 +20,7 @@ from evener.lab.lab_spec import HostSpec
 from tests import guard
 
 def test_busy(make_lab):
-    guard.log_dir().mkdir()
+    guard.log_dir().mkdir(exist_ok=True)
     lab = make_lab(a=HostSpec())
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     open({up!r}, "w").close()

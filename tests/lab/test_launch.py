@@ -492,12 +492,17 @@ def test_training_across_hosts_matches_single_process(fleet: Fleet, corpus: Path
     assert losses(fleet.rundir("runs/half")) == losses(whole)
 
 
-def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
-    fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", "runs/long", "--detach")
-    records = fleet.there("runs/long", "a") / "steps/rank-0.jsonl"
+def stopped_run(fleet: Fleet, corpus: Path, name: str) -> RunDir:
+    """Start a run, stop it while it trains, and return it."""
+    fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", name, "--detach")
+    records = fleet.there(name, "a") / "steps/rank-0.jsonl"
     wait_until(lambda: records.exists() and records.stat().st_size > 2000, "it trains")
-    fleet.ok("stop", "runs/long")
-    rundir = fleet.rundir("runs/long")
+    fleet.ok("stop", name)
+    return fleet.rundir(name)
+
+
+def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
+    rundir = stopped_run(fleet, corpus, "runs/long")
     assert rundir.manifest().verdict == "stopped"
     assert fleet.processes("runs/long") == {}
     assert rundir.checkpoint_steps()[-1] == len(rundir.records(0))
@@ -505,11 +510,7 @@ def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
 
 @exhaustive
 def test_stopped_run_resumes_on_its_hosts(fleet: Fleet, corpus: Path) -> None:
-    fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", "runs/stopped", "--detach")
-    records = fleet.there("runs/stopped", "a") / "steps/rank-0.jsonl"
-    wait_until(lambda: records.exists() and records.stat().st_size > 2000, "it trains")
-    fleet.ok("stop", "runs/stopped")
-    rundir = fleet.rundir("runs/stopped")
+    rundir = stopped_run(fleet, corpus, "runs/stopped")
     steps = len(rundir.records(0))
     fleet.ok("train", "--resume", "runs/stopped", "--steps", str(steps + 2), "--json")
     assert [record.step for record in rundir.records(1)] == list(range(steps + 2))

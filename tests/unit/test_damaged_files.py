@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -45,6 +44,7 @@ from evener.corpus.verbs import make_verb_corpus
 from evener.launch import launcher, prepare_hosts, torch_subprocess
 from evener.ssh.fake import FakeSession
 from evener.transfer import checkpoint_transfer, mirror
+from tests.in_process import time_limit
 from tests.sample_runs import write_run
 from tests.tiers import num_examples
 
@@ -331,14 +331,6 @@ def is_kept(path: Path, before: object) -> bool:
     return after == before
 
 
-class TooLong(Exception):
-    """A verb did not come back."""
-
-
-def _too_long(*_: object) -> None:
-    raise TooLong
-
-
 def outcome(args: list[str]) -> tuple[str, str]:
     """How `evener args` ended, and what it said."""
     out, err = io.StringIO(), io.StringIO()
@@ -375,38 +367,30 @@ def fuzz(folder: Path, num: int, seed: int) -> tuple[collections.Counter[str], l
     make_world(folder)
     pristine = folder.with_name(f"{folder.name}-whole")
     shutil.copytree(folder, pristine)
-    was, handler = Path.cwd(), signal.signal(signal.SIGALRM, _too_long)
-    os.chdir(folder)
-    try:
-        with nothing_begins():
-            for case in range(num):
-                dice = random.Random(f"{seed} {case}")
-                name, verbs = dice.choice(TARGETS)
-                how = damage(folder / name, dice)
-                run = "/".join(name.split("/")[:2])
-                args = [run if word == "RUN" else word for word in dice.choice(verbs)]
-                before, began = look_of(folder / name), time.process_time()
-                told_case = f"case {case}: {name} ({how}), evener {' '.join(args)}"
-                signal.setitimer(signal.ITIMER_REAL, HANGS_S)
-                try:
+    with contextlib.chdir(folder), nothing_begins():
+        for case in range(num):
+            dice = random.Random(f"{seed} {case}")
+            name, verbs = dice.choice(TARGETS)
+            how = damage(folder / name, dice)
+            run = "/".join(name.split("/")[:2])
+            args = [run if word == "RUN" else word for word in dice.choice(verbs)]
+            before, began = look_of(folder / name), time.process_time()
+            told_case = f"case {case}: {name} ({how}), evener {' '.join(args)}"
+            try:
+                with time_limit(HANGS_S):
                     ended, said = outcome(args)
-                except BaseException as error:
-                    ended, said = type(error).__name__, ""
-                    if isinstance(error, KeyboardInterrupt):
-                        raise
-                    wrong.append(f"{told_case}\n{traceback.format_exc()}")
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                counts[ended] += 1
-                if "Traceback" in said:
-                    wrong.append(f"{told_case}: {said}")
-                took_s[told_case] = time.process_time() - began
-                if not is_kept(folder / name, before):
-                    wrong.append(f"{told_case}: the file is another one now")
-                restore(folder, pristine)
-    finally:
-        os.chdir(was)
-        signal.signal(signal.SIGALRM, handler)
+            except BaseException as error:
+                ended, said = type(error).__name__, ""
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                wrong.append(f"{told_case}\n{traceback.format_exc()}")
+            counts[ended] += 1
+            if "Traceback" in said:
+                wrong.append(f"{told_case}: {said}")
+            took_s[told_case] = time.process_time() - began
+            if not is_kept(folder / name, before):
+                wrong.append(f"{told_case}: the file is another one now")
+            restore(folder, pristine)
     median_s = statistics.median(took_s.values())
     wrong += [f"{told_case}: took {one:.1f} s" for told_case, one in took_s.items() if one > LONG * median_s]
     return counts, wrong

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -30,6 +27,7 @@ from evener.node.agent.__main__ import HostAgent
 from evener.node.agent.consensus import AcceptorState, ConsensusState
 from evener.node.agent.rank_processes import RankProcesses
 from evener.worker.membership.memory_limits import KilledRanks, RankMemoryLimit, SupervisorOomState, read_host_file
+from tests.in_process import time_limit
 from tests.unit.test_damaged_files import damage, remove
 
 NUM, SEED, HANGS_S = 2000, 20261124, 60
@@ -89,22 +87,6 @@ def error_of(folder: Path) -> EvenerError | None:
     return None
 
 
-@contextlib.contextmanager
-def bounded() -> Iterator[None]:
-    """Not for ever: from a pipe that nobody writes to, from a device without an end."""
-
-    def hangs(*_: object) -> None:
-        raise TimeoutError
-
-    was = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(HANGS_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, was)
-
-
 def test_undamaged_membership_files_are_read(folder: Path) -> None:
     read_all(folder)
     assert read_rendezvous().epoch == WORLD
@@ -115,7 +97,7 @@ def test_damaged_membership_file_is_a_readable_error_or_ignored(folder: Path) ->
     dice, counts = random.Random(SEED), Counter[str]()
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     whole = {path: path.read_bytes() for path in paths}
-    with bounded():
+    with time_limit(HANGS_S):  # a pipe that nobody writes to, a device without an end
         for _ in range(NUM):
             path = dice.choice(paths)
             damage(path, dice)

@@ -210,26 +210,30 @@ def shape_of_size(text: str, base: GPTShape) -> GPTShape:
     wanted = float(matched[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[matched[2].lower()] if matched else 0.0
     if not 1e6 <= wanted <= 1e13:
         raise UsageError(f"--params {text}: expected a number of parameters", hint="350M, 7B or 1.5T")
-    candidates: list[tuple[float, float, GPTShape]] = []
-    for num_layers in range(1, 1000):
+    shapes = [shape for num_layers in range(1, 1000) for shape in _shapes_of_about(wanted, num_layers, base)]
 
-        def shape_with(heads: int, num_layers: int = num_layers) -> GPTShape:
-            return msgspec.structs.replace(base, num_layers=num_layers, num_heads=heads, width=64 * heads)
+    def error(shape: GPTShape) -> float:
+        return abs(shape.num_params() / wanted - 1)
 
-        ideal = (wanted / (12 * num_layers)) ** 0.5  # without embeddings
-        all_heads = range(max(1, int(0.5 * ideal / 64)), int(ideal / 64) + 2)
-        low, high = (
-            bisect.bisect_left(all_heads, factor * wanted, key=lambda heads: shape_with(heads).num_params())
-            for factor in (0.98, 1.02)
-        )
-        for heads in all_heads[max(0, low - 1) : high + 1]:  # within 2 %, and the nearest of each side
-            shape = shape_with(heads)
-            error = abs(shape.num_params() / wanted - 1)
-            candidates.append((max(0.02, error), abs(math.log(shape.width / num_layers / 128)), shape))
-    error, _, best = min(candidates, key=lambda candidate: candidate[:2])
-    if error > 0.1:
+    best = min(shapes, key=lambda shape: (max(0.02, error(shape)), abs(math.log(shape.width / shape.num_layers / 128))))
+    if error(best) > 0.1:
         raise UsageError(f"--params {text}: with a vocabulary of {base.vocab_size} no shape has about as many")
     return best
+
+
+def _shapes_of_about(num_params: float, num_layers: int, base: GPTShape) -> list[GPTShape]:
+    """Return the shapes of this depth within 2 % of `num_params`, and the nearest smaller and larger one."""
+
+    def shape_with(heads: int) -> GPTShape:
+        return msgspec.structs.replace(base, num_layers=num_layers, num_heads=heads, width=64 * heads)
+
+    without_embeddings = (num_params / (12 * num_layers)) ** 0.5  # width
+    all_heads = range(max(1, int(0.5 * without_embeddings / 64)), int(without_embeddings / 64) + 2)
+    low, high = (
+        bisect.bisect_left(all_heads, factor * num_params, key=lambda heads: shape_with(heads).num_params())
+        for factor in (0.98, 1.02)
+    )
+    return [shape_with(heads) for heads in all_heads[max(0, low - 1) : high + 1]]
 
 
 def preset_shape(name: str, vocab_size: int, block_size: int | None = None, **overrides: Any) -> GPTShape:

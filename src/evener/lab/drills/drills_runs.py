@@ -42,7 +42,7 @@ from evener.lab.drills.drills_hosts import needs_root
 from evener.lab.drills.drills_network import GLOO_HANG, TORCHRUN_HANG, TWO_HOSTS, torchrun_commands
 from evener.lab.lab_spec import HostSpec
 
-RUN_TIMEOUT_S = 120.0  # of a run that ends by itself, also on a machine that needs a minute to load torch
+RUN_TIMEOUT_S = 120.0  # of a run that should end or report a fault; a busy machine needs a minute to load torch
 TRAIN_FLAGS = "--data data --model tiny --batch 2 --steps 2 --dtype fp32 --threads 1 --eval-tokens 256 --device cpu"
 SAME_SETTINGS: dict[str, float] = {"width": 4, "shift": 0, "lr": 0.1}
 SILENT_DIVERGENCE = "no message: it continues to the last step, whatever it learns"
