@@ -135,7 +135,7 @@ def bursts(rng: random.Random, factor: float) -> Speed:
 def test_noise_does_not_change_shares(fleet, noise, seed):
     (hosts, batch), (kind, size) = fleet, noise
     run = Simulated(hosts, batch, noise=kind(random.Random(seed), size)).go(num_examples(800, 2000))
-    assert len(run.changes) <= 3  # nearly always none
+    assert len(run.changes) <= num_examples(1, 3)  # nearly always none
     if size <= 0.1 and kind is independent:
         assert not run.changes
 
