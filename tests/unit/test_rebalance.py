@@ -188,6 +188,14 @@ def test_unequal_hosts_converge_to_proportional_shares():
     )
 
 
+def test_equal_hosts_with_unequal_shares_are_said_to_be_equal():
+    balancer = LoadBalancer(roster("ab", 24).replace_shares([16, 8]))
+    changes = [balancer.observe_step(step, [16.0, 8.0], [0.0, 0.0], step + 1) for step in range(30)]
+    change = next(filter(None, changes))
+    assert change.shares == [12, 12]
+    assert change.reason.startswith("b takes as long for a sequence as a: a step's slowest part takes 12.00 s instead")
+
+
 def test_few_percent_imbalance_is_not_rebalanced():
     assert not Simulated("ab", 240, lambda rank, step: (1.0, 0.95)[rank]).go(300).changes
 

@@ -325,7 +325,8 @@ class LoadBalancer:
         by_speed = sorted(working, key=lambda rank: (time_models[rank].sequence_s, rank))
         fast, slow = by_speed[0], by_speed[-1]
         times = time_models[slow].sequence_s / time_models[fast].sequence_s
-        return f"{self._names[slow]} takes {times:.1f} times as long for a sequence as {self._names[fast]}"
+        multiple = f"{times:.1f} times " if times >= 1.05 else ""
+        return f"{self._names[slow]} takes {multiple}as long for a sequence as {self._names[fast]}"
 
 
 class _TimingNoise:
