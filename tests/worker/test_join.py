@@ -210,6 +210,7 @@ def test_invalid_setup_is_refused_before_training(own, case, message, hint):
     [
         ("MeanForSum", "step.backward got a mean: on rank 0 some samples give", "reduction='sum', or"),
         ("MeanOfSquares --micro-batch=3", "step.backward got a mean: on rank", "reduction='sum', or"),
+        ("SumForMean", "step.backward got a sum multiplied by a count: on rank", "step.backward(sum) without a count"),
         ("SumAndMean", "step.backward got a mean: on rank 0 some samples give", "reduction='sum', or"),
         (
             "PenaltyOnWeights",

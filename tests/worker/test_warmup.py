@@ -63,6 +63,49 @@ def test_warmup_refuses_mean_loss_and_accepts_sum_loss(kind, dropout, normalizes
         assert rehearse(net, loss, size) <= 2 * 64 + 1
         with pytest.raises(UsageError, match="got a mean: on rank 0 some samples give"):
             rehearse(net, lambda module, part, loss=loss: loss(module, part) / len(part), size)
+        with pytest.raises(UsageError, match="got a sum multiplied by a count: on rank 0 some samples give"):
+            rehearse(net, lambda module, part, loss=loss: loss(module, part) * len(part), size)
+
+
+def contrastive(module, part):
+    """The other samples of its micro-batch are what each sample is told from."""
+    out = F.normalize(module(part), dim=1)
+    return F.cross_entropy(out @ out.T / 0.1, torch.arange(len(part)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"),
+    [
+        (lambda module, part: module(part).square().sum() * part.numel(), "sum multiplied by a count"),  # of elements
+        (lambda module, part: module(part).square().sum() ** 2, "sum multiplied by a count"),  # grows like one
+        (lambda module, part: -module(part).square().sum() * len(part), "sum multiplied by a count"),  # a reward
+        (contrastive, "loss that is not a sum over its samples"),
+        (lambda module, part: module(part).square().sum() * (1 + len(part)), "loss that is not a sum over its samples"),
+    ],
+)
+def test_loss_that_grows_faster_than_its_samples_is_refused(loss, refused):
+    torch.manual_seed(0)
+    x = torch.randn(200, 16)
+    with pytest.raises(UsageError, match=f"step.backward got a {refused}: on rank 0 some samples give"):
+        rehearse(nn.Linear(16, 5), lambda module, part: loss(module, x[part]), 8)
+
+
+@pytest.mark.parametrize("values_a_sample", [1, 16])
+def test_noisy_sum_is_not_mistaken_for_a_multiplied_sum(values_a_sample):
+    """The loss of one sample is the sum of squares of that many normal values, as an untrained diffusion model's."""
+    draw = np.random.default_rng(4)
+    found = [classify(lambda num: (draw.normal(size=num * values_a_sample) ** 2).sum()) for _ in range(200)]
+    assert found.count("sum multiplied by a count") == 0
+    multiplied = [classify(lambda num: num * (draw.normal(size=num * 16) ** 2).sum()) for _ in range(50)]
+    assert multiplied.count("sum multiplied by a count") > 45
+
+
+def classify(loss):
+    """The reduction of a loss of so many samples, from as many trials as it takes."""
+    trials: list[tuple[float, float]] = []
+    while (found := classify_loss_reduction(trials)) is None:
+        trials.append((loss(1), loss(2)))
+    return found
 
 
 def test_rehearsal_of_deterministic_sum_loss_takes_three_passes():
@@ -93,10 +136,7 @@ def test_noisy_loss_is_rarely_mistaken_for_mean():
     draw = np.random.default_rng(3)
     refused = 0
     for _ in range(4000):
-        trials: list[tuple[float, float]] = []
-        while (found := classify_loss_reduction(trials)) is None:
-            trials.append((draw.normal(), draw.normal() * 2**0.5))
-        refused += found != "sum"
+        refused += classify(lambda num: draw.normal() * num**0.5) != "sum"
     assert refused <= 4  # ten losses of one sign are one in 512, and then their ratio decides
 
 

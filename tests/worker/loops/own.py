@@ -233,6 +233,13 @@ class MeanForSum(Loop):
         self.step.backward(F.cross_entropy(self.net(x), y))
 
 
+class SumForMean(Loop):
+    """A sum with a count, which belongs to a mean."""
+
+    def learn(self, x, y, w):
+        self.step.backward(F.cross_entropy(self.net(x), y, reduction="sum"), len(x))
+
+
 class SumAndMean(Loop):
     def learn(self, x, y, w):
         self.step.backward(cross_entropy(self.net(x), y))

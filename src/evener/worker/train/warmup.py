@@ -4,8 +4,9 @@ It runs the program's own forward and backward on the first step's batch: half o
 every sample twice, then the whole, whose backward exchanges gradients. Then compilers and caches are warm, and DDP has
 rebuilt its buckets (so that a resumed run sums in the same order). It also finds out which buffers forward
 changes, whether the ranks read the same data, and how a loss is reduced over its samples. A sum is what any split of
-the batch needs; a mean stays the same when every sample comes twice; a mix is in between. A noisy loss, such as one
-with dropout, is tried until the reduction is clear.
+the batch needs; a mean stays the same when every sample comes twice; a mix is in between; a sum that was given a
+count, as a mean is, becomes four times as large. A noisy loss, such as one with dropout, is tried until the
+reduction is clear.
 """
 
 from __future__ import annotations
@@ -34,7 +35,21 @@ CLEAR_STDERRS = 3.0  # standard errors from the border between mean and sum
 MIX_MARGIN_LOG2 = 0.03  # distance of a mix from a mean and a sum, in log₂; bf16 sums are less off
 NOISELESS_SPREAD_LOG2 = 1e-4  # in log₂: trials that differ by less have neither noise nor a changing state
 
-LossReduction = Literal["sum", "mean", "mix of a sum and a mean"]
+LossReduction = Literal[
+    "sum",
+    "mean",
+    "mix of a sum and a mean",
+    "sum multiplied by a count",
+    "loss that is not a sum over its samples",
+]
+REDUCTION_HINTS: dict[LossReduction, str] = {
+    "mean": "reduction='sum', or step.backward(mean, number of samples or tokens that it is the mean of)",
+    "mix of a sum and a mean": "multiply what is not a sum over the samples, such as a penalty on weights, by their "
+    "number",
+    "sum multiplied by a count": "step.backward(sum) without a count, or step.backward(mean, count)",
+    "loss that is not a sum over its samples": "add up one loss a sample, each of which depends on no other sample of "
+    "its micro-batch and is multiplied by no count",
+}
 
 
 class WarmupResult(msgspec.Struct, frozen=True):
@@ -42,7 +57,7 @@ class WarmupResult(msgspec.Struct, frozen=True):
 
     mutated_buffers: list[str]  # buffers that forward changed
     # of a loss that is not a sum: (reduction, loss of some samples, loss of each of them twice)
-    wrong_reduction: tuple[str, float, float] | None
+    wrong_reduction: tuple[LossReduction, float, float] | None
     has_backward: bool  # the program called step.backward
     data_fingerprint: DataFingerprint | None  # of the first step's samples; None if reading is random
 
@@ -64,7 +79,7 @@ class WarmupStep:
         self._states = copy.deepcopy(training_state.user_state_dicts())
         self._rng = rng.get_states(group.device)
         self._losses: list[list[float]] = []  # of each micro-batch run, one for each step.backward
-        self._wrong_reduction: tuple[str, float, float] | None = None
+        self._wrong_reduction: tuple[LossReduction, float, float] | None = None
 
     def micro_batches(self, samples: np.ndarray, sizes: list[int]) -> Iterator[tuple[np.ndarray, bool]]:
         """Yield (samples, whether backward exchanges gradients) of each micro-batch to run.
@@ -135,9 +150,7 @@ class WarmupStep:
                 raise UsageError(
                     f"step.backward got a {reduction}: on rank {rank} some samples give {once:.4g}, and each of them "
                     f"twice {twice:.4g}; the result would depend on the number of ranks",
-                    hint="reduction='sum', or step.backward(mean, number of samples or tokens that it is the mean of)"
-                    if reduction == "mean"
-                    else "multiply what is not a sum over the samples, such as a penalty on weights, by their number",
+                    hint=REDUCTION_HINTS[reduction],
                 )
             if (
                 result.data_fingerprint
@@ -156,15 +169,16 @@ def classify_loss_reduction(trials: Sequence[tuple[float, float]]) -> LossReduct
     """Return how a loss is reduced over its samples; None: another trial is needed.
 
     A trial is a pair of losses: of some samples, and of each of them twice. The mean over trials of
-    log₂(second / first) is 0 for a mean and 1 for a sum; a mix gives the same value in between, trial after trial. A
-    loss that changes its sign counts as a sum of terms of both signs. *Measured* on 2400 small networks with dropout of
-    0.2 and 0.5, 1 to 4 samples: no mean was missed, 1 sum was taken for a mean; of 20000 losses of pure noise, 1.
+    log₂(second / first) is 0 for a mean, 1 for a sum and 2 for a sum multiplied by a count of its samples; any other
+    mix gives the same value in between, or above, trial after trial. A loss that changes its sign counts as a sum of
+    terms of both signs. *Measured* on 2400 small networks with dropout of 0.2 and 0.5, 1 to 4 samples: no mean was
+    missed, 1 sum was taken for a mean; of 20000 losses of pure noise, 1.
 
     >>> (classify_loss_reduction([(2.3, 2.3)]), classify_loss_reduction([(147.2, 294.4)]),
     ...  classify_loss_reduction([(0.0, 0.0)]), classify_loss_reduction([(2.3, 2.5)]))
     ('mean', 'sum', 'sum', None)
-    >>> classify_loss_reduction([(2.5, 4.5)] * 5)
-    'mix of a sum and a mean'
+    >>> classify_loss_reduction([(2.5, 4.5)] * 5), classify_loss_reduction([(147.2, 588.8)])
+    ('mix of a sum and a mean', 'sum multiplied by a count')
     """
     if not trials:
         return None
@@ -172,13 +186,33 @@ def classify_loss_reduction(trials: Sequence[tuple[float, float]]) -> LossReduct
     if not all(0 < sign * loss < math.inf for trial in trials for loss in trial):
         return "sum"
     log2_ratios = [math.log2(twice / once) for once, twice in trials]
-    mean, border = statistics.fmean(log2_ratios), 1 / 2
-    likely: LossReduction = "mean" if mean < border else "sum"
-    if len(log2_ratios) == 1 and min(abs(mean), abs(mean - 1)) < EXACT_TOLERANCE:
+    mean, num = statistics.fmean(log2_ratios), len(log2_ratios)
+    likely: LossReduction = "mean" if mean < 1 / 2 else "sum"
+    if num == 1 and min(abs(mean), abs(mean - 1)) < EXACT_TOLERANCE:
         return likely
-    if len(log2_ratios) < MIN_TRIALS:
+    if num < MIN_TRIALS:
         return None
-    stderr = statistics.stdev(log2_ratios) / math.sqrt(len(log2_ratios))
-    if max(log2_ratios) - min(log2_ratios) < NOISELESS_SPREAD_LOG2 and MIX_MARGIN_LOG2 < mean < 1 - MIX_MARGIN_LOG2:
+    is_noiseless = max(log2_ratios) - min(log2_ratios) < NOISELESS_SPREAD_LOG2
+    if is_noiseless and MIX_MARGIN_LOG2 < mean < 1 - MIX_MARGIN_LOG2:
         return "mix of a sum and a mean"
-    return likely if abs(mean - border) > CLEAR_STDERRS * stderr or len(log2_ratios) == MAX_TRIALS else None
+    if is_noiseless and mean > 1 + MIX_MARGIN_LOG2 and abs(mean - 2) > MIX_MARGIN_LOG2:
+        return "loss that is not a sum over its samples"
+    growth, growth_stderr = _log2_of_mean_ratio(trials)
+    if (is_noiseless or num == MAX_TRIALS) and growth - 3 / 2 > CLEAR_STDERRS * growth_stderr:
+        return "sum multiplied by a count"
+    stderr = statistics.stdev(log2_ratios) / math.sqrt(num)
+    is_clear = abs(mean - 1 / 2) > CLEAR_STDERRS * stderr and 3 / 2 - growth > growth_stderr
+    return likely if is_clear or num == MAX_TRIALS else None
+
+
+def _log2_of_mean_ratio(trials: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return log₂(mean second / mean first) of the pairs, and its standard error.
+
+    For a noisy sum it is 1, where the mean of log₂(second / first) is larger: the logarithm of a noisier value is
+    smaller. The loss of one sample that is the square of a normal value gives 2 there, as a multiplied sum does.
+    """
+    once, twice = zip(*trials, strict=True)
+    variances = [(statistics.stdev(losses) / statistics.fmean(losses)) ** 2 for losses in (once, twice)]
+    return math.log2(statistics.fmean(twice) / statistics.fmean(once)), math.sqrt(
+        sum(variances) / len(trials)
+    ) / math.log(2)
