@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evener.core.cluster.fleet_file import HostConfig
+from evener.doctor.context import CheckContext
 from evener.node.remote import bundle, process_table, run_control, supervisor
 from evener.ssh.session import RemoteError, Session, open_session
 
@@ -122,6 +124,57 @@ def test_exit_status_and_complete_output_are_recorded(session: Session, tmp_path
     assert (state["state"], state["status"], state["stopped"]) == ("ended", 7, False)
     assert started.printed() == {"O": b"out\nunended", "E": b"err\n"}
     assert started.processes() == []
+
+
+LEFT_OUT = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "1",
+    "GROUP_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "old",
+    "SLURM_PROCID": "3", "SLURM_JOB_ID": "77", "OMPI_COMM_WORLD_RANK": "3", "PMI_RANK": "3", "PMIX_RANK": "3",
+    "EVENER_WORLD": "/old/world", "EVENER_ROSTER": "/old/roster.json", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+}  # fmt: skip
+
+
+def test_variables_of_other_launchers_do_not_reach_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan sets itself does, and so does what is nobody's."""
+    for name, value in (LEFT_OUT | {"RANKING": "kept", "TORCH_SHOW_CPP_STACKTRACES": "1"}).items():
+        monkeypatch.setenv(name, value)
+    opened = open_session("here", HostConfig(address="local"))
+    try:
+        collected = opened.call("facts", "collect_environment")
+        started = Started(
+            opened, tmp_path / "run", python("import os, json; print(json.dumps({**os.environ}))"), RANK="0"
+        )
+        started.wait()
+    finally:
+        opened.close()
+    environment = json.loads(started.printed()["O"])
+    assert {name: environment[name] for name in LEFT_OUT if name in environment} == {"RANK": "0"}
+    assert (environment["RANKING"], environment["TORCH_SHOW_CPP_STACKTRACES"]) == ("kept", "1")
+    assert {*collected["launcher_variables"], *collected["debug_variables"]} == {*LEFT_OUT}
+
+
+@pytest.mark.parametrize("line", ["export {}", "{}", "  export OTHER=1 {} # old", "declare -x {}"])
+def test_fix_of_a_left_out_variable_works_when_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    """`line` in ~/.bashrc sets the variable; after the fix a login shell does not."""
+    bashrc = tmp_path / ".bashrc"
+    bashrc.write_text(f"export KEPT=1\n{line.format('RANK=3')}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    opened = open_session("here", HostConfig(address="local"))
+    try:
+        collected = opened.call("facts", "collect_environment")
+    finally:
+        opened.close()
+    assert collected["set_in"]["RANK"] == "~/.bashrc"
+    context: Any = SimpleNamespace(facts={"b": SimpleNamespace(set_in=collected["set_in"], is_root=True)})
+    fix = CheckContext.unset_command(context, "b", "RANK")
+    subprocess.run(["bash", "-c", fix.removeprefix("on b: ")], check=True)
+    shown = subprocess.run(["bash", "-c", ". ~/.bashrc; echo $KEPT ${RANK-unset}"], capture_output=True, check=True,
+                           text=True, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]}).stdout  # fmt: skip
+    assert shown.split() == ["1", "unset"]
 
 
 def test_missing_program_is_named(session: Session, tmp_path: Path) -> None:

@@ -468,6 +468,14 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ),
     ("env.ineffective", "info", "laptop", None, lambda w: w.change("laptop", environment={"NCCL_DEBUG": "INFO"})),
     (
+        "env.launcher-variables",
+        "warning",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", launcher_variables=["MASTER_ADDR", "RANK", "WORLD_SIZE"]),
+    ),
+    ("env.debug", "warning", "laptop", None, lambda w: w.change("laptop", debug_variables=["TORCH_DISTRIBUTED_DEBUG"])),
+    (
         "env.interface-syntax",
         "warning",
         "laptop",
@@ -499,7 +507,7 @@ def test_fixes_are_runnable_commands():
     """With the fleet file that was named, the file in which a variable is set, and the folder that is there."""
     world = World()
     world.change("laptop", shadowed={"queue": "/q.py"}, set_in={"PYTHONPATH": "~/.profile"})
-    gone = "sed -i.old -E 's/^[[:space:]]*(export +)?({})=/#&/' {}"
+    gone = "sed -i.old -E 's/^[[:space:]]*((export|declare -x|typeset -x) +([^#]* )?)?({})=/#&/' {}"
     assert world.findings()[0].fix == "on laptop: " + gone.format("PYTHONPATH", "~/.profile")
     world.change("laptop", shadowed={}, environment={"GLOO_A": "1", "GLOO_B": "2"},
                  set_in={"GLOO_A": "/etc/environment", "GLOO_B": "~/.bashrc"})  # fmt: skip
@@ -603,7 +611,8 @@ def test_every_failure_detectable_before_launch_has_a_test_row():
         "rank.duplicate", "ssh.unreachable", "ssh.auth", "ssh.hostkey", "clock.skew", "limit.nofile", "limit.memlock",
         "mem.space", "disk.space", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled", "power.sleep",
         "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax", "tty.attached",
-        "env.shadowed", "host.same-name", "net.duplicate-address", "ssh.shell", "ssh.key",
+        "env.shadowed", "env.launcher-variables", "env.debug", "host.same-name", "net.duplicate-address", "ssh.shell",
+        "ssh.key",
     }  # fmt: skip
     assert {row[0] for row in ROWS} == stated - later
 

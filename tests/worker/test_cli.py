@@ -29,6 +29,50 @@ def evener(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+STALE = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "1", "GROUP_RANK": "1",
+         "TORCHELASTIC_USE_AGENT_STORE": "True", "SLURM_PROCID": "3", "EVENER_WORLD": "/old"}  # fmt: skip
+
+
+def test_left_out_variables_and_hostile_run_folder_do_not_break_a_run(tmp_path, corpus, monkeypatch):
+    """With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks ended by SIGSEGV. The printed command for the report can be typed."""
+    for name, value in (STALE | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).items():
+        monkeypatch.setitem(ENV, name, value)
+    name = "my lab's $(touch pwned)"
+    flags = ["--ranks", "2", "--steps", "2", "--eval-every", "0", "--out", name, "--compile", "off"]
+    done = evener(tmp_path, "train", "--data", str(corpus), *TINY, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("env.launcher-variables") == done.stderr.count("env.debug") == 1
+    assert "EVENER_WORLD, GROUP_RANK, MASTER_ADDR, MASTER_PORT and 4 more in its environment" in done.stderr
+    assert "hint:  unset TORCH_DISTRIBUTED_DEBUG" in done.stderr
+    assert RunDir(tmp_path / name).manifest().world_size == 2
+    (report,) = [line.removeprefix("report:  ") for line in done.stderr.splitlines() if line.startswith("report:")]
+    env = ENV | {"PATH": f"{Path(sys.executable).parent}:{ENV['PATH']}"}
+    typed = subprocess.run(["bash", "-c", report], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert typed.returncode == 0, typed.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+JOINED = """
+import sys, torch, evener
+from torch.utils.data import TensorDataset
+with evener.join(evener.parse_args(sys.argv[1:])) as run:
+    model = run.model(torch.nn.Linear(4, 1))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    for step in run.steps(TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))):
+        for (x,) in step.micro_batches():
+            step.backward(model(x).square().sum())
+        step.update(optimizer)
+"""
+
+
+@pytest.mark.parametrize("debug", ["DETAIL", *exhaustively(("INFO",))])
+def test_torchrun_with_distributed_debug_trains(tmp_path, torchrun, monkeypatch, debug):
+    monkeypatch.setitem(ENV, "TORCH_DISTRIBUTED_DEBUG", debug)
+    done = torchrun(JOINED, "--steps", "2", "--batch", "8", "--threads", "1", "--out", str(tmp_path / "run"), ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("TORCH_DISTRIBUTED_DEBUG=DETAIL is taken as INFO") == (debug == "DETAIL")
+
+
 class Started:
     """A run on this machine that somebody has started."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
 from evener.core.base.errors import HostError
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.cluster.finding import Finding, Severity
 from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, Fleet
 from evener.core.run.roster import RankSlot, rank_devices, requested_device
@@ -18,6 +20,8 @@ from evener.doctor.firewall import PortProtection
 from evener.doctor.interfaces import KIND_PREFERENCE, SocketInterface
 from evener.ssh.transport import HOST_KEY_CHANGED
 
+# What may stand before NAME= in a shell's file, as `facts.DECLARATION` there: an export, also of other names before it.
+DECLARATION = "((export|declare -x|typeset -x) +([^#]* )?)?"
 DEFAULT_MACHINE_SPEC = MachineSpec()  # of a run that asks nothing of its machines beyond the fleet file
 
 
@@ -82,12 +86,14 @@ class CheckContext(msgspec.Struct, frozen=True, kw_only=True):
         for variable in variables:
             file = self.facts[name].set_in.get(variable)
             if file is None:
-                return f"on {name}: unset {' '.join(variables)}, and wherever it is set"
+                return f"on {name}: unset {quote_command(variables)}  # and remove it where it is set"
             files.setdefault(file, []).append(variable)
         commands = []
         for file, names in files.items():
             sudo = self.sudo_prefix(name) if file.startswith("/etc") else ""
-            commands.append(f"{sudo}sed -i.old -E 's/^[[:space:]]*(export +)?({'|'.join(names)})=/#&/' {file}")
+            program = f"s/^[[:space:]]*{DECLARATION}({'|'.join(map(re.escape, names))})=/#&/"
+            home, path = ("~/", file[2:]) if file.startswith("~/") else ("", file)
+            commands.append(f"{sudo}sed -i.old -E {quote_word(program)} {home}{quote_word(path)}")
         return f"on {name}: {' && '.join(commands)}"
 
 

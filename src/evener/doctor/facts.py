@@ -169,6 +169,8 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     port_holder: HostProcess | None = None
     gloo: GlooDefaultAddress
     environment: dict[str, str] = {}
+    launcher_variables: list[str] = []  # that a launcher has set; left out of the ranks' environment
+    debug_variables: list[str] = []  # with values that keep ranks from training; left out too
     set_in: dict[str, str] = {}  # the file that sets a variable for every session
     stale: list[HostProcess] = []
     attached: list[HostProcess] = []

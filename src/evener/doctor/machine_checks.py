@@ -5,8 +5,10 @@ Pure: facts in, findings out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes, format_seconds
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
@@ -72,7 +74,7 @@ def _check_gpus(context: CheckContext, name: str, facts: HostFacts) -> Iterator[
         yield Finding(
             check="gpu.missing", severity="error", host=name,
             evidence=f"{len(facts.gpus)} × {facts.gpus[0]}, but torch {facts.torch_version} is built without CUDA",
-            fix=f"on {name}: {facts.python} -m pip install --force-reinstall torch=={release}; "
+            fix=f"on {name}: {quote_word(facts.python)} -m pip install --force-reinstall torch=={quote_word(release)}; "
             f"or {alternative}",
         )  # fmt: skip
     if facts.gpu_iommu and len(facts.gpus) > 1:
@@ -116,7 +118,7 @@ def _check_memory_and_disk(name: str, facts: HostFacts) -> Iterator[Finding]:
         yield Finding(
             check="disk.space", severity="error" if facts.disk_free_bytes < DISK_NEEDED_BYTES else "warning", host=name,
             evidence=f"{format_bytes(facts.disk_free_bytes)} are free where {facts.workdir} is",
-            fix=f'on {name}: du -xh {facts.disk_folder or "/"} | sort -h | tail shows what takes it; or '
+            fix=f'on {name}: du -xh {quote_word(facts.disk_folder or "/")} | sort -h | tail shows what takes it; or '
             f'[hosts.{name}] workdir = "…" on a larger disk',
         )  # fmt: skip
     if facts.shm_bytes is not None and facts.shm_bytes < SHM_LOW_BYTES:
@@ -134,21 +136,21 @@ def _check_memory_and_disk(name: str, facts: HostFacts) -> Iterator[Finding]:
 
 def _check_resource_limits(context: CheckContext, name: str, facts: HostFacts) -> Iterator[Finding]:
     world_size = sum(context.num_ranks(host) for host in context.facts)
-    limits = "sudo tee /etc/security/limits.d/evener.conf"
+    limits, user = "sudo tee /etc/security/limits.d/evener.conf", facts.user or "*"
     files = facts.limits.get("nofile")
     needed = BASE_FILES_PER_RANK + FILES_PER_PEER * world_size
     if files is not None and files.soft is not None and files.soft < needed:
         yield Finding(
             check="limit.nofile", severity="warning", host=name,
             evidence=f"{files.soft} open files are allowed, and {world_size} ranks may need {needed}",
-            fix=f"on {name}: echo '{facts.user or '*'} - nofile 65536' | {limits}",
+            fix=f"on {name}: echo {quote_word(f'{user} - nofile 65536')} | {limits}",
         )  # fmt: skip
     locked = facts.limits.get("memlock")
     if facts.has_infiniband and locked is not None and locked.soft is not None and locked.soft < MIN_MEMLOCK_BYTES:
         yield Finding(
             check="limit.memlock", severity="warning", host=name,
             evidence=f"{format_bytes(locked.soft)} of memory may be locked: InfiniBand needs more",
-            fix=f"on {name}: echo '{facts.user or '*'} - memlock unlimited' | {limits}",
+            fix=f"on {name}: echo {quote_word(f'{user} - memlock unlimited')} | {limits}",
         )  # fmt: skip
 
 
@@ -234,7 +236,33 @@ def _check_slow_bf16(context: CheckContext) -> Iterator[Finding]:
 # --- environment -------------------------------------------------------------------------------------------------
 
 
+def check_left_out_variables(
+    name: str, launcher: Sequence[str], debug: Sequence[str], unset_command: Callable[..., str]
+) -> Iterator[Finding]:
+    """Check for variables of a login environment that are left out of the ranks' environment.
+
+    MASTER_ADDR and MASTER_PORT alone are set by hand, for torchrun, and judged with the rendezvous.
+    """
+    if {*launcher} - {"MASTER_ADDR", "MASTER_PORT"}:
+        yield Finding(
+            check="env.launcher-variables", severity="warning", host=name,
+            evidence=f"{join_names(launcher)} in its environment, as another launcher sets them: left out of the "
+            "ranks' environment; torchrun by hand, and other programs, would read them",
+            fix=unset_command(*launcher),
+        )  # fmt: skip
+    if debug:
+        yield Finding(
+            check="env.debug", severity="warning", host=name,
+            evidence=f"{join_names(debug)} in its environment: left out of the ranks' environment, as ranks "
+            "crash or hang with its value",
+            fix=f"{unset_command(*debug)}  # {debug[0]}=INFO can be used",
+        )  # fmt: skip
+
+
 def _check_environment(context: CheckContext, name: str, facts: HostFacts) -> Iterator[Finding]:
+    yield from check_left_out_variables(
+        name, facts.launcher_variables, facts.debug_variables, partial(context.unset_command, name)
+    )
     unread = sorted(
         variable for variable in facts.environment if variable.startswith("GLOO_") and variable not in GLOO_ENVIRONMENT
     )

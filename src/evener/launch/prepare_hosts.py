@@ -24,6 +24,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, RunError
+from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import DEFAULT_WORKDIR, RENDEZVOUS_PORT, Fleet, HostConfig
 from evener.core.cluster.host_info import local_host_info
@@ -31,8 +32,10 @@ from evener.core.run.run_spec import MachineSpec
 from evener.core.run.rundir import RunDir
 from evener.doctor.context import DEFAULT_MACHINE_SPEC
 from evener.doctor.facts import ComputeDevices
+from evener.doctor.machine_checks import check_left_out_variables
 from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.launch.commands import PreparedFleet, PreparedHost
+from evener.node.remote.login_environment import debug_variables, launcher_variables
 from evener.ssh.session import Sessions, connect
 
 LOOPBACK = "127.0.0.1"
@@ -98,7 +101,8 @@ def prepare_hosts(
     """
     run_id = run_id or secrets.token_hex(6)
     if hosts.is_local_run:
-        return PreparedFleet(id=run_id, hosts=[_local_host(hosts, rundir, cwd)], port=0, findings=[])
+        host = _local_host(hosts, rundir, cwd)
+        return PreparedFleet(id=run_id, hosts=[host], port=0, findings=_local_findings(host.name))
     fleet, sessions, wanted_port = hosts.fleet, hosts.sessions, port or RENDEZVOUS_PORT
     preflight = _require_preflight(hosts, wanted_port, machine)
     first = next(iter(fleet.hosts))
@@ -182,6 +186,12 @@ def _local_host(hosts: ConnectedHosts, rundir: RunDir, cwd: Path | None) -> Prep
         gpus_have_bf16=devices.gpus_have_bf16,
         has_bf16=devices.has_bf16,
     )
+
+
+def _local_findings(name: str) -> list[Finding]:
+    """Return the findings about this program's environment, from which the ranks' environment is made."""
+    launcher, debug = launcher_variables(os.environ), debug_variables(os.environ)
+    return list(check_left_out_variables(name, launcher, debug, lambda *names: f"unset {quote_command(names)}"))
 
 
 def _visible_gpus(gpus: list[str]) -> list[str]:

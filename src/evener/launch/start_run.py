@@ -95,7 +95,10 @@ def plan_script(
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
     plan = script_plan(prepared, program, environment, project)
-    return PlannedRun(rundir=rundir, plan=plan, trees=trees, warnings=prepared.findings)
+    warnings = prepared.findings
+    if prepared.is_local_run:  # this program's TORCH_… variables are forwarded to a script
+        warnings = [finding for finding in warnings if finding.check != "env.debug"]
+    return PlannedRun(rundir=rundir, plan=plan, trees=trees, warnings=warnings)
 
 
 def project_name(folder: Path) -> str:

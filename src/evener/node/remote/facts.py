@@ -23,6 +23,7 @@ import time
 from typing import Any, Dict  # noqa: UP035  python 3.8
 
 from evener.node.remote.file_io import read_link, read_text
+from evener.node.remote.login_environment import debug_variables, launcher_variables
 from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
 from evener.node.remote.programs import find_program, run_program, run_with_error
 
@@ -43,6 +44,7 @@ SAMPLE_INTERVAL_S = 0.25  # between two readings of a counter
 IMPORT_TIMEOUT_S = 8.0  # timeout of importing torch, perhaps from a cold disk
 CPU_BUSY_S = 0.05  # for which one core is kept busy before its frequency is read
 
+DECLARATION = r"((export|declare -x|typeset -x) +([^#]* )?)?"  # what may stand before NAME= in a shell's file
 Facts = Dict[str, Any]  # noqa: UP006
 
 # Files in which users set a variable for all their sessions; the first that sets it counts.
@@ -107,7 +109,7 @@ def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 2
         _collect_network,
         lambda: _check_port(port),
         _resolve_gloo_default,
-        _collect_environment,
+        collect_environment,
         _find_training_processes,
         _detect_firewall,
         _collect_power,
@@ -535,13 +537,16 @@ def _resolve_gloo_default() -> Facts:
     return {"gloo": {"hostname": name, "candidates": candidates_tried, "address": winner or "127.0.0.1", "error": None}}
 
 
-def _collect_environment() -> Facts:
+def collect_environment() -> Facts:
     """Return the relevant variables of a session without a terminal, as a run gets them; secrets are hidden."""
+    launcher, debug = launcher_variables(os.environ), debug_variables(os.environ)
     relevant = {name: value for name, value in os.environ.items() if RELEVANT_VARIABLES.match(name)}
     shown = {name: "(hidden)" if SECRET_VARIABLES.search(name) else value for name, value in relevant.items()}
     return {
         "environment": shown,
-        "set_in": {name: path for name in relevant for path in [_find_defining_file(name)] if path},
+        "launcher_variables": launcher,
+        "debug_variables": debug,
+        "set_in": {name: path for name in [*relevant, *launcher] for path in [_find_defining_file(name)] if path},
     }
 
 
@@ -550,7 +555,7 @@ def _find_defining_file(name: str) -> str | None:
     path_by_is_current: dict[bool, str] = {}
     for path in ENVIRONMENT_FILES:
         for line in (read_text(os.path.expanduser(path)) or "").splitlines():
-            if re.match(rf"\s*(export +)?{name}=", line):
+            if re.match(rf"\s*{DECLARATION}{name}=", line):
                 path_by_is_current.setdefault(os.environ[name] in line, path)
     return path_by_is_current.get(True, path_by_is_current.get(False))
 

@@ -40,6 +40,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from evener.node.remote.file_io import write_atomic
+from evener.node.remote.login_environment import rank_environment
 from evener.node.remote.process_table import children, kill_processes_with, send_signal
 
 POLL_S = 0.05
@@ -254,7 +255,7 @@ class Supervisor:
         self._reserve_disk()
         ranks = self._open_rank_logs()
         log = TimestampedLog(os.path.join(self.run, "logs", self.log_name))
-        env = dict(os.environ, **self.spec["env"])
+        env = dict(rank_environment(os.environ), **self.spec["env"])
         env[RUN_ID_VARIABLE] = self.spec["id"]
         self.failures, tell_failures = os.pipe()  # a pipe, because a disk may be full
         os.set_blocking(self.failures, False)

@@ -73,6 +73,11 @@ class ProcessGroups:
         self._has_separate_gradient_group = False  # whether Gloo has a second group for gradients
         self._sockets_before: set[str] = set()  # before the epoch was joined
         self._epoch_sockets: set[str] | None = None  # of the epoch; None while it is being joined
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            dist.set_debug_level(dist.DebugLevel.INFO)
+            if self.rank == 0:
+                problem = "torch's wrapped process groups crash in the hooks that exchange gradients"
+                print(f"evener: TORCH_DISTRIBUTED_DEBUG=DETAIL is taken as INFO: {problem}", file=sys.stderr)
         if is_elastic():
             meeting = read_rendezvous()
             self.is_admitted = meeting.epoch.is_cold_start and local_host_info().host in meeting.epoch.hosts
