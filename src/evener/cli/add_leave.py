@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.core.base.shell import quote_word
+
 if TYPE_CHECKING:
     from evener.core.run.run_plan import Plan
     from evener.core.run.rundir import RunDir
@@ -34,7 +36,7 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
         raise UsageError(f"{host} is not a host of {rundir}, which has {', '.join(one.name for one in plan.hosts)}")
     remaining = [name for name in rundir.manifest().roster.hosts if name != host] if rundir.is_run() else []
     if not remaining:
-        raise UsageError(f"{host} is the only host of {rundir}", hint=f"evener stop {rundir} ends it")
+        raise UsageError(f"{host} is the only host of {rundir}", hint=f"evener stop {quote_word(rundir)} ends it")
     run_output.print_status(f"{host} leaves; its step is finished first")
     state = add_remove_hosts.remove_host(rundir, plan, host)
     launcher.mirror_once(rundir, plan)
@@ -42,7 +44,8 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
         run_output.print_status(f"the run ended before {host} left it")
     else:
         run_output.print_status(
-            f"{host} has left; {', '.join(remaining)} go on\nadd it again:  evener add {rundir} --host {host}"
+            f"{host} has left; {', '.join(remaining)} go on\n"
+            f"add it again:  evener add {quote_word(rundir)} --host {quote_word(host)}"
         )
     return 0
 
@@ -64,14 +67,16 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     else:
         known = load_fleet(fleet or plan.fleet_file or DEFAULT_FLEET)
         if host not in known.hosts:
-            hint = f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --hosts {host}"
+            hint = (
+                f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --hosts {quote_word(host)}"
+            )
             raise UsageError(f"{known.file} names no host {host}, but {', '.join(known.hosts)}", hint=hint)
         add_remove_hosts.add_host(rundir, known, host, run_output.print_status)
     agent = plan.hosts[0].agent
     when = (
         "between two steps, as soon as its ranks are ready" if agent and agent.is_elastic else "at the next checkpoint"
     )
-    run_output.print_status(f"{host} joins {when}\nfollow:  evener logs -f {rundir}")
+    run_output.print_status(f"{host} joins {when}\nfollow:  evener logs -f {quote_word(rundir)}")
     return 0
 
 
@@ -87,10 +92,11 @@ def _load_elastic_run(run: str) -> tuple[RunDir, Plan]:
     plan = read_plan(rundir)
     launcher.mirror_once(rundir, plan)
     if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
-        hint = f"evener train --resume {rundir} resumes it, with --fleet FILE on other hosts"
+        hint = f"evener train --resume {quote_word(rundir)} resumes it, with --fleet FILE on other hosts"
         raise UsageError(f"{rundir} has ended ({verdict}): hosts can neither leave nor join", hint=hint)
     if not plan.has_dynamic_membership:
         began = "on one host" if len(plan.hosts) == 1 else "with --membership fixed"
-        hint = f"evener stop {rundir}, then evener train --resume {rundir} --membership auto --fleet FILE"
+        run = quote_word(rundir)
+        hint = f"evener stop {run}, then evener train --resume {run} --membership auto --fleet FILE"
         raise UsageError(f"{rundir} was started {began}: hosts can neither leave nor join", hint=hint)
     return rundir, plan

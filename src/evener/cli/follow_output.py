@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from evener.cli.terminal import make_console, print_text
 from evener.core.base.decoding import json_decoder
 from evener.core.base.file_io import follow_lines
+from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.run.progress import WINDOW_STEPS, RunProgress, StragglerDetector
 from evener.core.run.resolve import ResolvedRun
@@ -197,9 +198,9 @@ def print_summary(summary: RunSummary) -> None:
         lines.append(f"{manifest.world_size} replicas agree to the bit")
     lines.append(f"peak memory {' + '.join(format_bytes(peak) for peak in result.peak_memory_bytes)}")
     if manifest.verdict == "stopped":
-        lines.append(f"resume:  evener train --resume {summary.run_dir}")
+        lines.append(f"resume:  evener train --resume {quote_word(summary.run_dir)}")
     else:
-        lines.append(f"report:  evener report {summary.run_dir}")
+        lines.append(f"report:  evener report {quote_word(summary.run_dir)}")
     print("\n".join(lines), file=sys.stderr)
 
 

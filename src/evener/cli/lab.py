@@ -14,6 +14,7 @@ import typer
 from evener.cli.chaos import chaos
 from evener.cli.drill import drill
 from evener.cli.help import CliApp
+from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
     from evener.lab.emulated_lab import EmulatedLab
@@ -86,7 +87,7 @@ def up(
         print(json.dumps(_lab_to_dict(lab)))
         return
     print(f"lab {lab.name} is up after {format_seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}")
-    print(f"next: evener lab exec {lab.hosts[0].name} -- ip -brief address", file=sys.stderr)
+    print(f"next: evener lab exec {quote_word(lab.hosts[0].name)} -- ip -brief address", file=sys.stderr)
 
 
 @app.command(epilog="evener lab status")
@@ -107,7 +108,10 @@ def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] =
     screen = make_console()
     for key, lab in labs.items():
         if lab is None:
-            print_text(screen, f"{key}: half made, or by another version of evener; `evener lab down {key}` cleans up")
+            print_text(
+                screen,
+                f"{key}: half made, or by another version of evener; `evener lab down {quote_word(key)}` cleans up",
+            )
             continue
         fleet = f", fleet file {lab.state.fleet_file}" if lab.state.fleet_file else ""
         print_text(
@@ -164,7 +168,7 @@ def power_off(
     lab.host(host).power_off()
     print(json.dumps({"off": host}) if as_json else f"{host} is off")
     if not as_json:
-        print(f"next: evener lab boot {host} --name {lab.name}", file=sys.stderr)
+        print(f"next: evener lab boot {quote_word(host)} --name {quote_word(lab.name)}", file=sys.stderr)
 
 
 @app.command(epilog="evener lab boot b")

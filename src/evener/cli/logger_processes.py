@@ -12,6 +12,7 @@ from typing import Any
 from evener.cli.run_output import print_status
 from evener.core.base.errors import EvenerError, RunError, UsageError
 from evener.core.base.file_io import read_file
+from evener.core.base.shell import quote_word
 from evener.core.base.units import pluralize
 from evener.core.run.rundir import RunDir
 from evener.core.run.step_cost import StepRecord
@@ -78,7 +79,7 @@ def defer_loggers(rundir: RunDir, names: Sequence[str]) -> None:
     register_loggers(rundir, list(names))
     if names:
         print_status(f"{', '.join(names)}: fed while the run is followed, or at its end: "
-                   f"evener report {rundir} --log {','.join(names)}")  # fmt: skip
+                   f"evener report {quote_word(rundir)} --log {quote_word(','.join(names))}")  # fmt: skip
 
 
 def _start_feeder(rundir: RunDir, name: str) -> subprocess.Popen[bytes]:
@@ -116,7 +117,8 @@ def _print_failure(rundir: RunDir, name: str) -> None:
     log = rundir.path / "loggers" / f"{name}.log"
     lines = [line.strip() for line in read_file(log).decode(errors="replace").splitlines() if line.strip()]
     print_status(f"warning: {name}: {lines[-1] if lines else 'it ended'}; the run goes on without it\n"
-               f"hint:  {log} has its output; evener report {rundir} --log {name} sends it the rest")  # fmt: skip
+               f"hint:  {log} has its output; evener report {quote_word(rundir)} --log {quote_word(name)} sends it "
+               "the rest")  # fmt: skip
 
 
 def backfill_loggers(rundir: RunDir, names: Sequence[str]) -> None:
@@ -129,7 +131,8 @@ def backfill_loggers(rundir: RunDir, names: Sequence[str]) -> None:
             raise
         except Exception as error:  # third-party packages raise anything
             why = str(error).strip().splitlines() or [type(error).__name__]
-            hint = f"once that is fixed, the same command sends it the rest: evener report {rundir} --log {name}"
+            command = f"evener report {quote_word(rundir)} --log {quote_word(name)}"
+            hint = f"once that is fixed, the same command sends it the rest: {command}"
             raise RunError(f"{name}: {why[0]}", hint=hint) from None
         if steps is None:
             print_status(f"{name}: another process that follows {rundir} feeds it")

@@ -12,6 +12,7 @@ import msgspec
 
 from evener.cli.terminal import make_console, print_findings
 from evener.core.base.file_io import follow_lines, read_file
+from evener.core.base.shell import quote_word
 from evener.core.run.run_plan import Plan, read_plan
 from evener.core.run.rundir import RunDir
 from evener.launch.launcher import cached_states
@@ -74,10 +75,11 @@ def print_detached(rundir: RunDir) -> None:
         print_outputs(rundir, plan)
         return
     print_status(
-        f"the run goes on without this terminal\nfollow:  evener logs -f {rundir}\nstop:    evener stop {rundir}"
+        f"the run goes on without this terminal\nfollow:  evener logs -f {quote_word(rundir)}\n"
+        f"stop:    evener stop {quote_word(rundir)}"
     )
     if not plan.is_local_run:
-        print_status(f"fetch its results, now or at its end:  evener fetch {rundir}")
+        print_status(f"fetch its results, now or at its end:  evener fetch {quote_word(rundir)}")
 
 
 def checkpoint_info(rundir: RunDir, plan: Plan | None) -> dict[str, Any]:
@@ -99,7 +101,8 @@ def print_checkpoint(rundir: RunDir, plan: Plan | None) -> None:
         print_status(f"weights: {info['checkpoint']}")
     if newer := info["newer_checkpoint"]:
         print_status(
-            f"weights of step {newer['step']}: only on {newer['host']}; evener fetch {rundir} copies them here"
+            f"weights of step {newer['step']}: only on {newer['host']}; "
+            f"evener fetch {quote_word(rundir)} copies them here"
         )
     elif not info["checkpoint"] and (plan is None or plan.kind == "train"):
         print_status("weights: none saved")
@@ -112,7 +115,7 @@ def print_outputs(rundir: RunDir, plan: Plan) -> None:
     for name, of_host in outputs.items():
         print_status(of_host.summary(name))
     if outputs:
-        print_status(f"fetch it: evener fetch {rundir}")
+        print_status(f"fetch it: evener fetch {quote_word(rundir)}")
 
 
 class RankLogPrinter:

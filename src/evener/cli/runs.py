@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.core.base.shell import quote_word
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,7 +68,7 @@ def runs(
         return 0
     _print_table(screen, rows)
     if remote := [row.run for row in rows if row.newer_checkpoint]:
-        print_text(screen, f"to copy weights from a host: evener fetch {remote[0]}")
+        print_text(screen, f"to copy weights from a host: evener fetch {quote_word(remote[0])}")
     return 0
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from evener.core.base.shell import quote_word
+
 if TYPE_CHECKING:
     from evener.report.explain.replay_check import ReplayTolerance, ReplayVerdict
     from evener.report.read.replay_job import ReplayJob
@@ -49,7 +51,9 @@ def verify(
             raise UsageError("--replay: compares a run with itself, within what its arithmetic allows")
         return _replay(run, replay, from_step, as_json)
     if from_step is not None:
-        raise UsageError("--from-step: only with --replay", hint=f"evener verify {run} --replay 20 --from-step N")
+        raise UsageError(
+            "--from-step: only with --replay", hint=f"evener verify {quote_word(run)} --replay 20 --from-step N"
+        )
     comparison = json.loads(list(program_lines("evener.worker.compare_weights", run, *([other] if other else [])))[-1])
     largest = comparison["largest_difference"]
     passes = comparison["agree"] or (largest is not None and largest <= tolerance)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from evener.core.base.shell import quote_word
 from evener.core.base.units import format_seconds
 from evener.core.cluster.finding import Finding, Severity
 from evener.core.cluster.fleet_file import Fleet
@@ -105,7 +106,7 @@ def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 check="env.shadowed", severity="error", host=name,
                 evidence=f"{facts.python} starts only with -I; in its environment: {_last_line(facts.python_error)}",
-                fix=f"on {name}: {facts.python} -c pass shows which file that is",
+                fix=f"on {name}: {quote_word(facts.python)} -c pass shows which file that is",
             )  # fmt: skip
         elif facts.torch_error is not None and facts.torch_version is not None:
             yield Finding(
@@ -114,7 +115,7 @@ def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
                 host=name,
                 evidence=f"torch {facts.torch_version} is there, and cannot be imported: "
                 f"{_last_line(facts.torch_error)}",
-                fix=f"on {name}: {facts.python} -m pip uninstall -y torch; {context.setup_command()}",
+                fix=f"on {name}: {quote_word(facts.python)} -m pip uninstall -y torch; {context.setup_command()}",
             )
 
 
@@ -257,7 +258,7 @@ def _check_ports_and_processes(context: CheckContext) -> Iterator[Finding]:
 
 def _kill_command(context: CheckContext, name: str, process: HostProcess, *, is_stale: bool) -> str:
     if process.run is not None:
-        return f"evener stop --stale{context.fleet.cli_flag}" if is_stale else f"evener stop {process.run}"
+        return f"evener stop --stale{context.fleet.cli_flag}" if is_stale else f"evener stop {quote_word(process.run)}"
     return f"on {name}: kill {process.pid}"
 
 

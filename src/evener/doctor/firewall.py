@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from evener.core.base.shell import quote_word
 from evener.core.cluster.finding import Finding, Severity
 from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, RENDEZVOUS_PORT, Fleet
 from evener.doctor.connectivity import CONNECT_TIMEOUT_S, ConnectivityReport, HostFanout
@@ -155,7 +156,7 @@ def check_port_protection(
             "none": f"there is no nftables: --private cannot tell who can connect at {where}",
         }[status.state]
         severity: Severity = "info" if status.state == "stands" else "warning" if status.state == "closed" else "error"
-        command = f"on {name}: {sudo[name]}nft '{status.rules}'"
+        command = f"on {name}: {sudo[name]}nft {quote_word(status.rules)}"
         if status.state in ("untold", "closed"):
             sudoers_line = (
                 f"$USER ALL=(root) NOPASSWD: $(command -v nft || echo /usr/sbin/nft) -j list table inet {NFT_TABLE}"

@@ -6,8 +6,10 @@ evener connects by address and sets the interface for Gloo: these findings conce
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterator
 
+from evener.core.base.shell import quote_word
 from evener.core.cluster.finding import Finding
 from evener.doctor.context import CheckContext, is_ip_address
 
@@ -20,8 +22,10 @@ def check_hostnames(context: CheckContext) -> Iterator[Finding]:
     first: dict[str, str] = {}
     for name, facts in context.facts.items():
         chosen, sudo = context.network.interfaces.get(name), context.sudo_prefix(name)
-        rename = f"on {name}: {sudo}hostname {name} && echo {name} | {sudo}tee /etc/hostname"
-        rename += f" && echo '{chosen.address} {name}' | {sudo}tee -a /etc/hosts" if chosen is not None else ""
+        rename = f"on {name}: {sudo}hostname {quote_word(name)} && echo {quote_word(name)} | {sudo}tee /etc/hostname"
+        rename += (
+            f" && echo {quote_word(f'{chosen.address} {name}')} | {sudo}tee -a /etc/hosts" if chosen is not None else ""
+        )
         other = first.setdefault(facts.hostname, name)
         if facts.hostname.partition(".")[0] == "localhost":
             yield Finding(
@@ -102,7 +106,7 @@ def check_address_families(context: CheckContext) -> Iterator[Finding]:
                 evidence=f"it can only be reached by IPv{6 if is_ipv6[name] else 4} ({chosen.address} on "
                 f"{chosen.interface}), {(v4_hosts if is_ipv6[name] else v6_hosts)[0]} by "
                 f"IPv{4 if is_ipv6[name] else 6}: Gloo needs one of them everywhere",
-                fix=f"on {name}: sudo ip address add … dev {chosen.interface}, of the other family",
+                fix=f"on {name}: sudo ip address add … dev {quote_word(chosen.interface)}, of the other family",
             )  # fmt: skip
         return
     reported = set()
@@ -128,7 +132,7 @@ def check_address_families(context: CheckContext) -> Iterator[Finding]:
             check="net.family-mismatch", severity="warning", host=v6_host, peer=other,
             evidence=f"Gloo by itself would bind {default[v6_host]} on {v6_host} and {default[other]} on {other}"
             + TORCHRUN_LACKS_INTERFACE,
-            fix=f"on {v6_host}: export GLOO_SOCKET_IFNAME={context.network.interfaces[v6_host].interface}"
+            fix=f"on {v6_host}: export GLOO_SOCKET_IFNAME={quote_word(context.network.interfaces[v6_host].interface)}"
             if v6_host in context.network.interfaces else add_hosts_entry_command(context, v6_host, v6_host),
         )  # fmt: skip
 
@@ -142,10 +146,8 @@ def add_hosts_entry_command(context: CheckContext, host: str, target: str) -> st
     """Return the command that adds another host's name to a host's /etc/hosts."""
     chosen = context.network.interfaces.get(target)
     hostname = context.facts[target].hostname
-    return (
-        f"on {host}: echo '{chosen.address if chosen else '…'} {hostname}' | {context.sudo_prefix(host)}tee "
-        f"-a /etc/hosts"
-    )
+    entry = quote_word(f"{chosen.address if chosen else '…'} {hostname}")
+    return f"on {host}: echo {entry} | {context.sudo_prefix(host)}tee -a /etc/hosts"
 
 
 def replace_hosts_entry_command(host: str, name: str, address: str, as_root: str) -> str:
@@ -153,8 +155,10 @@ def replace_hosts_entry_command(host: str, name: str, address: str, as_root: str
 
     Only the name is removed from the old line, which may have others.
     """
-    removal = f"{as_root}sed -i.old -E 's/[[:space:]]+{name}([[:space:]]|$)/\\1/' /etc/hosts"
-    return f"on {host}: {removal}; echo '{address} {name}' | {as_root}tee -a /etc/hosts"
+    escaped = re.sub(r"[^\w-]", r"\\\g<0>", name)
+    program = f"s/[[:space:]]+{escaped}([[:space:]]|$)/\\1/"
+    removal = f"{as_root}sed -i.old -E {quote_word(program)} /etc/hosts"
+    return f"on {host}: {removal}; echo {quote_word(f'{address} {name}')} | {as_root}tee -a /etc/hosts"
 
 
 def is_loopback(address: str) -> bool:

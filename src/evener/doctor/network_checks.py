@@ -12,6 +12,7 @@ import difflib
 import ipaddress
 from collections.abc import Iterator, Sequence
 
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.cluster.finding import Finding, Severity
 from evener.doctor.connectivity import PairConnectivity
 from evener.doctor.context import CheckContext, find_address_holder, has_foreign_host_key, is_ip_address, join_names
@@ -126,7 +127,7 @@ def _check_gloo_default(context: CheckContext, misnamed: set[str | None]) -> Ite
                     check="net.wrong-interface", severity="warning", host=name,
                     evidence=f"GLOO_SOCKET_IFNAME={configured} in its environment; the others reach it on "
                     f"{chosen.interface}{TORCHRUN_LACKS_INTERFACE}",
-                    fix=f"on {name}: export GLOO_SOCKET_IFNAME={chosen.interface}",
+                    fix=f"on {name}: export GLOO_SOCKET_IFNAME={quote_word(chosen.interface)}",
                 )  # fmt: skip
             continue
         yield from _check_gloo_hostname(name, facts, chosen)
@@ -144,7 +145,7 @@ def _check_gloo_hostname(name: str, facts: HostFacts, interface: SocketInterface
             evidence=f"its own name {gloo.hostname} {answer}, so Gloo by itself would bind "
             f"{gloo.address}{TORCHRUN_LACKS_INTERFACE}",
             fix=replace_hosts_entry_command(name, gloo.hostname, interface.address, "" if facts.is_root else "sudo ")
-            + f"; or export GLOO_SOCKET_IFNAME={interface.interface}",
+            + f"; or export GLOO_SOCKET_IFNAME={quote_word(interface.interface)}",
         )  # fmt: skip
     elif nic is not None and nic.name != interface.interface:
         tunnel = nic.kind in ("tunnel", "wireguard")
@@ -152,7 +153,7 @@ def _check_gloo_hostname(name: str, facts: HostFacts, interface: SocketInterface
             check="net.overlay" if tunnel else "net.wrong-interface", severity="warning", host=name,
             evidence=f"its own name {gloo.hostname} is {gloo.address} on {nic.name} ({KIND_LABELS[nic.kind]}); the "
             f"others reach it on {interface.interface}{TORCHRUN_LACKS_INTERFACE}",
-            fix=f"on {name}: export GLOO_SOCKET_IFNAME={interface.interface}",
+            fix=f"on {name}: export GLOO_SOCKET_IFNAME={quote_word(interface.interface)}",
         )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def _check_duplicate_addresses(context: CheckContext) -> Iterator[Finding]:
             evidence=f"when {pair.source} looks up {chosen.address}, the MAC {pair.answered_by} answers, none of "
             f"{pair.target}'s: another machine has its address, or a repeater is between them",
             fix=f"on {pair.target}: another address for {chosen.interface}; on {pair.source}: ip neigh show "
-            f"{chosen.address} shows who answers",
+            f"{quote_word(chosen.address)} shows who answers",
         )  # fmt: skip
 
 
@@ -342,15 +343,17 @@ def _allow_command(context: CheckContext, target: str, pairs: Sequence[PairConne
         else pairs[0].sent_from or context.network.interfaces[pairs[0].source].address
     )
     family = "ip6" if ":" in source else "ip"
+    source = quote_word(source)
     sudo = context.sudo_prefix(target)
     if facts.firewall == "ufw":
         command = f"{sudo}ufw allow from {source}"
     elif facts.firewall == "firewalld":
         command = f"{sudo}firewall-cmd --permanent --zone=trusted --add-source={source} && {sudo}firewall-cmd --reload"
     elif facts.firewall == "nftables":
-        command = f"{sudo}nft insert rule {facts.firewall_chain} {family} saddr {source} accept"
+        chain = quote_command((facts.firewall_chain or "").split())
+        command = f"{sudo}nft insert rule {chain} {family} saddr {source} accept"
     elif facts.firewall == "macos":
-        command = f"{sudo}/usr/libexec/ApplicationFirewall/socketfilterfw --add {facts.python}"
+        command = f"{sudo}/usr/libexec/ApplicationFirewall/socketfilterfw --add {quote_word(facts.python)}"
     else:
         tables = "ip6tables" if family == "ip6" else "iptables"
         command = f"{sudo}{tables} -I INPUT -s {source} -j ACCEPT"

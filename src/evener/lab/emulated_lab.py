@@ -8,12 +8,12 @@ with EmulatedLab.up(LabSpec(name="attic"), out=Path("lab.toml")) as lab:
 from __future__ import annotations
 
 import os
-import shlex
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from evener.core.base.errors import UsageError
+from evener.core.base.shell import quote_word
 from evener.lab import create_lab, host_files, state
 from evener.lab.host import LabHost
 from evener.lab.lab_requirements import check_machine, find_programs
@@ -63,12 +63,12 @@ class EmulatedLab:
                 raise UsageError("no lab is up", hint="evener lab up")
             name = default_lab_name(names)
             if name is None:
-                raise UsageError(f"which lab? {', '.join(names)}", hint=f"--name {shlex.quote(names[0])}")
+                raise UsageError(f"which lab? {', '.join(names)}", hint=f"--name {quote_word(names[0])}")
         path = state.labs_root() / name
         lab_state = state.load(path)
         if lab_state is None:
             labs = ", ".join(state.lab_names()) or "none"
-            raise UsageError(f"no lab is called {name}; labs: {labs}", hint=f"evener lab up --name {name}")
+            raise UsageError(f"no lab is called {name}; labs: {labs}", hint=f"evener lab up --name {quote_word(name)}")
         return cls(path, lab_state)
 
     @property
@@ -100,7 +100,9 @@ class EmulatedLab:
         """Return the host with this name; raise UsageError if there is none."""
         if name not in self.state.hosts:
             lab, hosts = self.name, ", ".join(self.state.hosts)
-            raise UsageError(f"lab {lab} has no host {name}; hosts: {hosts}", hint=f"evener lab status {lab}")
+            raise UsageError(
+                f"lab {lab} has no host {name}; hosts: {hosts}", hint=f"evener lab status {quote_word(lab)}"
+            )
         return LabHost(self._folder, name)
 
     def is_alive(self) -> bool:

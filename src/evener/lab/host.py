@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_word
 from evener.lab import disk, power, state
 from evener.lab.create_lab import wiring_config
 from evener.lab.lab_requirements import find_programs
@@ -243,5 +244,8 @@ class LabHost:
         if not self.is_alive():
             name, lab = self.name, self._lab.state.spec.name
             if self.is_off():
-                raise EvenerError(f"host {name} of lab {lab} is off", hint=f"evener lab boot {name} --name {lab}")
-            raise EvenerError(f"host {name} of lab {lab} is dead", hint=f"evener lab down {lab}")
+                raise EvenerError(
+                    f"host {name} of lab {lab} is off",
+                    hint=f"evener lab boot {quote_word(name)} --name {quote_word(lab)}",
+                )
+            raise EvenerError(f"host {name} of lab {lab} is dead", hint=f"evener lab down {quote_word(lab)}")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_word
 from evener.lab.lab_requirements import find_programs
 from evener.lab.lab_spec import HostSpec
 from evener.lab.programs.init import PATH
@@ -105,7 +106,7 @@ def fleet_text(lab: str, folder: Path, addresses: dict[str, str]) -> str:
         "IdentitiesOnly=yes",
     ]
     user = pwd.getpwuid(os.getuid()).pw_name
-    tables = [f"{FLEET_HEAD}: hosts emulated on this machine, until `evener lab down {lab}`\n"]
+    tables = [f"{FLEET_HEAD}: hosts emulated on this machine, until `evener lab down {quote_word(lab)}`\n"]
     for name, address in addresses.items():
         tables.append(
             f"[hosts.{name}]\n"

@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_word
 from evener.lab import state
 from evener.lab.create_lab import host_init_process, wait_for_sshd, wiring_config
 from evener.lab.network_process import NetworkProcess
@@ -40,12 +41,12 @@ def _start_host(lab: LabFolder, name: str) -> LabProcess:
     if current is None or not current.controller.is_alive():
         raise EvenerError(
             f"cannot boot host {name}: the controller of lab {lab.path.name} has ended",
-            hint=f"evener lab down {lab.path.name}",
+            hint=f"evener lab down {quote_word(lab.path.name)}",
         )
     if current.hosts[name].init.is_alive():
         raise UsageError(
             f"host {name} of lab {lab.path.name} is on already",
-            hint=f"evener lab power-off {name} --name {lab.path.name}",
+            hint=f"evener lab power-off {quote_word(name)} --name {quote_word(lab.path.name)}",
         )
     request, reply = folder / "boot", folder / "pid"
     reply.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError
+from evener.core.base.shell import quote_word
 from evener.lab import cgroup, disk
 from evener.lab.lab_spec import LabSpec
 
@@ -150,7 +151,9 @@ def claim_name(name: str) -> Path:
         state = load(path)
         inits = [host.init for host in state.hosts.values() if not host.is_off] if state is not None else []
         if state is not None and all(p.is_alive() for p in (state.controller, *inits)):
-            raise EvenerError(f"lab {name} is up already: {', '.join(state.hosts)}", hint=f"evener lab down {name}")
+            raise EvenerError(
+                f"lab {name} is up already: {', '.join(state.hosts)}", hint=f"evener lab down {quote_word(name)}"
+            )
         if (maker := _read_maker(path)) is not None and maker.pid != os.getpid() and maker.is_alive():
             raise EvenerError(f"process {maker.pid} is creating lab {name}", hint="--name gives your lab another name")
         remove_lab(path)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.errors import HostError, RunError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import load_corpus
 from evener.core.run.run_plan import Plan, read_plan, write_plan
@@ -50,7 +51,7 @@ def rejoin_host(rundir: RunDir, plan: Plan, name: str) -> None:
         with contextlib.closing(open_session(name, host.host)) as session:
             session.call("run_control", "restart_run", run=host.run_folder(rundir), timeout_s=REMOTE_WORK_TIMEOUT_S)
     except RemoteError as error:
-        raise RunError(f"{name}: {error.message}", hint=f"evener runs; evener logs -f {rundir}") from None
+        raise RunError(f"{name}: {error.message}", hint=f"evener runs; evener logs -f {quote_word(rundir)}") from None
 
 
 def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
@@ -65,7 +66,9 @@ def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
         spec, hosts = plan.spec, {host.name: host.host for host in plan.hosts} | {name: fleet.hosts[name]}
         all_hosts = msgspec.structs.replace(fleet, hosts=hosts)
         if spec is None or name in {host.name for host in plan.hosts}:
-            raise UsageError(f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {rundir}")
+            raise UsageError(
+                f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {quote_word(rundir)}"
+            )
         with connect(all_hosts) as (sessions, errors):
             if name in errors or len(sessions) < 2:  # the new host, or all others
                 raise errors.get(name) or next(iter(errors.values()))

@@ -11,6 +11,7 @@ import msgspec
 from evener.core.base.decoding import json_decoder
 from evener.core.base.errors import EvenerError, RunError
 from evener.core.base.file_io import follow_lines
+from evener.core.base.shell import quote_word
 from evener.core.run.run_plan import Plan, read_plan
 from evener.core.run.rundir import RunDir, parse_event
 from evener.core.run.step_cost import StepRecord
@@ -110,7 +111,7 @@ def _follow_plan(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[
                 if host.local_error is not None:
                     raise RunError(
                         f"the records of {name} cannot be written here: {host.local_error}",
-                        hint=f"the run goes on; evener logs -f {rundir} follows it again",
+                        hint=f"the run goes on; evener logs -f {quote_word(rundir)} follows it again",
                     )
                 if (host.error is not None) != (name in lost):
                     lost ^= {name}

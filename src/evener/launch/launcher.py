@@ -19,6 +19,7 @@ import msgspec
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import HostError, RunError, UsageError
 from evener.core.base.file_io import read_file
+from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes
 from evener.core.cluster.finding import Finding
 from evener.core.run.membership_epoch import (
@@ -97,7 +98,9 @@ def start(
             attach_lock = _take_attach_lock(rundir)
         write_plan(rundir, plan)
     except BlockingIOError:
-        raise RunError(f"{rundir}: this run is running here already", hint=f"evener logs -f {rundir}") from None
+        raise RunError(
+            f"{rundir}: this run is running here already", hint=f"evener logs -f {quote_word(rundir)}"
+        ) from None
     except OSError as os_error:
         raise UsageError(f"{rundir}: {os_error.strerror}", hint="another --out") from None
 

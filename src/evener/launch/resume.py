@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.core.base.errors import EvenerError, HostError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, load_fleet
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun
@@ -52,7 +53,8 @@ class ResumedRun:
         for name, state in launcher.query_states(rundir, plan).items():
             if not isinstance(state, HostError) and state["state"] == "running":
                 raise UsageError(
-                    f"{rundir}: still running on {name}", hint=f"evener logs -f {rundir}, or evener stop {rundir}"
+                    f"{rundir}: still running on {name}",
+                    hint=f"evener logs -f {quote_word(rundir)}, or evener stop {quote_word(rundir)}",
                 )
         launcher.mirror_once(rundir, plan)
         try:

@@ -17,6 +17,7 @@ import msgspec
 
 from evener.core.base import errors
 from evener.core.base.errors import EvenerError, RunError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, EXIT_TERMINATED
 from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
 from evener.core.run.run_plan import HostPlan, Plan
@@ -65,9 +66,9 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
             hint = script_failure_hint(lines, self.host, plan.project, fleet=not plan.is_local_run) or hint
         local_steps, saved_step = rundir.checkpoint_steps(), rundir.last_saved_step()
         if plan.kind == "train" and local_steps and "--resume" not in hint:
-            hint += f"; evener train --resume {rundir} goes on from step {local_steps[-1]}"
+            hint += f"; evener train --resume {quote_word(rundir)} goes on from step {local_steps[-1]}"
         if not plan.is_local_run and saved_step is not None and saved_step not in local_steps:
-            hint += f"; step {saved_step} was saved on {plan.hosts[0].name} alone: evener fetch {rundir}"
+            hint += f"; step {saved_step} was saved on {plan.hosts[0].name} alone: evener fetch {quote_word(rundir)}"
         return RunError(self.message, hint=hint, output=self.output)
 
 
@@ -172,7 +173,7 @@ def is_disk_full(state: SupervisorState, at: float) -> bool:
 
 
 def _disk_space_hint(host: HostPlan) -> str:
-    folder = "its run directory" if host.run is None else host.run.rpartition("/runs/")[0] or host.run
+    folder = "its run directory" if host.run is None else quote_word(host.run.rpartition("/runs/")[0] or host.run)
     return f"on {host.name}: du -xh {folder} | sort -h | tail shows the largest folders"
 
 

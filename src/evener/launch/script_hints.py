@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from evener.core.base.shell import quote_word
+
 FILE_NOT_FOUND_PATTERN = re.compile(r"No such file or directory: '([^'\n]+)'")
 MODULE_NOT_FOUND_PATTERN = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 GPU_NOT_FOUND_PATTERN = re.compile(
@@ -49,7 +51,11 @@ def script_failure_hint(lines: Sequence[str], host: str, project: str | None, fl
         if packages is None:
             what = f"the package that has {module}"
             return f"evener setup --with installs {what} on the hosts" if fleet else f"pip install {what}"
-        return f"evener setup --with {packages[0]} installs it on the hosts" if fleet else f"pip install {packages[0]}"
+        return (
+            f"evener setup --with {quote_word(packages[0])} installs it on the hosts"
+            if fleet
+            else f"pip install {quote_word(packages[0])}"
+        )
     return None
 
 
@@ -63,7 +69,8 @@ def _missing_module_hint(name: str, host: str, project: Path) -> str | None:
     for path in (name.replace(".", "/"), name.partition(".")[0]):
         for candidate in (f"{path}.py", path):
             if (project / candidate).is_file() or any((project / candidate).glob("*.py")):
-                return f"{candidate} is here, and was not sent to {host}: evener launch --include {candidate} -- …"
+                command = f"evener launch --include {quote_word(candidate)} -- …"
+                return f"{candidate} is here, and was not sent to {host}: {command}"
     return None
 
 
@@ -72,7 +79,7 @@ def _missing_file_hint(path: str, host: str, project: Path) -> str | None:
     if not Path(path).is_absolute() and (project / path).exists():
         folder = Path(path).parent  # the files beside it will be needed next
         include = path if folder == Path() else folder
-        return f"{path} is here, and was not sent to {host}: evener launch --include {include} -- …"
+        return f"{path} is here, and was not sent to {host}: evener launch --include {quote_word(include)} -- …"
     if Path(path).is_absolute() and Path(path).exists():
         return f"{path} is on this machine, and not on {host}: only files in the project's folder are sent"
     if not Path(path).is_absolute():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, fleet_path, load_fleet, select_hosts
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun
@@ -44,7 +45,8 @@ def check_out(rundir: RunDir) -> None:
     if existing is not None and not existing.is_local_run:
         # Its hosts may have newer records and checkpoints than its directory.
         raise UsageError(
-            f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
+            f"--out {rundir}: already contains a run",
+            hint=f"evener train --resume {quote_word(rundir)}, or another --out",
         )
 
 

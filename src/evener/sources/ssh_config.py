@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import HostConfig
 from evener.sources.import_hosts import (
     DEFAULT_SSH_PORT,
@@ -140,7 +141,9 @@ def read_settings(file: Path, alias: str) -> SshSettings:
     )  # fmt: skip
     if done.returncode != 0:
         problem = done.stderr.strip().partition("\n")[0].removeprefix(f"{os.path.abspath(file)}").lstrip(" :")
-        raise UsageError(f"{file}: not read by ssh: {problem}", hint=f"ssh -G -F {shlex.quote(str(file))} {alias}")
+        raise UsageError(
+            f"{file}: not read by ssh: {problem}", hint=f"ssh -G -F {quote_word(file)} {quote_word(alias)}"
+        )
     settings: SshSettings = {}
     for line in done.stdout.splitlines():
         keyword, _, value = line.partition(" ")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from evener.core.base.errors import HostError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import HostConfig
 
 CONNECT_TIMEOUT_S = 5
@@ -140,7 +141,7 @@ class SSHTransport:
                 self.name, f"ended (exit status {status}) before it ran a command: {output}", stderr
             )
             if LOGIN_DISABLED.search(f"{stdout}\n{stderr}"):
-                error.hint = f"on {self.name}: sudo usermod --shell /bin/bash {self._host.user or 'USER'}"
+                error.hint = f"on {self.name}: sudo usermod --shell /bin/bash {quote_word(self._host.user or 'USER')}"
             return error
         if AUTH_REFUSED.search(stderr):
             return explain_ssh_refusal(self.name, self._host, stderr, self._retry_verbose(VERBOSE_TIMEOUT_S))
@@ -177,8 +178,8 @@ class SSHTransport:
             f"to {address} are dropped without an ICMP error",
             check="net.mtu",
             host=self.name,
-            hint=f"here, on the interface that `ip route get {address}` names: sudo ip link set dev … mtu 1280; or "
-            "fix what is on the path: a VPN, a tunnel, a switch with another MTU",
+            hint=f"here, on the interface that `ip route get {quote_word(address)}` names: sudo ip link set dev … mtu "
+            "1280; or fix what is on the path: a VPN, a tunnel, a switch with another MTU",
             output=verbose,
         )
 
@@ -199,8 +200,8 @@ def explain_ssh_failure(name: str, host: HostConfig, stderr: str) -> HostError:
             f"{name}: its host key {HOST_KEY_CHANGED if changed else 'is not known to ssh'}",
             check="ssh.hostkey",
             host=name,
-            hint=f"is it the same machine, reinstalled, and not another with its address? Then: ssh-keygen -R {known}; "
-            f"ssh{port} {login}, and look at the fingerprint"
+            hint=f"is it the same machine, reinstalled, and not another with its address? Then: "
+            f"ssh-keygen -R {quote_word(known)}; ssh{port} {login}, and look at the fingerprint"
             if changed
             else f"ssh{port} {login} once by hand, and compare the fingerprint",
             output=stderr,
@@ -227,11 +228,11 @@ def explain_ssh_refusal(name: str, host: HostConfig, stderr: str, verbose: str) 
     identity_file = str(Path(host.identity_file).expanduser()) if host.identity_file else None
     keys = re.findall(r"(?:Offering public key|Server accepts key): (\S+)", verbose)
     key = identity_file or (keys[-1] if keys else None)
-    identity = f"-i {key} " if key and Path(key).exists() else ""
+    identity = f"-i {quote_word(key)} " if key and Path(key).exists() else ""
     check = "ssh.key"
     if denied and denied[1].partition("@")[2] not in (host.address, ""):
         check, reason = "ssh.auth", f"{denied[1]}, a jump host on the way to it, refuses this machine"
-        hint = f"ssh {denied[1]}, by hand, says more"
+        hint = f"ssh {quote_word(denied[1])}, by hand, says more"
     elif re.search(r"too many authentication failures", stderr, re.IGNORECASE):
         reason = "this machine offered more keys than its server allows"
         hint = f"name the right one: [hosts.{name}] identity_file"
@@ -244,16 +245,22 @@ def explain_ssh_refusal(name: str, host: HostConfig, stderr: str, verbose: str) 
             "ssh-add -l; confirm at the agent, or enter the card's PIN",
         )
     elif match := re.search(r"Permissions (\d+) for '([^']+)' are too open", verbose):
-        reason, hint = f"others may read its key {match[2]} (mode {match[1]}): ssh ignores it", f"chmod 600 {match[2]}"
+        reason, hint = (
+            f"others may read its key {match[2]} (mode {match[1]}): ssh ignores it",
+            f"chmod 600 {quote_word(match[2])}",
+        )
     elif identity_file and not Path(identity_file).exists():
         reason = f"identity_file {identity_file} is not there"
         hint = f"ls ~/.ssh, and name the key's file in [hosts.{name}] identity_file"
     elif match := re.search(r'Load key "([^"]+)": Permission denied', verbose):
-        reason, hint = f"its key {match[1]} cannot be read", f"sudo chown $(id -un) {match[1]}; chmod 600 {match[1]}"
+        reason, hint = (
+            f"its key {match[1]} cannot be read",
+            f"sudo chown $(id -un) {quote_word(match[1])}; chmod 600 {quote_word(match[1])}",
+        )
     elif match := re.search(r'Load key "([^"]+)": (?:error in libcrypto|invalid format)', verbose):
-        reason, hint = f"{match[1]} is no private key", f"ssh-keygen -y -f {match[1]} says more"
+        reason, hint = f"{match[1]} is no private key", f"ssh-keygen -y -f {quote_word(match[1])} says more"
     elif identity and re.search(r"Server accepts key|incorrect passphrase|bad passphrase|read_passphrase", verbose):
-        reason, hint = f"its key {key} has a passphrase, and no agent that has it", f"ssh-add {key}"
+        reason, hint = f"its key {key} has a passphrase, and no agent that has it", f"ssh-add {quote_word(key)}"
     elif methods and "publickey" not in methods[1].split(","):
         reason = f"its server takes no keys, only: {methods[1].replace(',', ', ')}"
         hint = f"on {name}: PubkeyAuthentication yes in /etc/ssh/sshd_config, then sudo systemctl reload ssh"
@@ -279,7 +286,8 @@ def explain_login_failure(name: str, problem: str, output: str) -> HostError:
 
 def _login_arguments(host: HostConfig) -> tuple[str, str]:
     """Return (user@address, " -p PORT") as typed after `ssh`."""
-    return (f"{host.user}@{host.address}" if host.user else host.address), (f" -p {host.port}" if host.port else "")
+    login = f"{host.user}@{host.address}" if host.user else host.address
+    return quote_word(login), (f" -p {host.port}" if host.port else "")
 
 
 def _python_error(name: str, python: str, status: int | None, stderr: str) -> HostError:

@@ -14,7 +14,6 @@ interrupted setup leaves a mark in the environment, and the next one completes i
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.core.base.errors import EvenerError, HostError
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bytes, pluralize
 from evener.core.cluster.fleet_file import Fleet, HostConfig
 from evener.ssh.session import RemoteError, Session, Sessions, parallel_map
@@ -187,10 +187,10 @@ class _HostInstaller:
         """Install the extra packages without changing any of evener's own dependencies."""
         python, present, extra = state["python"], state["now"]["packages"], self._extra_packages
         if not state["now"]["is_venv"]:
-            fix = f"on {self._name}: {python} -m pip install {shlex.join(extra)}"
+            fix = f"on {self._name}: {quote_word(python)} -m pip install {quote_command(extra)}"
             raise self._error("setup.python", f"{python} is not a virtual environment: setup does not change it", fix)
         if "pip" not in present:
-            fix = f"uv pip install --python {python} {shlex.join(extra)}"
+            fix = f"uv pip install --python {quote_word(python)} {quote_command(extra)}"
             raise self._error("setup.pip", f"{python} has no pip to install it", fix)
         target, wants_cpu_build = self._target(state), present.get("torch", "").endswith("+cpu")
         pins = pinned_specifiers({name: present[name] for name in self._required_packages(state) if name in present})
@@ -293,7 +293,7 @@ class _HostInstaller:
                     f"update it to the same code, or remove [hosts.{self._name}] python",
                 )
             if now["is_venv"] and "pip" not in now["packages"]:
-                fix = f"uv pip install --python {state['python']} pip"
+                fix = f"uv pip install --python {quote_word(state['python'])} pip"
                 raise self._error("setup.pip", f"{state['python']} lacks {lacks}, and has no pip to install it", fix)
         needed = CUDA_BYTES if self._wants_cuda(state) else CPU_BYTES
         has_torch = now is not None and "torch" in now["packages"]
@@ -318,7 +318,7 @@ class _HostInstaller:
             raise self._error(
                 "setup.venv",
                 f"{base['lacks_venv']} cannot make a virtual environment: ensurepip is missing",
-                f"on {self._name}, run: sudo apt install python{version}-venv",
+                f"on {self._name}, run: sudo apt install {quote_word(f'python{version}-venv')}",
             )
         if base["python"] is None:
             raise self._error(

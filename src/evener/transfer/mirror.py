@@ -29,6 +29,7 @@ import msgspec
 from evener.core.base.decoding import from_builtins, from_json
 from evener.core.base.errors import CheckpointError, EvenerError, HostError, RunError
 from evener.core.base.file_io import read_file, write_atomic
+from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import TOKENIZER_FILES
 from evener.core.run.hang_detector import ProcessSample
@@ -257,7 +258,7 @@ class HostMirror:
             if (self.name, self.plan.run) not in parts:
                 raise RunError(
                     f"{self._rundir}: the run was restarted; its earlier part on {self.name} is no longer copied",
-                    hint=f"evener logs -f {self._rundir}",
+                    hint=f"evener logs -f {quote_word(self._rundir)}",
                 )
             yield
 

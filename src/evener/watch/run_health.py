@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evener.core.base.shell import quote_word
 from evener.core.base.units import format_seconds, median, pluralize
 from evener.core.run.prediction import PlanOption
 from evener.core.run.rundir import Manifest
@@ -48,7 +49,7 @@ def assess_health(reader: RunReader, now: float) -> RunHealth:
         return _assess_without_manifest(reader)
     done = pluralize(reader.curves.steps_done, "step")
     is_saved = any(event.get("event") == "checkpoint" for event in reader.events)
-    resume = f"evener train --resume {reader.rundir}" if is_saved else ""
+    resume = f"evener train --resume {quote_word(reader.rundir)}" if is_saved else ""
     if manifest.verdict == "finished":
         took = f" in {format_seconds(manifest.ended - manifest.started)}" if manifest.ended else ""
         return RunHealth("finished", f"{pluralize(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
@@ -80,7 +81,7 @@ def _assess_running(reader: RunReader, manifest: Manifest, now: float, resume: s
         return RunHealth(
             "unresponsive",
             f"{message} its processes hang, have exited or cannot be reached.",
-            hint=f"evener logs {reader.rundir}",
+            hint=f"evener logs {quote_word(reader.rundir)}",
             command=resume,
         )
     if last is None:

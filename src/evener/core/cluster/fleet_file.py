@@ -15,7 +15,6 @@ tokens_per_s = 500.0
 from __future__ import annotations
 
 import re
-import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from msgspec import Meta
 from evener.core.base.decoding import from_builtins, from_toml
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.file_io import read_file
+from evener.core.base.shell import quote_word
 from evener.core.base.units import parse_bytes
 from evener.core.cluster.hardware import parse_hardware
 from evener.core.cluster.link import parse_link
@@ -152,7 +152,7 @@ class Fleet(FleetSection, frozen=True, kw_only=True):
     @property
     def cli_flag(self) -> str:
         """The flag that selects this fleet in a command: " --fleet lab.toml"; "" for the default file."""
-        return "" if self.file in (None, DEFAULT_FLEET) else f" --fleet {shlex.quote(self.file)}"
+        return "" if self.file in (None, DEFAULT_FLEET) else f" --fleet {quote_word(self.file)}"
 
 
 def fleet_path(given: str | None) -> str | None:

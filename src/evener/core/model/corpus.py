@@ -36,6 +36,7 @@ import msgspec
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import DataError
 from evener.core.base.file_io import open_file, read_file
+from evener.core.base.shell import quote_word
 
 CORPUS_FORMAT = 1
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
@@ -130,7 +131,9 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
     except (OSError, ValueError) as error:  # a name that is too long, a NUL
         raise DataError(f"{root}: {getattr(error, 'strerror', error)}", hint=_PREPARE_HINT) from None
     if not root.is_dir():
-        raise DataError(f"{root} is a file, not a prepared corpus", hint=f"prepare it: evener data text {root}")
+        raise DataError(
+            f"{root} is a file, not a prepared corpus", hint=f"prepare it: evener data text {quote_word(root)}"
+        )
     corpus = _from_meta(root) if (root / "meta.json").exists() else _from_nanogpt(root)
     for split in SPLITS:
         if corpus.num_tokens(split) < MIN_SPLIT_TOKENS:

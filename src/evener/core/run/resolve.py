@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from evener.core.base.errors import CheckpointError, NoRoomError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
@@ -153,7 +154,8 @@ def _check_free(spec: RunSpec) -> None:
     rundir = RunDir(spec.out or "runs")
     if spec.out is not None and rundir.is_run():
         raise UsageError(
-            f"--out {rundir}: already contains a run", hint=f"evener train --resume {rundir}, or another --out"
+            f"--out {rundir}: already contains a run",
+            hint=f"evener train --resume {quote_word(rundir)}, or another --out",
         )
     if rundir.path.exists() and not rundir.path.is_dir():
         raise UsageError(f"--out {rundir}: a file is in the way")

@@ -8,7 +8,6 @@ This file is all that is needed later to follow, stop or resume the run, even af
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.json_files import decode_versioned_json, read_json
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.cluster.fleet_file import Fleet, HostConfig
 from evener.core.run.membership_epoch import AgentSpec
 from evener.core.run.prediction import Prediction
@@ -77,8 +77,8 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def shell_command(self) -> str:
         """Return the shell command that runs the program by hand on the host."""
-        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return f"cd {shlex.quote(self.cwd)} && {' '.join([*env, shlex.join(self.argv)])}"
+        env = [f"{name}={quote_command([value])}" for name, value in self.env.items()]
+        return f"cd {quote_word(self.cwd)} && {' '.join([*env, quote_command(self.argv)])}"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

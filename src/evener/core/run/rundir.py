@@ -28,6 +28,7 @@ from evener.core.base.decoding import from_json
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import file_digest, read_file
 from evener.core.base.json_files import decode_versioned_json, read_json_lines
+from evener.core.base.shell import quote_word
 from evener.core.cluster.host_info import HostInfo
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.model.corpus import Corpus
@@ -241,7 +242,7 @@ class RunDir:
             f"{self}: holds no complete checkpoint" + ("" if saved is None else f"; its host saved step {saved}"),
             hint="the first one is saved after --checkpoint-every steps, or at the end of the run"
             if saved is None
-            else f"evener fetch {self}",
+            else f"evener fetch {quote_word(self)}",
         )
 
     def verified_checkpoint(self, step: int | None = None) -> Path:

@@ -30,6 +30,7 @@ import msgspec
 from evener.core.base.errors import CheckpointError
 from evener.core.base.file_io import write_atomic
 from evener.core.base.json_files import read_json
+from evener.core.base.shell import quote_word
 from evener.core.run.hang_detector import describe_hang
 from evener.core.run.membership_epoch import (
     AGENT_SPEC_FILE,
@@ -394,7 +395,7 @@ class HostAgent:
         """Leave the run, until the user adds this host again."""
         consensus, me = self._consensus, self._spec.host
         consensus.phase, consensus.reason, self._leave_reason = HostPhase.LEAVING, reason, reason
-        hint = f"evener logs RUN shows why; once it is fixed, evener add RUN --host {me} adds {me} again"
+        hint = f"evener logs RUN shows why; once it is fixed, evener add RUN --host {quote_word(me)} adds {me} again"
         with contextlib.suppress(OSError):  # a full disk
             write_atomic(self._exclusion_path, reason.encode())
             RunWriter(self._folder).add_event("run.leaves", host=me, error=f"{me} leaves the run: {reason}", hint=hint)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from evener.core.base.errors import UsageError, did_you_mean
+from evener.core.base.shell import quote_word
 from evener.core.base.units import pluralize
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.hardware import parse_hardware
@@ -218,7 +219,7 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
             f"{run} trained a custom model, whose layers are not known", hint="evener report shows its steps"
         )
     if not all(records):
-        raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {run}")
+        raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {quote_word(run)}")
     spec = manifest.spec
     dtypes = {member.host: member.dtype for member in manifest.roster.members}
     if prediction is None and len(set(dtypes.values())) == 1:  # the rates of other dtypes are not known

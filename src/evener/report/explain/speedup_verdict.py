@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
 from evener.plan.choice.advice import format_loss_change, format_throughput
 from evener.plan.choice.options import MIN_GAIN
@@ -76,7 +77,7 @@ def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, mes
     hint = f"{best.name} would train {format_throughput(best.tokens_per_s)}"
     if not best.is_exact and (best.loss_penalty or 0) > 0:
         hint += f"; validation / training loss: {format_loss_change(best)}"
-    command = f"evener train --resume {summary.run_dir}{steps} {recommended_flags(prediction)}"
+    command = f"evener train --resume {quote_word(summary.run_dir)}{steps} {recommended_flags(prediction)}"
     return SpeedupVerdict(message, hint, command)
 
 
@@ -87,5 +88,6 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     lost = f"; {format_seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""
     verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
     data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
-    command = f"evener bench --data {data} --model {model} --batch {batch} --ranks 1 --ranks {manifest.world_size}"
+    command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} "
+    command += f"--batch {batch} --ranks 1 --ranks {manifest.world_size}"
     return SpeedupVerdict(verdict, "To measure it", command)

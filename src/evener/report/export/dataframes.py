@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from evener.core.base.errors import UsageError, did_you_mean
+from evener.core.base.shell import quote_word
 from evener.core.run.rundir import Manifest, RunDir
 from evener.core.run.step_cost import PHASES, StepRecord, align_steps, first_rank_record
 from evener.report.read.recorded_run import val_losses
@@ -120,7 +121,9 @@ def read_run(path: str | Path, engine: Engine | None = None) -> RunFrames:
     installed = next((name for name in ([engine] if engine else ENGINES) if find_spec(name) is not None), None)
     if installed is None:
         missing = engine or "pandas or polars"
-        raise UsageError(f"read_run needs {missing}, which is not installed", hint=f"pip install {engine or 'pandas'}")
+        raise UsageError(
+            f"read_run needs {missing}, which is not installed", hint=f"pip install {quote_word(engine or 'pandas')}"
+        )
     rundir = RunDir(path)
     rundir.manifest()  # fail here on a mistyped path
     return RunFrames(rundir, installed)

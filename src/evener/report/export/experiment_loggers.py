@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from evener.core.base.errors import UsageError, did_you_mean
+from evener.core.base.shell import quote_word
 from evener.core.run.run_spec import FLAGS
 from evener.core.run.rundir import Manifest
 
@@ -211,6 +212,6 @@ def parse_loggers(given: Sequence[str]) -> list[str]:
         if package is None or package.origin is None:  # a folder of that name is not a package
             raise UsageError(
                 f"--log {name}: the package {name} is not installed here, where the run is followed",
-                hint=f"pip install 'evener[{name}]', or pip install {name}; the run's hosts do not need it",
+                hint=f"pip install 'evener[{name}]', or pip install {quote_word(name)}; the run's hosts do not need it",
             )
     return list(dict.fromkeys(names))

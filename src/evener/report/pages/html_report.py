@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import msgspec
 
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import write_atomic
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.run.run_plan import read_plan_if_present
@@ -147,7 +147,7 @@ def _remote_checkpoint(rundir: RunDir) -> tuple[int, str] | None:
 def _outcome(summary: RunSummary, events: list[dict[str, Any]], last_write_unix_s: float, now: float) -> RunOutcome:
     manifest = summary.manifest
     verdict, done = manifest.verdict, pluralize(summary.num_steps, "step")
-    resume = f"evener train --resume {summary.run_dir}"
+    resume = f"evener train --resume {quote_word(summary.run_dir)}"
     if verdict == "finished":
         took = "" if manifest.ended is None else f" in {format_seconds(manifest.ended - manifest.started)}"
         return RunOutcome(verdict, f"{pluralize(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
@@ -386,7 +386,7 @@ def _parameter_rows(manifest: Manifest) -> list[tuple[str, str, str]]:
 def _manifest_tree(manifest: Manifest) -> dict[str, NestedText]:
     """Return the manifest as sections of formatted values."""
     tree, roster = msgspec.to_builtins(manifest), manifest.roster
-    run: dict[str, Any] = {"command": shlex.join(manifest.argv)}
+    run: dict[str, Any] = {"command": quote_command(manifest.argv)}
     run |= {key: tree[key] for key in ("verdict", "compiled", "sampler", "code_hash")}
     run |= {"sync": str(roster.sync), "backend": roster.backend, "dtype": roster.dtypes_text}
     run |= {

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from evener.core.base.errors import CheckpointError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.base.units import join_names, pluralize
 from evener.core.model.corpus import Corpus, load_corpus
 from evener.core.model.shape import GPTShape
@@ -96,7 +97,8 @@ def _load_corpus_and_shape(rundir: RunDir, manifest: Manifest) -> tuple[Corpus, 
     """Load the run's corpus and its model's shape; raise UsageError if either differs from the run's."""
     if manifest.corpus is None or manifest.shape is None or manifest.sampler == "own":
         raise UsageError(
-            f"{rundir} cannot be replayed: {USER_PROGRAM_REASON}", hint=f"evener verify {rundir} compares weights"
+            f"{rundir} cannot be replayed: {USER_PROGRAM_REASON}",
+            hint=f"evener verify {quote_word(rundir)} compares weights",
         )
     places = [manifest.corpus.path, manifest.spec.data.data]
     corpus = load_corpus(next((place for place in places if Path(place).is_dir()), places[0]))

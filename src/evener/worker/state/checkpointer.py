@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from evener.core.base.errors import CheckpointError, DivergedError, NonFiniteError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE
 from evener.core.run.run_spec import RunSpec
@@ -272,7 +273,8 @@ class Checkpointer:
             raise DivergedError(
                 f"after step {step}: the replicas differ: rank {numbers[mismatches[0].rank]} in {mismatches[0].tensor}"
                 + (f" and {len(mismatches) - 1} more tensors" if len(mismatches) > 1 else ""),
-                hint=f"evener verify {self._dir} shows by how much; --resume goes back to the last checkpoint",
+                hint=f"evener verify {quote_word(self._dir)} shows by how much; "
+                "--resume goes back to the last checkpoint",
                 step=step,
                 outlier_ranks=[numbers[rank] for rank in minority_ranks(replica_hashes)],
                 differences=[{"rank": numbers[one.rank], "tensor": one.tensor} for one in mismatches],
