@@ -91,6 +91,14 @@ def test_requests_without_token_are_refused(serve, path):
     assert all("one" not in answer.text.split() and "loss" not in answer.text for answer in answers)
 
 
+def test_refused_request_ends_its_connection(serve):
+    """Else a stranger keeps it by asking again; the owner's connections are kept."""
+    client, *_ = serve()
+    refused = [client.get("/"), client.get("/runs/one", headers={"host": "evil.example"})]
+    accepted = [client.get(f"/?token={TOKEN}"), client.get("/runs/one")]
+    assert [answer.headers.get("connection") for answer in (*refused, *accepted)] == ["close", "close", None, None]
+
+
 def test_token_becomes_http_only_cookie(serve):
     client, *_ = serve()
     answer = client.get(f"/runs/one?axis=time&token={TOKEN}")

@@ -48,5 +48,5 @@ def watch(
             stop=watch_actions.stop_run, save=watch_actions.save_checkpoint, can_control=watch_actions.can_control,
             sample=watch_actions.sample_text, can_sample=watch_actions.can_sample,
         )  # fmt: skip
-        serve_dashboard(one, hub, actions, token, watch_actions.allowed_host_names(host), begin)
+        serve_dashboard(one, hub, actions, token, watch_actions.allowed_host_names(host), begin, print_status)
     return 0

@@ -25,6 +25,7 @@ from evener.core.base.file_io import read_file, write_atomic
 from evener.watch.page_fragments import unauthorized_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+ON_AUTHENTICATED = "evener.on_authenticated"  # in a request's state: to call once its token has proved valid
 CSRF_HEADER = "x-evener"  # a form or another site's script cannot send it
 SECURITY_HEADERS = {
     "content-security-policy": (
@@ -76,18 +77,24 @@ class AuthMiddleware:
                 await self._app(scope, receive, send)
             return  # web sockets are not supported
 
+        request = Request(scope)
+        response = self._response_without_app(request)
+        headers = SECURITY_HEADERS
+        if response is None or isinstance(response, RedirectResponse):
+            scope.get("state", {}).get(ON_AUTHENTICATED, lambda: None)()
+        else:
+            headers = SECURITY_HEADERS | {"connection": "close"}  # a stranger gets one answer a connection
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *((name.encode(), value.encode())
-                                                            for name, value in SECURITY_HEADERS.items())]  # fmt: skip
+                                                            for name, value in headers.items())]  # fmt: skip
             await send(message)
 
-        request = Request(scope)
-        refusal = self._refusal(request)
-        await (refusal or self._app)(scope, receive, send_with_headers)
+        await (response or self._app)(scope, receive, send_with_headers)
 
-    def _refusal(self, request: Request) -> Response | None:
-        """Return the response that refuses a request; None to let it pass."""
+    def _response_without_app(self, request: Request) -> Response | None:
+        """Return the response that exchanges the token or refuses a request; None to let the request pass."""
         host, is_read = request.headers.get("host", ""), request.method in ("GET", "HEAD")
         if _host_name(host) not in self._hosts:
             return PlainTextResponse("unknown host name\n", 421)

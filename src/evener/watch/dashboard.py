@@ -7,6 +7,7 @@ their refresh interval keeps the cost to a small share of one core, so that trai
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,6 +79,7 @@ class Dashboard:
 
     async def poll_forever(self) -> None:
         """Poll the runs that open tabs show until the server shuts down."""
+        printed = ""
         while not self.is_closing:
             if not self._subscribers:
                 self._has_subscribers.clear()
@@ -87,7 +89,9 @@ class Dashboard:
             try:
                 is_more = await self.run_in_thread(self._poll_all, set(self._subscribers))
             except Exception:  # a bug in one view must not stop the others
-                traceback.print_exc()
+                if printed != (text := traceback.format_exc()):  # else every second
+                    printed = text
+                    print(text, file=sys.stderr, flush=True)
                 is_more = False
             self._notify()
             if not is_more:

@@ -11,10 +11,17 @@ import uvicorn
 
 from evener.core.base.errors import UsageError
 from evener.watch.auth import LOOPBACK, AuthMiddleware
+from evener.watch.connection_limits import (
+    LimitedHTTPProtocol,
+    UnauthenticatedConnections,
+    accept_connections,
+    raise_open_files_limit,
+)
 from evener.watch.dashboard import Dashboard
 from evener.watch.http_app import DashboardApp, RunActions
 
 PORT = 7447
+BACKLOG = 1024  # connections that the kernel holds until they are accepted
 SHUTDOWN_TIMEOUT_S = 1  # for responses in progress
 
 
@@ -26,7 +33,8 @@ def listen(host: str, port: int | None) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((host, candidate))
-            sock.listen(128)
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
             return sock
         except OSError as error:
             sock.close()
@@ -43,10 +51,12 @@ def serve_dashboard(
     token: str,
     host_names: list[str],
     on_started: Callable[[], None],
+    notify: Callable[[str], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    `host_names`: names of this server other than the loopback's; `on_started` is called once it accepts requests.
+    `host_names`: names of this server other than the loopback's; `on_started` is called once it accepts requests;
+    `notify` receives warnings about connections.
     """
     port = sock.getsockname()[1]
     app = AuthMiddleware(DashboardApp(hub, actions).build(), token, port, host_names)
@@ -57,11 +67,12 @@ def serve_dashboard(
         server_header=False,
         date_header=False,
         timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
-        http="h11",
+        http=LimitedHTTPProtocol,
         ws="none",
         lifespan="on",
     )
-    server = _StreamClosingServer(config, hub, on_started)
+    waiting = UnauthenticatedConnections(raise_open_files_limit(), notify)
+    server = _DashboardServer(config, hub, waiting, on_started)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve(sockets=[sock]))
 
@@ -83,20 +94,38 @@ def _outbound_address() -> str:
         return str(sock.getsockname()[0])
 
 
-class _StreamClosingServer(uvicorn.Server):
-    """A uvicorn server that ends its event streams when it shuts down."""
+class _DashboardServer(uvicorn.Server):
+    """A uvicorn server that limits connections without a token, and ends its event streams when it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, hub: Dashboard, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        hub: Dashboard,
+        waiting: UnauthenticatedConnections,
+        on_started: Callable[[], None],
+    ) -> None:
         super().__init__(config)
-        self._hub, self._on_started = hub, on_started
+        self._hub, self._waiting, self._on_started = hub, waiting, on_started
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then call `on_started`."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
+        """Start as uvicorn does, but accept connections ourselves, then call `on_started`.
+
+        asyncio would accept many at once and, without a file descriptor left, print a traceback for each
+        [Python 3.11, `BaseSelectorEventLoop._accept_connection`].
+        """
+        await super().startup(sockets=[])
+        for sock in sockets or []:
+            self._accepting.append(asyncio.create_task(accept_connections(sock, self._make_protocol, self._waiting)))
+        self._on_started()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        return LimitedHTTPProtocol(self.config, self.server_state, self.lifespan.state, self._waiting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams first, because uvicorn waits for them, then shut down."""
+        """Accept nothing more, and end the streams first, because uvicorn waits for them; then shut down."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         self._hub.close_streams()
         await super().shutdown(sockets)
