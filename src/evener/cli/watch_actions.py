@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
@@ -141,6 +142,9 @@ def sample_text(reader: RunReader) -> str:
 # --- records from other hosts -----------------------------------------------------------------------------------------
 
 
+RETRY_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # until a follower that an error has ended starts again; the last one repeats
+
+
 class _FollowCancelled(Exception):  # noqa: N818  # not an error: following was cancelled
     """The page was closed."""
 
@@ -152,7 +156,7 @@ def background_followers() -> Iterator[Callable[[RunReader], None]]:
 
     def begin(reader: RunReader) -> None:
         if _needs_follower(reader.rundir):
-            thread = threading.Thread(target=_follow_until_closed, args=(reader.rundir, closing), daemon=True)
+            thread = threading.Thread(target=_follow_until_closed, args=(reader, closing), daemon=True)
             thread.start()
             threads.append(thread)
 
@@ -175,12 +179,33 @@ def _needs_follower(rundir: RunDir) -> bool:
         return False
 
 
-def _follow_until_closed(rundir: RunDir, closing: threading.Event) -> None:
-    """Follow a run to its end or until the page is closed. Errors are recorded as events, which the page shows."""
+def _follow_until_closed(reader: RunReader, closing: threading.Event) -> None:
+    """Follow a run until it has ended or the page is closed; start again after an error, which the page shows.
+
+    The run's own failure is recorded as an event, and needs no other report.
+    """
+    rundir, is_copied = reader.rundir, False
 
     def see(mirror: RunMirror) -> None:
+        nonlocal is_copied
         if closing.is_set():
             raise _FollowCancelled
+        is_copied = mirror.is_done
+        if all(host.state is not None and host.error is None for host in mirror.hosts.values()):
+            reader.follow_error = ""  # each host's files were copied at least once
 
-    with contextlib.suppress(EvenerError, _FollowCancelled):
-        follow_run(rundir, read_plan(rundir), lambda event: None, on_change=see)
+    for retry_s in itertools.chain(RETRY_S, itertools.repeat(RETRY_S[-1])):
+        try:
+            follow_run(rundir, read_plan(rundir), lambda event: None, on_change=see)
+            return
+        except _FollowCancelled:
+            return
+        except Exception as error:  # whatever it is, the records must come home
+            if is_copied and isinstance(error, EvenerError):
+                return  # the run has ended: that is how
+            why = str(error) if isinstance(error, EvenerError) else f"{type(error).__name__}: {error}"
+        if reader.follow_error != why:
+            print_status(f"warning: the records of {rundir} do not arrive: {why}; trying again")
+            reader.follow_error = why
+        if closing.wait(retry_s):
+            return

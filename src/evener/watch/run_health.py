@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evener.core.base.shell import quote_word
@@ -44,6 +44,14 @@ class RunHealth:
 
 def assess_health(reader: RunReader, now: float) -> RunHealth:
     """Return the health of a run at `now`, a Unix time."""
+    health = _assess_records(reader, now)
+    if not reader.follow_error or health.is_over:
+        return health
+    return replace(health, message=f"{health.message} Its records do not arrive: {reader.follow_error}; trying again.")
+
+
+def _assess_records(reader: RunReader, now: float) -> RunHealth:
+    """Return the health of a run as its records tell it."""
     manifest = reader.manifest
     if manifest is None:
         return _assess_without_manifest(reader)

@@ -70,6 +70,7 @@ class RunReader:
         self.vitals: dict[str, Vitals] = {}  # by host, the newest
         self.samples: dict[int, str] = {}  # text generated from checkpoints on request, by step
         self.supervisor_states: dict[str, dict[str, Any]] = {}  # by host, the last state its supervisor wrote
+        self.follow_error = ""  # why no records arrive from its hosts now, set by whoever copies them here
         self.curves = RunCurves()
         self.version = 0  # grows with every change
         self.unread_bytes = 0  # of step records
