@@ -22,7 +22,12 @@ def launch(
     program: list[str] = typer.Argument(..., metavar="-- SCRIPT.py …", help="a program; or -- -m MODULE …"),
     fleet: str | None = typer.Option(None, help="hosts to run on; local: this machine [fleet.toml if here]"),
     ranks: int | None = typer.Option(None, min=1, max=1024, help="processes on each host [one per GPU, else one]"),
-    include: list[str] | None = typer.Option(None, help="a path to send although git ignores it; may be given again"),
+    include: list[str] | None = typer.Option(
+        None, help="a path to send although git ignores it, or it may hold a secret; may be given again"
+    ),
+    env: list[str] | None = typer.Option(
+        None, metavar="NAME", help="a variable set here to pass to the hosts, a secret too; may be given again"
+    ),
     out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
     private: bool = typer.Option(
         False, "--private", help="start only if firewalls block all but the run's hosts from its ports"
@@ -35,8 +40,11 @@ def launch(
     """Run a script of your own on every host of the fleet, or on this machine alone, as torchrun would.
 
     The current folder is sent to the hosts (in a git repository: what git does not ignore), always to the same place,
-    so that scripts find the files that they wrote before; `evener fetch` copies these here. Ranks get RANK, WORLD_SIZE,
-    MASTER_ADDR and the right network interface. On this machine Ctrl-C ends the run; on a fleet it only stops watching.
+    so that scripts find the files that they wrote before; `evener fetch` copies these here. Files that may hold secrets
+    (.env, keys, credentials) are not sent unless --include names them. Ranks get RANK, WORLD_SIZE, MASTER_ADDR, the
+    right network interface, and the variables of NCCL, torch, Hugging Face and W&B that are set here, without secrets:
+    --env passes one of these, and no file here holds its value. On this machine Ctrl-C ends the run; on a fleet it only
+    stops watching.
     """
     import contextlib
     import os
@@ -63,7 +71,7 @@ def launch(
         with connect_hosts(None if path is None else load_fleet(path)) as hosts:
             machine = MachineSpec(private=private)
             prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=project)
-            run = plan_script(prepared, rundir, project, argv, os.environ, include or [])
+            run = plan_script(prepared, rundir, project, argv, os.environ, include or [], env or [])
             plan = run.plan
             run_output.print_warnings(run)
             if dry_run:

@@ -40,8 +40,10 @@ def find_run_dirs(folder: Path) -> list[Path]:
 
 
 def print_warnings(run: PlannedRun) -> None:
-    """Print the findings of the preflight, none of which is an error."""
+    """Print the findings of the preflight, none of which is an error, and what is not sent to the hosts."""
     print_findings(make_console(stderr=True), run.warnings)
+    for line in run.withheld:
+        print_status(line)
 
 
 def print_placement(plan: Plan) -> None:

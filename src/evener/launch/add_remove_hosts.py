@@ -20,6 +20,7 @@ from evener.launch import launcher
 from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with_hosts
 from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
+from evener.launch.start_run import withheld_data
 from evener.ssh.session import RemoteError, Session, Sessions, connect, open_session
 from evener.transfer.checkpoint_transfer import exclusive_lock
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
@@ -79,6 +80,8 @@ def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
             tree = describe_data(spec.data.data)
             joined = plan_with_added_host(plan, newcomer, f"{newcomer.workdir}/trees/{tree.digest}", _next_version())
             newcomer_plan = msgspec.structs.replace(joined, hosts=[joined.host(name)])
+            for line in withheld_data(spec.data.data, tree):
+                notify(line)
             launcher.stage_files([tree], newcomer_plan, {name: sessions[name]}, notify)
             try:
                 _send_membership(rundir, joined, sessions, name)

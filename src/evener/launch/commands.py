@@ -31,13 +31,11 @@ from evener.core.run.roster import (
 )
 from evener.core.run.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.run.run_spec import MachineSpec, RunSpec, to_flags
+from evener.node.remote.secret_values import is_secret_variable
 
 TRAIN_GRACE_S = 600.0  # for a step, which may take minutes, and a checkpoint; stop --now does not wait
 ELASTIC_HOST_TIMEOUT_S = 3.0  # short: a host that was only slow to answer rejoins, so a false alarm is cheap
 SCRIPT_GRACE_S = 0.0  # a user's script gets SIGTERM through torchrun, and 5 s
-SECRET_ENV_PATTERN = re.compile(
-    r"TOKEN(?!IZERS)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE
-)
 # Variables that users set for torchrun and expect to reach the ranks. Interfaces and folders differ by host.
 FORWARDED_ENV_PATTERN = re.compile(
     r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|ACCELERATE|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_"
@@ -228,27 +226,36 @@ def script_plan(
     program: Sequence[str],
     environment: Mapping[str, str],
     project: ScriptProject | None,
+    passed_env: Sequence[str] = (),
 ) -> Plan:
     """Plan a user's program, ["train.py", …] or ["-m", "module", …], on all hosts, in its project's folder.
 
     `project` is None on this machine alone, where the program runs in place. Of `environment`, the controller's
-    variables, only a few are forwarded.
+    variables, only a few are forwarded, and no secrets. The plan holds the names in `passed_env`, not their values.
     """
     places = prepared.hosts
     counts = [len(place.rank_slots(MachineSpec())) for place in places]
-    forwarded = {
-        name: value
-        for name, value in environment.items()
-        if FORWARDED_ENV_PATTERN.match(name) and name not in NOT_FORWARDED_ENV and not SECRET_ENV_PATTERN.search(name)
-    }
+    withheld = {*withheld_variables(environment), *passed_env}
+    forwarded = {name: value for name, value in _forwarded_variables(environment).items() if name not in withheld}
     hosts = []
     for i, place in enumerate(places):
         env = _host_env(place, place.host.threads or max(1, place.cores // counts[i]), forwarded)
         env["EVENER_JOINED"] = posixpath.join(place.run_dir, JOINED_RUN_FILE)
-        hosts.append(_host_plan(prepared, counts, i, list(program), env, project))
+        host = _host_plan(prepared, counts, i, list(program), env, project)
+        hosts.append(msgspec.structs.replace(host, passed_env=[name for name in passed_env if name not in env]))
     return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, roster=None,
                 grace_s=SCRIPT_GRACE_S, spec=None, project=project.folder if project else None,
                 fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
+
+
+def withheld_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that would be forwarded to the hosts if they could not hold secrets."""
+    return [name for name, value in _forwarded_variables(environment).items() if is_secret_variable(name, value)]
+
+
+def _forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items()
+            if FORWARDED_ENV_PATTERN.match(name) and name not in NOT_FORWARDED_ENV}  # fmt: skip
 
 
 def _host_plan(

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -83,12 +84,18 @@ def stage_files(trees: list[FileTree], plan: Plan, sessions: Sessions, notify: N
 
 
 def start(
-    rundir: RunDir, plan: Plan, sessions: Sessions, *, attached: bool = False
+    rundir: RunDir,
+    plan: Plan,
+    sessions: Sessions,
+    *,
+    attached: bool = False,
+    passed_env: Mapping[str, str] = MappingProxyType({}),
 ) -> contextlib.AbstractContextManager[object]:
     """Start the run on all hosts. If one cannot start, stop the others and raise a RunError that names it.
 
-    An attached run (on this machine alone) lasts as long as the returned lock: when it is closed, at the latest when
-    this program ends for any reason, the ranks save and exit.
+    `passed_env` holds the values of the plan's variables of that name. An attached run (on this machine alone) lasts as
+    long as the returned lock: when it is closed, at the latest when this program ends for any reason, the ranks save
+    and exit.
     """
     is_new, previous_plan = not rundir.path.exists(), read_plan_if_present(rundir)
     attach_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -105,7 +112,7 @@ def start(
         raise UsageError(f"{rundir}: {os_error.strerror}", hint="another --out") from None
 
     def start_one(name: str) -> str | None:
-        return start_on_host(rundir, plan, name, sessions[name], attached=attached)
+        return start_on_host(rundir, plan, name, sessions[name], attached=attached, passed_env=passed_env)
 
     def undo(names: list[str]) -> None:
         """Stop the hosts that were started, and restore the run directory."""
@@ -132,7 +139,15 @@ def start(
     return attach_lock
 
 
-def start_on_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, attached: bool = False) -> str | None:
+def start_on_host(
+    rundir: RunDir,
+    plan: Plan,
+    name: str,
+    session: Session,
+    *,
+    attached: bool = False,
+    passed_env: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
     """Start a host's part of the run. Return None, or the reason if it does not start."""
     host = plan.host(name)
     spec = {
@@ -145,7 +160,7 @@ def start_on_host(rundir: RunDir, plan: Plan, name: str, session: Session, *, at
         # between it and ranks
         "has_launcher": not host.is_rank and not (host.agent is not None and host.agent.is_elastic),
         "cwd": host.cwd,
-        "env": host.env,
+        "env": host.env | {variable: passed_env[variable] for variable in host.passed_env},
         "grace_s": plan.grace_s,
         "attached": str(_attach_lock_path(rundir)) if attached else None,
     }

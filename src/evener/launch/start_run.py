@@ -34,11 +34,19 @@ from evener.core.run.roster import Roster
 from evener.core.run.run_plan import Plan
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
-from evener.launch.commands import PreparedFleet, PreparedHost, ScriptProject, script_plan, train_plan
+from evener.launch.commands import (
+    PreparedFleet,
+    PreparedHost,
+    ScriptProject,
+    script_plan,
+    train_plan,
+    withheld_variables,
+)
 from evener.launch.launcher import Notify
 from evener.ssh.session import Sessions
 from evener.transfer.checkpoint_transfer import restore_to_hosts
 from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
+from evener.transfer.secret_files import summarize_names
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +56,8 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     trees: list[FileTree]  # to send to its hosts
     warnings: list[Finding]  # of the preflight
+    withheld: list[str] = []  # lines that name the files and variables that are not sent, as they may hold secrets
+    passed_env: dict[str, str] = {}  # values of the plan's `passed_env`; only the hosts get them
     restored_step: int | None = None  # of the checkpoint here from which all hosts resume
 
 
@@ -76,6 +86,7 @@ def plan_training(
         plan=msgspec.structs.replace(plan, prediction=prediction),
         trees=trees,
         warnings=prepared.findings,
+        withheld=withheld_data(spec.data.data, trees[0]) if trees else [],
         restored_step=None if resume is None or prepared.is_local_run else resume.step,
     )
 
@@ -87,18 +98,49 @@ def plan_script(
     program: list[str],
     environment: Mapping[str, str],
     include: Sequence[str] = (),
+    env_names: Sequence[str] = (),
 ) -> PlannedRun:
     """Plan a user's program on all hosts, to which its project's folder is sent.
 
-    Files of the folder that `include` names are sent even if git ignores them.
+    Files of the folder that `include` names are sent even if git ignores them or they may hold secrets, and so are the
+    variables in `env_names`. UsageError if one of these is not set.
     """
+    passed_env = {name: _variable(environment, name) for name in env_names}
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
-    plan = script_plan(prepared, program, environment, project)
+    plan = script_plan(prepared, program, environment, project, [] if prepared.is_local_run else list(passed_env))
+    withheld = []
+    if trees and trees[0].withheld:
+        names = summarize_names(trees[0].withheld)
+        withheld.append(f"not sent, as they may hold secrets: {names}; --include PATH sends one")
+    variables = [name for name in withheld_variables(environment) if name not in passed_env]
+    if trees and variables:
+        names = summarize_names(variables)
+        withheld.append(f"variables not passed to the hosts, as they may hold secrets: {names}; --env NAME passes one")
     warnings = prepared.findings
     if prepared.is_local_run:  # this program's TORCH_… variables are forwarded to a script
         warnings = [finding for finding in warnings if finding.check != "env.debug"]
-    return PlannedRun(rundir=rundir, plan=plan, trees=trees, warnings=warnings)
+    return PlannedRun(
+        rundir=rundir, plan=plan, trees=trees, warnings=warnings, withheld=withheld, passed_env=passed_env
+    )
+
+
+def withheld_data(folder: str, tree: FileTree) -> list[str]:
+    """Return the line about the files of a data folder that are not sent; [] if there are none."""
+    names = summarize_names(tree.withheld)
+    reason = "they are hidden or may hold secrets, and no rank reads them"
+    return [f"not sent with {folder}: {names}: {reason}"] if names else []
+
+
+def _variable(environment: Mapping[str, str], name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        given = name.partition("=")[0]  # without a value, which would be shown
+        raise UsageError(
+            f"--env {given}: expected the name of a variable alone", hint=f"export {given}=…; --env {given}"
+        )
+    if name not in environment:
+        raise UsageError(f"--env {name}: it is not set here", hint=f"export {name}=…")
+    return environment[name]
 
 
 def project_name(folder: Path) -> str:
@@ -121,7 +163,7 @@ def started(run: PlannedRun, sessions: Sessions, notify: Notify, *, detach: bool
     if run.restored_step is not None:
         restore_to_hosts(rundir, plan, members, run.restored_step, notify)
     if detach or not plan.is_local_run:
-        launcher.start(rundir, plan, members)
+        launcher.start(rundir, plan, members, passed_env=run.passed_env)
         launcher.record_preflight_warnings(rundir, plan, run.warnings)
         yield
         return

@@ -1,7 +1,8 @@
 """Describe a project or a data folder by path and content hash, for `transfer/file_transfer.py` to send.
 
 In a git repository the project's code is what git tracks, and new files that are not ignored; otherwise every file.
-Untracked hidden files, virtual environments, `__pycache__` and a top-level `runs/` are excluded.
+Untracked hidden files, virtual environments, `__pycache__` and a top-level `runs/` are excluded. Files that may hold
+secrets (transfer/secret_files.py) are withheld, even if git tracks them, unless the user names them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.base.file_io import file_digest, write_atomic
 from evener.core.base.units import format_bytes
+from evener.transfer.secret_files import SECRET_FOLDERS, has_secret_name, is_secret_file
 
 MAX_CODE_BYTES = 512_000_000
 MIN_CACHED_BYTES = 1 << 20
@@ -44,6 +46,7 @@ class FileTree(msgspec.Struct, frozen=True):
     files: dict[str, TreeFile]
     links: dict[str, str] = {}
     is_hard_linked: bool = False  # hard links to the blobs: data, which is only read
+    withheld: list[str] = []  # paths of files that are not in it: they may hold secrets, or are hidden data
 
     @property
     def digest(self) -> str:
@@ -67,12 +70,22 @@ def describe_project(
 ) -> FileTree:
     """Return the tree of a project's code and of the further files and folders that `include` names.
 
-    A link inside the project is kept. UsageError for a link that leads out, or more than `max_bytes` of code.
+    A link inside the project is kept. A file that may hold a secret is withheld, unless `include` names it or one of
+    the folders for secrets. UsageError for a link that leads out, or more than `max_bytes` of code.
     """
     root = _existing_folder(folder)
     git_files = _git_files(root)
-    named = {name for path in include for name in _included_files(root, path)}
-    names = sorted({*(git_files if git_files else _visible_files(root)), *named})
+    named: set[str] = set()
+    deliberate: set[str] = set()  # secrets that the user names
+    for path in include:
+        files = _included_files(root, path)
+        named.update(files)
+        if (root / path).is_file() or has_secret_name(f"{path.rstrip('/')}/"):
+            deliberate.update(files)
+    found = {*(git_files if git_files else _visible_files(root)), *named}
+    withheld = {name for name in found - deliberate if is_secret_file(name, root / name)}
+    names = sorted(found - withheld)
+    withheld |= {name for name in _unsent_secrets(root, has_git=bool(git_files)) if name not in named}
     sizes: dict[str, int] = {}
     links: dict[str, str] = {}
     for name in names:
@@ -90,7 +103,8 @@ def describe_project(
             f"{summarize_largest(code)}",
             hint="list in .gitignore what the program does not need; --data sends a corpus",
         )
-    return FileTree(_hash_files({name: root / name for name in sizes}, keep_executable=True), links)
+    hashed = _hash_files({name: root / name for name in sizes}, keep_executable=True)
+    return FileTree(hashed, links, withheld=sorted(withheld))
 
 
 def ignored_file_sizes(folder: str | os.PathLike[str], tree: FileTree) -> dict[str, int]:
@@ -100,16 +114,19 @@ def ignored_file_sizes(folder: str | os.PathLike[str], tree: FileTree) -> dict[s
         return {}
     names = _git_list(root, "--others", "--ignored", "--exclude-standard")
     return {name: (root / name).stat().st_size for name in names
-            if not _is_excluded(root, name) and name not in tree.files and (root / name).is_file()}  # fmt: skip
+            if not _is_excluded(root, name) and name not in tree.files and name not in tree.withheld
+            and (root / name).is_file()}  # fmt: skip
 
 
 def describe_data(folder: str | os.PathLike[str]) -> FileTree:
-    """Return the tree of a data folder of any size: every file that is not hidden; a link's content is sent."""
+    """Return the tree of a data folder of any size; a link's content is sent. Withheld: hidden files and secrets."""
     root = _existing_folder(folder)
     files = {name: root / name for name in sorted(_visible_files(root))}
     if not_files := [path for path in files.values() if not path.is_file()]:
         raise UsageError(f"{not_files[0]} is a link to what is not a file", hint="replace it by its content")
-    return describe_files(files)
+    withheld = [name for name, path in files.items() if is_secret_file(name, path)]
+    sent = {name: path for name, path in files.items() if name not in withheld}
+    return msgspec.structs.replace(describe_files(sent), withheld=sorted([*withheld, *_hidden_entries(root)]))
 
 
 def describe_files(files: dict[str, Path]) -> FileTree:
@@ -133,6 +150,17 @@ def _included_files(root: Path, path: str) -> list[str]:
     if full.is_file():
         return [name]
     return [below if name == "." else f"{name}/{below}" for below in _visible_files(full)]
+
+
+def _unsent_secrets(root: Path, *, has_git: bool) -> list[str]:
+    """Return the files that may hold secrets, by their names, among those that are hidden or that git ignores."""
+    if has_git:
+        names = [name for which in ((), ("--ignored",)) for name in
+                 _git_list(root, "--others", *which, "--exclude-standard")]  # fmt: skip
+    else:
+        names = _files_below(root)
+    return [name for name in names
+            if has_secret_name(name) and not _is_generated(root, name) and (root / name).is_file()]  # fmt: skip
 
 
 def _git_files(root: Path) -> list[str]:
@@ -163,23 +191,49 @@ def _git_list(root: Path, *which: str) -> list[str]:
 
 def _visible_files(root: Path) -> list[str]:
     """Return every file and link below `root` that is not excluded; do not follow links."""
-    visible = []
+    return [name for name in _files_below(root) if not _is_hidden(name)]
+
+
+def _files_below(root: Path) -> list[str]:
+    """Return every file and link below `root`, hidden ones too, that was not generated; do not follow links."""
+    found = []
     for folder, folders, names in os.walk(root):
         inside = os.path.relpath(folder, root)
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         paths = {name: name if inside == "." else f"{inside}/{name}" for name in (*names, *folders)}
-        visible += [paths[name] for name in (*names, *links) if not _is_excluded(root, paths[name])]
-        folders[:] = [name for name in folders if name not in links and not _is_excluded(root, f"{paths[name]}/")]
-    return [name for name in visible if (root / name).is_symlink() or (root / name).is_file()]
+        found += [paths[name] for name in (*names, *links) if not _is_generated(root, paths[name])]
+        folders[:] = [name for name in folders if name not in links and not _is_generated(root, f"{paths[name]}/")]
+    return [name for name in found if (root / name).is_symlink() or (root / name).is_file()]
+
+
+def _hidden_entries(root: Path) -> list[str]:
+    """Return every hidden file below `root`, and every hidden folder as a whole."""
+    hidden = []
+    for folder, folders, names in os.walk(root):
+        inside = os.path.relpath(folder, root)
+        entries = [*names, *(f"{name}/" for name in folders)]
+        hidden += [os.path.normpath(f"{inside}/{name}") + "/" * name.endswith("/")
+                   for name in entries if name.startswith(".")]  # fmt: skip
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return hidden
 
 
 def _is_excluded(root: Path, name: str) -> bool:
     """Return whether a path is hidden, compiled, in a virtual environment or in `runs/`."""
+    return _is_hidden(name) or _is_generated(root, name)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.rstrip("/").split("/"))
+
+
+def _is_generated(root: Path, name: str) -> bool:
+    """Return whether a path is compiled, in a virtual environment, in `runs/` or in a hidden folder of a program."""
     folders = name.split("/")[:-1]
     return (
-        any(part.startswith(".") for part in name.rstrip("/").split("/"))
-        or "__pycache__" in folders
+        "__pycache__" in folders
         or name.startswith("runs/")
+        or any(folder.startswith(".") and folder not in SECRET_FOLDERS for folder in folders)
         or any((root / "/".join(folders[: depth + 1]) / "pyvenv.cfg").exists() for depth in range(len(folders)))
     )
 

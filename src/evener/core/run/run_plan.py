@@ -48,6 +48,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     is_rank: bool = False  # the program is the only rank itself, not a launcher of ranks
     env: dict[str, str]  # in addition to the environment of a session on the host
+    passed_env: list[str] = []  # variables of --env: their values are sent to the host, and not stored here
     agent: AgentSpec | None = None  # of a run with dynamic membership: the program is the host's agent
 
     @property
@@ -78,6 +79,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     def shell_command(self) -> str:
         """Return the shell command that runs the program by hand on the host."""
         env = [f"{name}={quote_command([value])}" for name, value in self.env.items()]
+        env += [f'{name}="${name}"' for name in self.passed_env]
         return f"cd {quote_word(self.cwd)} && {' '.join([*env, quote_command(self.argv)])}"
 
 

@@ -26,12 +26,12 @@ from evener.node.remote.file_io import read_link, read_text
 from evener.node.remote.login_environment import debug_variables, launcher_variables
 from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
 from evener.node.remote.programs import find_program, run_program, run_with_error
+from evener.node.remote.secret_values import HIDDEN, hide_secrets, is_secret_variable
 
 LINUX = sys.platform.startswith("linux")
 RELEVANT_VARIABLES = re.compile(
     r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH)$"
 )
-SECRET_VARIABLES = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|KEY|PRIVATE|AUTH|COOKIE", re.IGNORECASE)
 # after python -m
 TRAINING_MODULES = (
     "torch.distributed.run", "torch.distributed.launch", "evener.worker", "evener.worker.torchrun", "evener.node.agent",
@@ -541,7 +541,7 @@ def collect_environment() -> Facts:
     """Return the relevant variables of a session without a terminal, as a run gets them; secrets are hidden."""
     launcher, debug = launcher_variables(os.environ), debug_variables(os.environ)
     relevant = {name: value for name, value in os.environ.items() if RELEVANT_VARIABLES.match(name)}
-    shown = {name: "(hidden)" if SECRET_VARIABLES.search(name) else value for name, value in relevant.items()}
+    shown = {name: HIDDEN if is_secret_variable(name, value) else value for name, value in relevant.items()}
     return {
         "environment": shown,
         "launcher_variables": launcher,
@@ -700,7 +700,7 @@ def _describe_process(pid: int, argv: list[str]) -> Facts:
         if parts:
             day, hour, minute, second = [int(part or 0) for part in parts.groups()]
             age = float(((day * 24 + hour) * 60 + minute) * 60 + second)
-    command = " ".join(argv)[:200] or None
+    command = hide_secrets(" ".join(argv))[:200] or None
     return {"pid": pid, "owner": owner, "age_s": age, "command": command, "run": run}
 
 
