@@ -25,7 +25,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import DataError, UsageError
-from evener.core.base.file_io import fsync_path, read_file
+from evener.core.base.file_io import fsync_path, make_folder, read_file, rename_durably
 from evener.core.model.corpus import (
     CORPUS_FORMAT,
     MIN_SPLIT_TOKENS,
@@ -175,7 +175,7 @@ def _build_folder(out: Path, *, may_replace: bool) -> Iterator[Path]:
     partial = _partial_path(out)
     created = [folder for folder in partial.parents if not folder.exists()]
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(partial.parent)
         lock = _lock(partial, out)
         try:
             _empty_folder(partial)
@@ -246,8 +246,7 @@ def _replace_folder(partial: Path, real: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     if _is_nonempty(real):
         os.rename(real, aside)
-    os.rename(partial, real)
-    fsync_path(real.parent)
+    rename_durably(partial, real)
     shutil.rmtree(aside, ignore_errors=True)
 
 

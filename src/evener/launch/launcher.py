@@ -19,7 +19,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import HostError, RunError, UsageError
-from evener.core.base.file_io import read_file
+from evener.core.base.file_io import make_folder, read_file
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes
 from evener.core.cluster.finding import Finding
@@ -100,7 +100,7 @@ def start(
     is_new, previous_plan = not rundir.path.exists(), read_plan_if_present(rundir)
     attach_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
-        rundir.path.mkdir(parents=True, exist_ok=True)
+        make_folder(rundir.path)
         if attached:
             attach_lock = _take_attach_lock(rundir)
         write_plan(rundir, plan)

@@ -22,7 +22,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import CheckpointError, EvenerError, HostError, UsageError
-from evener.core.base.file_io import file_digest, fsync_path
+from evener.core.base.file_io import file_digest, rename_durably
 from evener.core.base.units import format_bytes
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir, read_checkpoint, read_checkpoint_unverified
@@ -166,8 +166,7 @@ def _fetch_one(rundir: RunDir, session: Session, checkpoint: RemoteCheckpoint, n
         for file in missing:
             fetcher.fetch(file)
         RunWriter(rundir.path).drop_checkpoint(checkpoint.step)
-        complete.rename(target)
-        fsync_path(target.parent)
+        rename_durably(complete, target)
         shutil.rmtree(partials)
     except OSError as error:
         raise UsageError(f"{target}: {error.strerror}", hint="make room, or see who may write there") from None

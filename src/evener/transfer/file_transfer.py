@@ -27,7 +27,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, UsageError
-from evener.core.base.file_io import file_digest, fsync_path
+from evener.core.base.file_io import file_digest, fsync_path, make_folder, rename_durably
 from evener.core.base.units import format_bytes
 from evener.core.cluster.fleet_file import Fleet
 from evener.node.remote import content_store
@@ -149,9 +149,8 @@ class FileFetcher:
             )  # fmt: skip
         partial.chmod(0o755 if file.executable else 0o644)
         fsync_path(partial)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.replace(path)
-        fsync_path(path.parent)
+        make_folder(path.parent)
+        rename_durably(partial, path)
         return path
 
     def _fetch_from(self, offset: int, file: RemoteFile, partial: Path) -> None:

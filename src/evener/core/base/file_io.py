@@ -17,31 +17,46 @@ def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write(temporary)` fill a temporary folder, make it durable, then rename it to `folder` atomically."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    make_folder(temporary)
     try:
         write(temporary)
         for file in temporary.iterdir():
             fsync_path(file)
         fsync_path(temporary)
-        temporary.rename(folder)
-        fsync_path(folder.parent)
+        rename_durably(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file atomically: readers see the old content or the new one. The umask applies to `mode`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace a file atomically and durably: readers see the old content or the new one, and after the return the new
+    one alone, even after a power loss. The umask applies to `mode`.
+    """
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(content)
         fsync_path(temporary)
-        temporary.replace(path)
+        rename_durably(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents durably; do nothing if it exists."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent)
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Replace `target` by `source`, in the same folder or another, and flush the new name to disk."""
+    source.replace(target)
+    fsync_path(target.parent)
 
 
 class LineFile:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
+import shutil
 import stat
 import threading
 from typing import BinaryIO
@@ -50,7 +52,7 @@ def read_link(path: str) -> str | None:
 
 
 def write_atomic(path: str, content: bytes, *, is_durable: bool = True) -> None:
-    """Replace a file atomically. With `is_durable`, fsync it first: it is intact even after a power failure."""
+    """Replace a file atomically. With `is_durable`, flush it and its name to disk: it survives a power loss."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -59,6 +61,37 @@ def write_atomic(path: str, content: bytes, *, is_durable: bool = True) -> None:
             file.flush()
             os.fsync(file.fileno())
     os.replace(temporary, path)
+    if is_durable:
+        fsync_folder(os.path.dirname(path) or ".")
+
+
+def make_folder(folder: str, mode: int = 0o777) -> None:
+    """Create a folder and its missing parents durably; do nothing if it exists. `mode` is of the last one alone."""
+    if not os.path.isdir(folder):
+        parent = os.path.dirname(os.path.abspath(folder))
+        make_folder(parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, mode)
+        fsync_folder(parent)
+
+
+def copy_durably(source: str, target: str) -> None:
+    """Replace `target` atomically by a copy of `source`, and flush it and its name to disk."""
+    with open(source, "rb") as reader, open(target + ".tmp", "wb") as writer:
+        shutil.copyfileobj(reader, writer, BLOCK_BYTES)
+        writer.flush()
+        os.fsync(writer.fileno())
+    os.replace(target + ".tmp", target)
+    fsync_folder(os.path.dirname(target))
+
+
+def fsync_folder(folder: str) -> None:
+    """Flush the names in a folder to disk: files that were created, renamed or removed in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def content_digest(content: bytes) -> str:

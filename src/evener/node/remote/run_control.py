@@ -22,7 +22,10 @@ from typing import Any, Dict, Iterator  # noqa: UP035  python 3.8
 from evener.node.remote.file_io import (
     absolute_path,
     content_digest,
+    copy_durably,
     file_digest,
+    fsync_folder,
+    make_folder,
     open_regular_file,
     read_bytes,
     write_atomic,
@@ -65,7 +68,7 @@ def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str 
     folder = os.path.join(run, "host")
     _require_not_running(folder)
     kill_leftover_processes(run)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    make_folder(folder, mode=0o700)
     for name in ("state.json", "failures.json", "joined", STOPPED_FILE):
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
@@ -328,12 +331,14 @@ def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
             removed = os.path.join(run, "checkpoints", f".{name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             os.rename(os.path.join(run, "checkpoints", name), removed)  # if killed now, no half checkpoint remains
+            fsync_folder(os.path.join(run, "checkpoints"))  # nor does it come back after a power loss
             shutil.rmtree(removed)
     for root, _, names in os.walk(os.path.join(run, "own")):
         for name in names:
             match = re.fullmatch("step-([0-9]+)[.]safetensors", name)
             if match and int(match.group(1)) >= first:
                 os.remove(os.path.join(root, name))
+                fsync_folder(root)
     return "whole" if is_here else "damaged" if is_same else "none"
 
 
@@ -353,9 +358,8 @@ def install_tree(run: str, tree: str) -> None:
         for name in sorted(names, key="state.json".__eq__):  # last: a checkpoint that has it is complete
             source = os.path.join(root, name)
             target = os.path.join(run, os.path.relpath(source, tree))
-            os.makedirs(os.path.dirname(target), exist_ok=True)
-            shutil.copyfile(source, target + ".tmp")
-            os.replace(target + ".tmp", target)
+            make_folder(os.path.dirname(target))
+            copy_durably(source, target)
 
 
 def _checkpoint_names(run: str) -> list[str]:

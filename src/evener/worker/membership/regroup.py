@@ -98,7 +98,6 @@ def _broadcast_checkpoint(rundir: RunWriter, group: ProcessGroups, step: int, *,
     message = ""
     try:
         if is_missing:
-            rundir.checkpoints_path.mkdir(parents=True, exist_ok=True)
             if not rundir.is_run():
                 write_atomic(rundir.manifest_path, manifest.encode())
             rundir.drop_checkpoint(step)

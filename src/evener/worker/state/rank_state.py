@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import CheckpointError, RunError
-from evener.core.base.file_io import fsync_path
+from evener.core.base.file_io import fsync_path, make_folder, rename_durably
 from evener.core.run.rundir import RunDir
 from evener.worker.state.checkpoint import write_safetensors
 from evener.worker.state.state_serialization import flatten_state, unflatten_state
@@ -35,10 +35,10 @@ def save_rank_state(rundir: RunDir, rank: int, step: int, state: dict[str, Any])
     path = _path(folder, step)
     unfinished = path.with_suffix(".unfinished")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_safetensors(unfinished, tensors, {"state": msgspec.json.encode(tree).decode()})
         fsync_path(unfinished)
-        unfinished.replace(path)
+        rename_durably(unfinished, path)
         for old in sorted(folder.glob("step-*.safetensors"))[:-NUM_SAVED_STATES]:
             old.unlink()
     except (OSError, SafetensorError) as error:  # a full disk raises either
