@@ -34,7 +34,7 @@ def export(
     manifest, folder = rundir.manifest(), rundir.verified_checkpoint(step)
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
-    target, shape = Path(out or rundir.path / "export"), manifest.shape
+    target, shape = Path(out or rundir.inside("export")), manifest.shape
     if target.exists():
         raise UsageError(f"--out {target}: exists already", hint="another --out")
     tokenizer = load_run_tokenizer(rundir.path, manifest.corpus)

@@ -55,6 +55,6 @@ def fetch(
     for error in errors:
         run_output.print_status(f"error: {error}\nhint:  {error.hint}")
     run_output.print_checkpoint(rundir, plan)
-    if (rundir.path / "files").is_dir():
-        run_output.print_status(f"files written by the script: {rundir.path / 'files'}")
+    if (files := rundir.inside("files")).is_dir():
+        run_output.print_status(f"files written by the script: {files}")
     return 1 if errors else 0

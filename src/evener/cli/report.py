@@ -58,21 +58,22 @@ def report(
         return _report_one(run[0], out, kind)
     if len(run) == 1 and (bench_report.is_bench(folder) or compare_setups.is_comparison(folder)):
         runs = _bench_run_dirs(folder)
-        return _report_comparison(runs, out or str(folder / f"report.{kind}"), kind)
+        return _report_comparison(runs, out or str(RunDir(folder).inside(f"report.{kind}")), kind)
     return _report_comparison(
-        run, out or (str(folder / f"report.{kind}") if len(run) == 1 else f"comparison.{kind}"), kind
+        run, out or (str(RunDir(folder).inside(f"report.{kind}")) if len(run) == 1 else f"comparison.{kind}"), kind
     )
 
 
 def _bench_run_dirs(folder: Path) -> list[str]:
     """Return the run directories of a bench."""
+    from evener.core.run.rundir import RunDir
     from evener.report.pages import bench_report, compare_setups
 
     if bench_report.is_bench(folder):
         names_of_runs = [name for names in bench_report.read_bench(folder).values() for name in names]
     else:
         names_of_runs = list(compare_setups.read_setups(folder).runs.values())
-    return [str(folder / name) for name in names_of_runs]
+    return [str(RunDir(folder).inside(name)) for name in names_of_runs]
 
 
 def _report_one(run: str, out: str | None, kind: str) -> int:
@@ -136,9 +137,11 @@ def _report_comparison(runs: list[str], out: str, kind: str) -> int:
 
 
 def _draw_comparison(both: Runs, path: Path) -> None:
+    from evener.core.base.file_io import create_file
     from evener.report.pages.png_charts import comparison_png
 
     path.parent.mkdir(parents=True, exist_ok=True)
+    create_file(path).close()  # a link in its place would be followed
     comparison_png(both, path)
 
 

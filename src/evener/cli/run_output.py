@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -28,8 +29,9 @@ def print_status(text: str) -> None:
 def find_run(run: str) -> Path:
     """Return the directory of a run that is given by its path, or by the id that its processes carry on the hosts."""
     for path in Path("runs").glob("*/plan.json"):
-        if not Path(run).exists() and read_file(path).find(f'"id": "{run}"'.encode()) >= 0:
-            return path.parent
+        with contextlib.suppress(OSError):  # no file, or a damaged one
+            if not Path(run).exists() and read_file(path).find(f'"id": "{run}"'.encode()) >= 0:
+                return path.parent
     return Path(run)
 
 

@@ -40,7 +40,7 @@ def trace(
     profiles = read_profiles(rundir)
     profiled = {step for profile in profiles.values() for step in profile.clock_sync.steps}
     timeline = read_timeline(rundir, requested, None if requested else MAX_DEFAULT_STEPS, profiled)
-    path = Path(out) if out is not None else rundir.path / "trace.json"
+    path = Path(out) if out is not None else rundir.inside("trace.json")
     num_events = write_trace(rundir, timeline, path, profiles)
     missing = missing_ranges(timeline.recorded_ranges, timeline.num_steps)
     if as_json:

@@ -172,7 +172,7 @@ def _needs_follower(rundir: RunDir) -> bool:
     """Return whether the run goes on without the terminal that started it, which would follow it."""
     try:
         plan = read_plan_if_present(rundir)
-        if plan is None or not plan.hosts or (plan.is_local_run and (rundir.path / "host" / "attached").exists()):
+        if plan is None or not plan.hosts or (plan.is_local_run and rundir.inside("host", "attached").exists()):
             return False
         return any(state.get("state") != "ended" for state in cached_states(rundir, plan).values())
     except EvenerError:

@@ -7,7 +7,6 @@ program that started it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import HostError, RunError, UsageError
-from evener.core.base.file_io import make_folder, read_file
+from evener.core.base.file_io import lock_file, make_folder, read_file
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes
 from evener.core.cluster.finding import Finding
@@ -200,13 +199,11 @@ def _take_attach_lock(rundir: RunDir) -> contextlib.AbstractContextManager[objec
     """Take the lock that ties the run to this program; the kernel releases it however the program ends."""
     path = _attach_lock_path(rundir)
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    file = path.open("w")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
+    return lock_file(path, is_blocking=False)
 
 
 def _attach_lock_path(rundir: RunDir) -> Path:
-    return rundir.path.absolute() / "host" / "attached"
+    return rundir.inside("host", "attached").absolute()
 
 
 def record_preflight_warnings(rundir: RunDir, plan: Plan, warnings: Sequence[Finding]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 from collections.abc import Iterator
 
-from evener.core.base.errors import UsageError
+from evener.core.base.errors import CheckpointError, UsageError
+from evener.core.base.file_io import lock_file
 from evener.core.run.rundir import RunDir
 
 LOCKS = ("host/attached", "hosts/carry.lock", "hosts/add.lock")  # of the programs that start, fetch or change a run
@@ -20,7 +20,7 @@ def is_protected(rundir: RunDir) -> bool:
     try:
         with _locked(rundir):
             return rundir.path.is_symlink() or any((rundir.path.parent / name).exists() for name in BENCH_FILES)
-    except BlockingIOError:
+    except (OSError, CheckpointError):  # locked, or no file to lock
         return True
 
 
@@ -29,7 +29,7 @@ def delete_run(rundir: RunDir) -> None:
     try:
         with _locked(rundir):
             for name in RUN_MARKER_FILES:
-                (rundir.path / name).unlink(missing_ok=True)
+                rundir.inside(name).unlink(missing_ok=True)
             shutil.rmtree(rundir.path)
     except OSError as error:
         raise UsageError(f"{rundir}: cannot be removed: {error.strerror}: {error.filename}") from None
@@ -39,8 +39,8 @@ def delete_run(rundir: RunDir) -> None:
 def _locked(rundir: RunDir) -> Iterator[None]:
     """Lock the run against being started, fetched or changed from here; BlockingIOError if it already is."""
     with contextlib.ExitStack() as stack:
-        paths = [rundir.path / name for name in LOCKS]
-        for path in [*paths, *(rundir.path / "loggers").glob("*.lock")]:  # and of those that report it to a logger
+        paths = [rundir.inside(name) for name in LOCKS]
+        for path in [*paths, *rundir.glob("loggers/*.lock")]:  # and of those that report it to a logger
             if path.exists():
-                fcntl.flock(stack.enter_context(path.open("rb")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(lock_file(path, is_blocking=False))
         yield

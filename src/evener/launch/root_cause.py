@@ -17,6 +17,7 @@ import msgspec
 
 from evener.core.base import errors
 from evener.core.base.errors import EvenerError, RunError, UsageError
+from evener.core.base.file_io import read_last_lines
 from evener.core.base.shell import quote_word
 from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, EXIT_TERMINATED
 from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
@@ -26,6 +27,7 @@ from evener.launch.script_hints import gpu_required_line, script_failure_hint
 from evener.transfer.mirror import SupervisorState
 
 SHOWN_LINES = 15  # lines of a log that are shown
+TAIL_BYTES = 4 << 20  # of a log, in which its last lines are
 SEARCHED_LINES = 200  # a C++ stack is printed below its error message
 PARTITION_PATTERN = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
 STOP_RACE_S = 10.0  # a failure this long before a stop was not caused by it; host clocks differ
@@ -272,10 +274,12 @@ def missing_gpu_message(rundir: RunDir, plan: Plan, states: Mapping[str, Supervi
 
 def tail_log(log: Path, num: int, since: float) -> list[str]:
     """Return the last `num` lines of a log that were written after `since` (the host's clock), without time stamps."""
-    if not log.exists():
-        return []
     first = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(since)) + f".{int(since % 1 * 1000):03d}Z"
-    lines = (line.split(" ", 2) for line in log.read_text(errors="replace").splitlines()[-num:])
+    try:
+        tail = read_last_lines(log, TAIL_BYTES)[-num:]
+    except OSError:
+        return []
+    lines = (line.decode(errors="replace").split(" ", 2) for line in tail)
     return [line[-1] for line in lines if line[0] >= first]
 
 

@@ -11,7 +11,6 @@ are not sent again. If a checkpoint is damaged on its host, the one before it is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import CheckpointError, EvenerError, HostError, UsageError
-from evener.core.base.file_io import file_digest, rename_durably
+from evener.core.base.file_io import file_digest, lock_file, rename_durably
 from evener.core.base.units import format_bytes
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir, read_checkpoint, read_checkpoint_unverified
@@ -121,7 +120,7 @@ def _fetch_missing(rundir: RunDir, plan: Plan, notify: Callable[[str], None],
                 if error.check not in ("files.changed", "files.gone", "files.odd"):
                     raise
                 skipped.add(pending[0].step)
-                shutil.rmtree(_partial_path(rundir.checkpoint_path(pending[0].step)), ignore_errors=True)
+                shutil.rmtree(_partial_path(rundir, pending[0].step), ignore_errors=True)
                 if error.check != "files.gone":
                     notify(f"{host.name}: {pending[0].folder} is damaged; it is not fetched")
     return fetched
@@ -156,8 +155,8 @@ def _fetch_one(rundir: RunDir, session: Session, checkpoint: RemoteCheckpoint, n
           throttle: Callable[[float], None] | None) -> None:  # fmt: skip
     """Fetch one checkpoint; replace a damaged copy here once the new one is complete."""
     target = rundir.checkpoint_path(checkpoint.step)
-    partials = _partial_path(target)
-    complete = partials / "complete"
+    partials = _partial_path(rundir, checkpoint.step)
+    complete = rundir.inside("checkpoints", partials.name, "complete")
     try:
         fetcher = FileFetcher(session, checkpoint.folder, complete, partials, throttle)
         missing = fetcher.missing(checkpoint.files)
@@ -188,9 +187,9 @@ def _is_intact(rundir: RunDir, step: int) -> bool:
     return True
 
 
-def _partial_path(target: Path) -> Path:
+def _partial_path(rundir: RunDir, step: int) -> Path:
     """Return the folder that holds a checkpoint until its transfer is complete."""
-    return target.with_name(f".{target.name}{PARTIAL_SUFFIX}")
+    return rundir.inside("checkpoints", f".{rundir.checkpoint_path(step).name}{PARTIAL_SUFFIX}")
 
 
 def _prune_local(rundir: RunDir, plan: Plan) -> None:
@@ -202,7 +201,7 @@ def _prune_local(rundir: RunDir, plan: Plan) -> None:
     best = min(((loss, step) for loss, step in losses if loss is not None), default=(None, None))[1]
     if spec := plan.spec or (rundir.manifest().spec if rundir.is_run() else None):
         RunWriter(rundir.path).prune_checkpoints(spec.checkpoint.keep, best)
-    for partial in rundir.checkpoints_path.glob(f".*{PARTIAL_SUFFIX}"):
+    for partial in rundir.glob(f"checkpoints/.*{PARTIAL_SUFFIX}"):
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -211,16 +210,17 @@ def exclusive_lock(
     rundir: RunDir, notify: Callable[[str], None] | None, lock_name: str = "carry.lock"
 ) -> Iterator[None]:
     """Hold a lock of a run, for one terminal at a time. With `notify` report and wait; else raise BlockingIOError."""
-    path = rundir.path / "hosts" / lock_name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if notify is None:
-                raise
-            notify("another terminal is fetching from this run; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    path = rundir.inside("hosts", lock_name)
+    try:
+        lock = lock_file(path, is_blocking=False)
+    except BlockingIOError:
+        if notify is None:
+            raise
+        notify("another terminal is fetching from this run; waiting for it")
+        lock = lock_file(path, is_blocking=True)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", hint="see what is in its place, or who may write there") from None
+    with lock:
         yield
 
 
@@ -261,7 +261,8 @@ def restore_to_hosts(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, 
             )
             files = {path: files[path] for path in missing}
             if rollback != "whole":
-                files |= {f"checkpoints/{checkpoint.name}/{part}": checkpoint / part for part in parts}
+                names = [f"checkpoints/{checkpoint.name}/{part}" for part in parts]
+                files |= {name: rundir.inside(name) for name in names}
             if files:
                 sent = send_to_host(session, host.host.workdir, describe_files(files))
                 session.call("run_control", "install_tree", run=run, tree=sent.path, timeout_s=REMOTE_WORK_TIMEOUT_S)

@@ -27,7 +27,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, UsageError
-from evener.core.base.file_io import file_digest, fsync_path, make_folder, rename_durably
+from evener.core.base.file_io import append_bytes, append_file, file_digest, fsync_path, make_folder, rename_durably
 from evener.core.base.units import format_bytes
 from evener.core.cluster.fleet_file import Fleet
 from evener.node.remote import content_store
@@ -163,14 +163,14 @@ class FileFetcher:
             )  # fmt: skip
             return content or b""
 
-        with partial.open("ab") as target:
+        with append_file(partial) as target:
             target.truncate(offset)
-            began = time.monotonic()
-            for content in _pipelined(read, range(offset, file.size, self._chunk_bytes), self._window):
-                target.write(content)
-                if self._throttle is not None:
-                    self._throttle(time.monotonic() - began)
-                    began = time.monotonic()
+        began = time.monotonic()
+        for content in _pipelined(read, range(offset, file.size, self._chunk_bytes), self._window):
+            append_bytes(partial, content)
+            if self._throttle is not None:
+                self._throttle(time.monotonic() - began)
+                began = time.monotonic()
 
     def _local_path(self, file: RemoteFile) -> Path:
         """Return where a file is written here. ValueError if that is outside the target folder."""

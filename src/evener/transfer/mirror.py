@@ -16,7 +16,6 @@ host and of the file here, so that a file that was replaced meanwhile is not app
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import re
 import threading
 import time
@@ -28,7 +27,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins, from_json
 from evener.core.base.errors import CheckpointError, EvenerError, HostError, RunError
-from evener.core.base.file_io import read_file, write_atomic
+from evener.core.base.file_io import append_bytes, lock_file, read_file, read_lines, write_atomic
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import TOKENIZER_FILES
@@ -106,8 +105,7 @@ class HostMirror:
                  should_restart: Callable[[], bool | None] = lambda: False) -> None:  # fmt: skip
         """`should_restart` returns whether to restart a host that went down and is back; None: not known yet."""
         self.name, self._fleet = name, plan.fleet
-        self._rundir, self.plan = rundir, plan.host(name)
-        self._folder, self._is_restart_wanted = self.plan.supervisor_state_path(rundir).parent, should_restart
+        self._rundir, self.plan, self._is_restart_wanted = rundir, plan.host(name), should_restart
         self.state: SupervisorState | None = None  # the last one received
         # Not consumed yet: the host's time, a sample of its processes, and the addresses that do not answer it.
         self.process_samples: list[tuple[float, dict[int | None, ProcessSample], list[str]]] = []
@@ -229,8 +227,7 @@ class HostMirror:
                 copies[name] = MirroredFile(header["identity"], path.stat().st_ino)
                 write_atomic(self._copies_path, msgspec.json.encode(copies))
             elif name not in REPLACED_FILES and len(content) > copied_bytes - offset:
-                with path.open("ab") as file:
-                    file.write(content[copied_bytes - offset :])
+                append_bytes(path, content[copied_bytes - offset :])
 
     @staticmethod
     def _is_own_copy(name: str, path: Path, copy: MirroredFile) -> bool:
@@ -239,7 +236,7 @@ class HostMirror:
 
     @property
     def _copies_path(self) -> Path:
-        return self._folder / "mirror.json"
+        return self._rundir.inside("hosts", self.name, "mirror.json")
 
     def _read_copies(self) -> dict[str, MirroredFile]:
         """Read mirror.json; empty if it is missing or damaged."""
@@ -251,9 +248,7 @@ class HostMirror:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Lock the copies, as two terminals may follow one run. RunError if the run was restarted without this host."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / "mirror.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock_file(self._rundir.inside("hosts", self.name, "mirror.lock"), is_blocking=True):
             parts = [(host.name, host.run) for host in read_plan(self._rundir).hosts]
             if (self.name, self.plan.run) not in parts:
                 raise RunError(
@@ -270,7 +265,7 @@ class HostMirror:
             return self.plan.supervisor_state_path(self._rundir)
         host, first = re.escape(self.name), self.plan.first_rank
         if path in RANK_0_FILES and self.plan.agent is not None:  # the first host may change
-            return self._folder / path
+            return self._rundir.inside("hosts", self.name, path)
         rank_match = re.fullmatch(
             rf"(?:(?:steps|spans|profile|replicas)/rank-|logs/{host}\.)(\d+)\.(?:jsonl?|log|safetensors)", path
         )
@@ -280,7 +275,7 @@ class HostMirror:
             else path in (f"logs/{self.name}.log", f"vitals/{self.name}.jsonl")
             or (path in RANK_0_FILES and self.plan.node_rank == 0)
         )
-        return self._rundir.path / path if is_ours else None
+        return self._rundir.inside(path) if is_ours else None
 
 
 class RunMirror:
@@ -352,9 +347,9 @@ def choose_manifest(rundir: RunDir, plan: Plan) -> None:
     newest = max(order for order, _ in candidates)
     folder = next(folder for order, folder in candidates if order == newest)
     for name in RANK_0_FILES:
-        path, target = folder / name, rundir.path / name
-        if path.exists() and not (target.exists() and target.read_bytes() == path.read_bytes()):
-            write_atomic(target, path.read_bytes(), mode=0o600)
+        path, target = RunDir(folder).inside(name), rundir.inside(name)
+        if path.exists() and not (target.exists() and read_file(target) == read_file(path)):
+            write_atomic(target, read_file(path), mode=0o600)
 
 
 def merge_events(rundir: RunDir, plan: Plan) -> None:
@@ -362,9 +357,9 @@ def merge_events(rundir: RunDir, plan: Plan) -> None:
     if plan.is_local_run:
         return
     lines: dict[bytes, float] = {}
-    for path in (rundir.events_path, *sorted((rundir.path / "hosts").glob("*/events.jsonl"))):
+    for path in (rundir.events_path, *rundir.glob("hosts/*/events.jsonl")):
         try:
-            complete = read_file(path).split(b"\n")[:-1] if path.exists() else []
+            complete = [*read_lines(path)] if path.exists() else []
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
         at = 0.0
@@ -380,9 +375,6 @@ def record_controller_event(rundir: RunDir, plan: Plan, event: str, **facts: Any
     if plan.is_local_run:
         RunWriter(rundir.path).add_event(event, **facts)
         return
-    folder = rundir.path / "hosts" / ".controller"
-    folder.mkdir(parents=True, exist_ok=True)
     line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
-    with (folder / "events.jsonl").open("ab") as file:
-        file.write(line)
+    append_bytes(rundir.inside("hosts", ".controller", "events.jsonl"), line)
     merge_events(rundir, plan)

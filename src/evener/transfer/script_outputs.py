@@ -67,7 +67,8 @@ def fetch_outputs(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
         try:
             with _host_session(plan, name) as session:
                 outputs = _find_host_outputs(session, plan.host(name), states[name])
-                return _fetch_outputs(session, rundir.path / "files" / name, outputs, notify)
+                target, partials = rundir.inside("files", name), rundir.inside("files", f".{name}.arriving")
+                return _fetch_outputs(session, target, partials, outputs, notify)
         except EvenerError as error:
             return [], [error]
 
@@ -108,10 +109,10 @@ def _find_host_outputs(session: Session, host: HostPlan, state: SupervisorState)
     return ScriptOutputs(host.cwd, from_builtins(files, list[OutputFile]))
 
 
-def _fetch_outputs(session: Session, target: Path, outputs: ScriptOutputs,
+def _fetch_outputs(session: Session, target: Path, partials: Path, outputs: ScriptOutputs,
            notify: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
     """Fetch file by file, so that one that a script is writing or has removed does not affect the others."""
-    names, partials = [file.path for file in outputs.files], target.with_name(f".{target.name}.arriving")
+    names = [file.path for file in outputs.files]
     entries = list(
         session.stream("content_store", "hash_files", path=outputs.folder, names=names, timeout_s=REMOTE_WORK_TIMEOUT_S)
     )

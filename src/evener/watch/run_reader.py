@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from evener.core.base.decoding import from_json, from_msgpack, json_decoder
-from evener.core.base.errors import EvenerError
-from evener.core.base.file_io import LineReader, open_file, read_file, write_atomic
+from evener.core.base.errors import CheckpointError, EvenerError
+from evener.core.base.file_io import LineReader, open_file, read_file, read_lines, write_atomic
 from evener.core.base.json_files import read_json_lines
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.run.run_plan import Plan, read_plan_if_present
@@ -82,7 +82,16 @@ class RunReader:
         self._load_cache()
 
     def read_new(self, budget_s: float = 0.1) -> bool:
-        """Read the small files that changed, then step records for `budget_s`. Return whether records remain unread."""
+        """Read the small files that changed, then step records for `budget_s`. Return whether records remain unread.
+
+        Nothing is read of a run with a link that leads out of it.
+        """
+        try:
+            return self._read_new(budget_s)
+        except CheckpointError:
+            return False
+
+    def _read_new(self, budget_s: float) -> bool:
         until = time.monotonic() + budget_s
         self._read_small_files()
         for rank in self.rundir.recorded_ranks()[:MAX_RANKS]:  # rank 0 first: it alone completes the shared curves
@@ -104,7 +113,7 @@ class RunReader:
             }
             cache = ReaderCache(places=places, curves=self.curves.to_stored())
             with contextlib.suppress(OSError):
-                write_atomic(self.rundir.path / CACHE_FILE, msgspec.msgpack.encode(cache), mode=0o600)
+                write_atomic(self.rundir.inside(CACHE_FILE), msgspec.msgpack.encode(cache), mode=0o600)
             self._uncached_bytes = 0
         self._cached_at = time.monotonic()
 
@@ -115,14 +124,14 @@ class RunReader:
 
     def needs_sample(self) -> bool:
         """Return whether a checkpoint is newer than all samples."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             return max(self.rundir.checkpoint_steps(), default=0) > max(self.samples, default=0)
         return False
 
     def spans_version(self) -> int:
         """Return a number that changes when the ranks have recorded more spans."""
         stats = []
-        for path in sorted((self.rundir.path / "spans").glob("rank-*.jsonl")):
+        for path in self.rundir.glob("spans/rank-*.jsonl"):
             with contextlib.suppress(OSError):  # removed meanwhile
                 stats.append((path.stat().st_size, path.stat().st_mtime_ns))
         return hash(tuple(stats))
@@ -144,7 +153,7 @@ class RunReader:
 
     def _load_cache(self) -> None:
         try:
-            cache = from_msgpack(read_file(self.rundir.path / CACHE_FILE), ReaderCache)
+            cache = from_msgpack(read_file(self.rundir.inside(CACHE_FILE)), ReaderCache)
             if cache.format != FORMAT or not all(
                 self._is_unchanged(rank, place) for rank, place in cache.places.items()
             ):
@@ -154,7 +163,7 @@ class RunReader:
                 rank: LineReader(self.rundir.steps_path(rank), place.inode, place.offset)
                 for rank, place in cache.places.items()
             }
-        except (OSError, msgspec.MsgspecError, ValueError):
+        except (OSError, msgspec.MsgspecError, ValueError, CheckpointError):
             return
 
     def _is_unchanged(self, rank: int, place: FilePosition) -> bool:
@@ -199,7 +208,7 @@ class RunReader:
         """Read each small file that changed."""
         if self._has_changed(self.rundir.manifest_path):
             self.manifest = _read_or_previous(self.rundir.manifest, self.manifest)
-        if self._has_changed(self.rundir.path / "plan.json"):
+        if self._has_changed(self.rundir.inside("plan.json")):
             self.plan = _read_or_previous(lambda: read_plan_if_present(self.rundir), self.plan)
         hosts = self.plan.hosts if self.plan else []
         for host in hosts:
@@ -207,11 +216,11 @@ class RunReader:
             if self._has_changed(path):
                 with contextlib.suppress(OSError, msgspec.MsgspecError):
                     self.supervisor_states[host.name] = from_json(read_file(path), dict[str, Any])
-        for path in (self.rundir.path / "vitals").glob("*.jsonl"):
+        for path in self.rundir.glob("vitals/*.jsonl"):
             if self._has_changed(path) and (newest := _last_line(path)):
                 with contextlib.suppress(msgspec.MsgspecError):
                     self.vitals[path.stem] = from_json(newest, Vitals)
-        paths = [self.rundir.events_path, *sorted((self.rundir.path / "hosts").glob("*/events.jsonl"))]
+        paths = [self.rundir.events_path, *self.rundir.glob("hosts/*/events.jsonl")]
         are_new = [self._has_changed(path) for path in paths]
         if any(are_new):
             self.events = _merge_events(paths)
@@ -252,7 +261,7 @@ def _merge_events(paths: list[Path]) -> list[dict[str, Any]]:
     events_by_line: dict[bytes, dict[str, Any]] = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            for line in read_file(path).split(b"\n")[:-1]:
+            for line in read_lines(path):
                 if line not in events_by_line and (event := parse_event(line)) is not None:
                     events_by_line[line] = event
     return sorted(events_by_line.values(), key=lambda event: float(event["time"]))

@@ -1,16 +1,48 @@
-"""Write files atomically and durably, append lines, and read regular files, also while they grow."""
+"""Open, read, append to, lock and replace files, atomically and durably where that matters.
+
+Every file of a run directory goes through this module, and on hosts through its twin node/remote/file_io.py, because a
+run directory may come from elsewhere. What it holds must not make evener write, truncate or delete outside of it,
+block, or read without end:
+
+    path_inside                           a path of a folder; refused if a symbolic link or ".." leads out of it
+    open_file, read_file, read_lines      read a regular file: no pipe, no device, nothing larger than a limit
+    append_file, lock_file, LineFile      open a regular file with one name, owned by this user; it is never truncated
+    create_file, write_atomic             make a new file; a link in its place is replaced, not followed
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
+
+from evener.core.base.errors import CheckpointError
+
+MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
+MAX_LINE_BYTES = 16 << 20  # of a line
+
+
+def path_inside(folder: Path, *names: str) -> Path:
+    """Return the path of a file in a folder. Raise OSError if a symbolic link, ".." or "/" in it leads out of it.
+
+    The folder itself may be a symbolic link.
+    """
+    path = folder.joinpath(*names)
+    try:
+        is_inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    except ValueError as error:  # a NUL in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if not is_inside:
+        raise OSError(errno.ELOOP, f"leads out of {folder}", str(path))
+    return path
 
 
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
@@ -29,17 +61,21 @@ def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
         raise
 
 
-def write_atomic(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file atomically and durably: readers see the old content or the new one, and after the return the new
-    one alone, even after a power loss. The umask applies to `mode`.
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o666, is_durable: bool = True) -> None:
+    """Replace a file atomically: readers see the old content or the new one. The umask applies to `mode`.
+
+    With `is_durable`, flush it and its name to disk: after the return, only the new content survives a power loss.
     """
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        with create_file(temporary, mode=mode) as file:
             file.write(content)
-        fsync_path(temporary)
-        rename_durably(temporary, path)
+        if is_durable:
+            fsync_path(temporary)
+            rename_durably(temporary, path)
+        else:
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -59,6 +95,61 @@ def rename_durably(source: Path, target: Path) -> None:
     fsync_path(target.parent)
 
 
+def create_file(path: Path, *, mode: int = 0o666) -> BufferedWriter:
+    """Create a file and open it for writing; a file or link of its name is removed, not written to."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
+
+
+def append_file(path: Path) -> FileIO:
+    """Open a file for reading and appending, unbuffered; create it and its folder if missing.
+
+    Raise OSError for anything but a regular file with one name that this user, or the owner of its folder, owns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        _check_is_own(descriptor, path)
+        return FileIO(descriptor, "a+")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def append_bytes(path: Path, content: bytes) -> None:
+    """Append to a file. Raise OSError if the content could not be written completely."""
+    with append_file(path) as file:
+        while content:
+            content = content[file.write(content) or 0 :]
+
+
+def lock_file(path: Path, *, is_blocking: bool) -> FileIO:
+    """Lock a file until it is closed, however this process ends; create it if missing. Its content is not changed.
+
+    Raise BlockingIOError if another process holds the lock and `is_blocking` is false.
+    """
+    file = append_file(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_is_own(descriptor: int, path: Path) -> None:
+    """Raise OSError for a pipe, device or folder, a file with hard links, or another user's file."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    if status.st_nlink > 1:
+        raise OSError(errno.EMLINK, "has another name too, a hard link: evener does not write to it", str(path))
+    if status.st_uid not in (os.geteuid(), path.parent.stat().st_uid):  # some network disks give all files one owner
+        raise OSError(errno.EPERM, "belongs to another user", str(path))
+
+
 class LineFile:
     """A file to which one process appends lines.
 
@@ -68,14 +159,12 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b", buffering=0)
+        self._file = append_file(path)
         size = self._file.seek(0, os.SEEK_END)
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
             self._file.close()
-            content = read_file(path)
-            write_atomic(path, content[: content.rfind(b"\n") + 1])
-            self._file = path.open("ab", buffering=0)
+            write_atomic(path, b"".join(line + b"\n" for line in read_lines(path)))
+            self._file = append_file(path)
 
     def write(self, lines: bytes) -> None:
         """Append lines. Raise OSError if they could not be written completely."""
@@ -104,16 +193,39 @@ def open_file(path: Path) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-def read_file(path: Path) -> bytes:
-    """Read a whole file. Raise OSError if there is none."""
+def read_file(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """Read a whole file. Raise OSError if there is none, or if it has more than `max_bytes`."""
     with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", str(path))
         return file.read()
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the complete lines of a file, without their newlines; a file of any size is read in small pieces.
+
+    Raise OSError if there is no file, or if a line has more than `MAX_LINE_BYTES`.
+    """
+    with open_file(path) as file:
+        while (line := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
+            yield line[:-1]
+        if len(line) > MAX_LINE_BYTES:
+            raise OSError(errno.EFBIG, f"a line of more than {MAX_LINE_BYTES >> 20} MiB", str(path))
 
 
 def file_digest(path: Path) -> str:
     """Return the blake2b digest (32 bytes, as hex) of a file's content, which verifies copied files."""
     with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def read_last_lines(path: Path, num_bytes: int) -> list[bytes]:
+    """Return the complete lines in the last `num_bytes` of a file. Raise OSError if there is none."""
+    with open_file(path) as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - num_bytes)
+        file.seek(begin)
+        lines = file.read(num_bytes).split(b"\n")[:-1]
+    return lines[1:] if begin else lines
 
 
 class LineReader:
@@ -125,7 +237,7 @@ class LineReader:
         self.was_replaced = False  # at the last read
         self._partial_size = -1  # size of the file at which its last line was incomplete
 
-    def read(self, max_bytes: int = -1) -> bytes:
+    def read(self, max_bytes: int = MAX_LINE_BYTES) -> bytes:
         """Return the new complete lines among the next `max_bytes`; b"" if there are none or the file cannot be read.
 
         A line of more than `max_bytes` is returned in pieces.
@@ -138,7 +250,7 @@ class LineReader:
                     self.was_replaced = self.inode is not None
                     self.inode, self.offset = status.st_ino, 0
                 file.seek(self.offset)
-                chunk = file.read(max_bytes)
+                chunk = file.read(min(max_bytes, status.st_size - self.offset))
         except OSError:
             return b""
         is_one_line = len(chunk) == max_bytes and b"\n" not in chunk  # it would never end
@@ -157,15 +269,23 @@ class LineReader:
 
 
 def follow_lines(path: Path) -> Iterator[list[bytes]]:
-    """Yield at each iteration the complete lines appended to a file since the last; all lines if it was replaced."""
+    """Yield at each iteration the complete lines appended to a file since the last; all lines if it was replaced.
+
+    Raise CheckpointError if a line has more than `MAX_LINE_BYTES`.
+    """
     reader = LineReader(path)
     while True:
-        yield reader.read().split(b"\n")[:-1]
+        new: list[bytes] = []
+        while piece := reader.read():
+            if not piece.endswith(b"\n"):
+                raise CheckpointError(f"{path}: damaged: a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            new += piece.split(b"\n")[:-1]
+        yield new
 
 
 def fsync_path(path: Path) -> None:
     """Flush a file or folder to disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:

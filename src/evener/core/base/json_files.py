@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -11,7 +10,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json, from_json_lines
 from evener.core.base.errors import CheckpointError
-from evener.core.base.file_io import open_file, read_file
+from evener.core.base.file_io import MAX_FILE_BYTES, read_file, read_last_lines, read_lines
 
 T = TypeVar("T")
 
@@ -37,10 +36,18 @@ def decode_versioned_json(
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
-def read_json(path: Path, kind: type[T]) -> T:
+def read_versioned_json(path: Path, kind: type[T], expected_format: int) -> T:
+    """Read a JSON file of the expected format. Raise CheckpointError if that fails."""
+    try:
+        return decode_versioned_json(read_file(path), kind, expected_format, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+
+
+def read_json(path: Path, kind: type[T], max_bytes: int = MAX_FILE_BYTES) -> T:
     """Read a JSON file that one evener process wrote for another. Raise CheckpointError if that fails."""
     try:
-        return from_json(read_file(path), kind)
+        return from_json(read_file(path, max_bytes), kind)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
@@ -53,21 +60,10 @@ def read_json_lines(path: Path, kind: type[T], tail_bytes: int | None = None) ->
     A half-written last line, which a kill leaves, is ignored. Raise CheckpointError if the file is damaged.
     """
     try:
-        lines = _tail(path, tail_bytes) if tail_bytes else read_file(path).split(b"\n")
+        return from_json_lines(read_last_lines(path, tail_bytes) if tail_bytes else read_lines(path), kind)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    try:
-        return from_json_lines(lines[:-1], kind)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-
-
-def _tail(path: Path, num_bytes: int) -> list[bytes]:
-    """Return the complete lines in the last `num_bytes` of a file, then what follows the last newline."""
-    with open_file(path) as file:
-        begin = max(0, os.fstat(file.fileno()).st_size - num_bytes)
-        file.seek(begin)
-        lines = file.read().split(b"\n")
-    return lines[1:] if begin else lines

@@ -66,14 +66,14 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def events_path(self, rundir: RunDir) -> Path:
         """Return the local file of the events that the host's ranks recorded."""
-        return rundir.events_path if self.is_local_run else rundir.path / "hosts" / self.name / "events.jsonl"
+        return rundir.events_path if self.is_local_run else rundir.inside("hosts", self.name, "events.jsonl")
 
     def supervisor_state_path(self, rundir: RunDir) -> Path:
         """Return the local copy of the host's supervisor state."""
         return (
-            rundir.path / "host" / "state.json"
+            rundir.inside("host", "state.json")
             if self.is_local_run
-            else rundir.path / "hosts" / self.name / "state.json"
+            else rundir.inside("hosts", self.name, "state.json")
         )
 
     def shell_command(self) -> str:
@@ -195,4 +195,4 @@ def write_plan(rundir: RunDir, plan: Plan) -> None:
 
 
 def _path(rundir: RunDir) -> Path:
-    return rundir.path / "plan.json"
+    return rundir.inside("plan.json")

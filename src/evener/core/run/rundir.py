@@ -26,7 +26,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import CheckpointError, UsageError
-from evener.core.base.file_io import file_digest, read_file
+from evener.core.base.file_io import file_digest, path_inside, read_file, read_lines
 from evener.core.base.json_files import decode_versioned_json, read_json_lines
 from evener.core.base.shell import quote_word
 from evener.core.cluster.host_info import HostInfo
@@ -152,33 +152,50 @@ class RunDir:
     def __str__(self) -> str:
         return str(self.path)
 
+    def inside(self, *names: str) -> Path:
+        """Return the path of a file or folder of this run.
+
+        Raise CheckpointError if a symbolic link leads out of the run directory: nothing is read or written there.
+        """
+        try:
+            return path_inside(self.path, *names)
+        except OSError as error:
+            raise CheckpointError(
+                f"{error.filename}: {error.strerror}",
+                hint="a whole run directory may be a symbolic link; nothing in it may lead out of it",
+            ) from None
+
+    def glob(self, pattern: str) -> list[Path]:
+        """Return the paths in this run that match a pattern, sorted. Raise CheckpointError as `inside` does."""
+        return [self.inside(str(path.relative_to(self.path))) for path in sorted(self.path.glob(pattern))]
+
     @property
     def manifest_path(self) -> Path:
-        return self.path / "manifest.json"
+        return self.inside("manifest.json")
 
     @property
     def events_path(self) -> Path:
-        return self.path / "events.jsonl"
+        return self.inside("events.jsonl")
 
     @property
     def checkpoints_path(self) -> Path:
-        return self.path / "checkpoints"
+        return self.inside("checkpoints")
 
     def steps_path(self, rank: int) -> Path:
-        return self.path / "steps" / f"rank-{rank}.jsonl"
+        return self.inside("steps", f"rank-{rank}.jsonl")
 
     def vitals_path(self, host: str) -> Path:
-        return self.path / "vitals" / f"{host}.jsonl"
+        return self.inside("vitals", f"{host}.jsonl")
 
     def spans_path(self, rank: int) -> Path:
-        return self.path / "spans" / f"rank-{rank}.jsonl"
+        return self.inside("spans", f"rank-{rank}.jsonl")
 
     def profile_path(self, rank: int) -> Path:
-        return self.path / "profile" / f"rank-{rank}.json"
+        return self.inside("profile", f"rank-{rank}.json")
 
     def log_path(self, host: str, rank: int | None) -> Path:
         """Return the log of a rank, or for None that of the launcher of the host's ranks."""
-        return self.path / "logs" / (f"{host}.log" if rank is None else f"{host}.{rank}.log")
+        return self.inside("logs", f"{host}.log" if rank is None else f"{host}.{rank}.log")
 
     def is_run(self) -> bool:
         """Return whether this directory holds a run."""
@@ -216,12 +233,11 @@ class RunDir:
     def events(self) -> list[dict[str, Any]]:
         """Read all events in order. Raise CheckpointError if the file cannot be read."""
         try:
-            lines = read_file(self.events_path).split(b"\n")[:-1]
+            return [event for line in read_lines(self.events_path) if (event := parse_event(line)) is not None]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise CheckpointError(f"{self.events_path}: {error.strerror}") from None
-        return [event for line in lines if (event := parse_event(line)) is not None]
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -231,13 +247,13 @@ class RunDir:
         return sorted(int(name[1]) for name in names if name)
 
     def checkpoint_path(self, step: int) -> Path:
-        return self.checkpoints_path / f"step-{step:06d}"
+        return self.inside("checkpoints", f"step-{step:06d}")
 
     def newest_checkpoint_step(self) -> int:
         """Return the step of the newest complete checkpoint. Raise CheckpointError if there is none here."""
         if steps := self.checkpoint_steps():
             return steps[-1]
-        saved = self.last_saved_step() if (self.path / "hosts").is_dir() else None  # else it ran here
+        saved = self.last_saved_step() if self.inside("hosts").is_dir() else None  # else it ran here
         raise CheckpointError(
             f"{self}: holds no complete checkpoint" + ("" if saved is None else f"; its host saved step {saved}"),
             hint="the first one is saved after --checkpoint-every steps, or at the end of the run"
@@ -289,7 +305,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     checkpoint = read_checkpoint_unverified(folder)
     for name, digest in checkpoint.files.items():
         try:
-            actual = file_digest(folder / name)
+            actual = file_digest(path_inside(folder, name))
         except OSError as error:
             raise CheckpointError(f"{folder / name}: {error.strerror}") from None
         if actual != digest:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from evener.core.base.file_io import write_atomic
+from evener.core.base.file_io import append_file, write_atomic
 from evener.core.run.rundir import Manifest, RunDir
 
 REMOVED_SUFFIX = ".removed"  # suffix of a checkpoint that is being removed
@@ -29,7 +29,7 @@ class RunWriter(RunDir):
         A line that a full disk cut short is terminated first.
         """
         line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
-        with self.events_path.open("a+b", buffering=0) as file:
+        with append_file(self.events_path) as file:
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                 line = b"\n" + line
             file.write(line)
@@ -42,7 +42,7 @@ class RunWriter(RunDir):
         for step in self.checkpoint_steps()[:-keep]:
             if step != best:
                 self.drop_checkpoint(step)
-        for path in self.checkpoints_path.glob(f".*{REMOVED_SUFFIX}"):
+        for path in self.glob(f"checkpoints/.*{REMOVED_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
 
     def drop_checkpoint(self, step: int) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.errors import CheckpointError
-from evener.core.base.file_io import write_atomic
+from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.json_files import read_json
 from evener.core.base.shell import quote_word
 from evener.core.run.hang_detector import describe_hang
@@ -196,7 +196,7 @@ class HostAgent:
             case HostPhase.WAITING | HostPhase.READY if self._regroup_phase() == HostPhase.LEAVING:
                 consensus.phase = HostPhase.LEAVING
             case HostPhase.LEAVING if not consensus.is_member and self._required_bytes is None and self._can_exit(now):
-                reason = self._leave_reason or self._exclusion_path.read_text()
+                reason = self._leave_reason or read_file(self._exclusion_path).decode(errors="replace")
                 print(f"evener: this host has left the run: {reason}", flush=True)
                 return EXIT_HOST_LEFT
             case HostPhase.WAITING if consensus.is_member and not consensus.has_lost_quorum(now):
@@ -207,7 +207,10 @@ class HostAgent:
                 self._monitor_ranks(now)
             case HostPhase.RUNNING:
                 waiting = self._folder / JOIN_PENDING_FILE
-                waiting.touch() if consensus.waiting_hosts(now) else waiting.unlink(missing_ok=True)
+                if not consensus.waiting_hosts(now):
+                    waiting.unlink(missing_ok=True)
+                elif not waiting.exists():
+                    write_atomic(waiting, b"", is_durable=False)
                 self._monitor_ranks(now)
                 if consensus.phase == HostPhase.RUNNING and self._hang_monitor.is_sample_due(now):
                     self._detect_hang(now)
@@ -242,7 +245,7 @@ class HostAgent:
         needs_path, free = self._folder / NEEDED_BYTES_FILE, shutil.disk_usage(self._folder).free
         self._required_bytes = free + DISK_MARGIN_BYTES
         with contextlib.suppress(OSError, ValueError):
-            self._required_bytes = int(needs_path.read_text())
+            self._required_bytes = int(read_file(needs_path))
             needs_path.unlink()
         self._disk_retry_at = self._clock() + min(DISK_RETRY_S * 2 ** min(self._num_disk_retries, 10), MAX_DISK_RETRY_S)
         self._num_disk_retries += 1

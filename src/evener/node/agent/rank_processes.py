@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from evener.core.base.decoding import from_builtins, from_json
-from evener.core.base.file_io import read_file, write_atomic
+from evener.core.base.file_io import create_file, read_file, write_atomic
 from evener.core.run.hang_detector import ProcessSample
 from evener.core.run.membership_epoch import (
     EXIT_HOST_NOT_RETRYABLE,
@@ -160,7 +160,7 @@ class SubprocessRanks:
             rank_env = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num}
             rank_folder = logs / str(local_rank)
             rank_folder.mkdir(parents=True)
-            with (rank_folder / "stdout.log").open("wb") as out, (rank_folder / "stderr.log").open("wb") as err:
+            with create_file(rank_folder / "stdout.log") as out, create_file(rank_folder / "stderr.log") as err:
                 self._processes.append(
                     subprocess.Popen([sys.executable, *spec.program], stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                      env=env | {name: str(value) for name, value in rank_env.items()})

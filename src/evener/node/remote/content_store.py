@@ -21,7 +21,16 @@ import time
 import uuid
 from typing import Any, AnyStr, BinaryIO, Iterator  # noqa: UP035  python 3.8
 
-from evener.node.remote.file_io import BLOCK_BYTES, absolute_path, content_digest, file_digest, write_atomic
+from evener.node.remote.file_io import (
+    BLOCK_BYTES,
+    absolute_path,
+    content_digest,
+    create_file,
+    file_digest,
+    open_own_file,
+    open_regular_file,
+    write_atomic,
+)
 
 SEALED_NS = 946684800 * 10**9  # 1 January 2000: no write gives a file this time
 STALE_AGE_S = 24 * 3600  # a partial upload or half-built tree untouched for this long is removed
@@ -64,7 +73,7 @@ def put_small_blobs(workdir: str, blobs: list[tuple[str, int]], body: bytes = b"
         if _has_blob(folder, digest, size):
             continue
         temporary = os.path.join(folder, f"{digest}.{uuid.uuid4().hex}.part")
-        with open(temporary, "wb") as file:
+        with create_file(temporary) as file:
             file.write(content)
         _seal(temporary, 0o444)
         os.replace(temporary, os.path.join(folder, digest))
@@ -78,7 +87,7 @@ def open_upload(workdir: str, digest: str, size: int) -> dict[str, Any]:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            file = open(path, "r+b")  # noqa: SIM115  stays open from call to call
+            file = os.fdopen(open_own_file(path, os.O_RDWR), "r+b")  # stays open from call to call
         except OSError:
             continue
         if _try_lock(file) and _is_same_file(file, path):
@@ -86,7 +95,7 @@ def open_upload(workdir: str, digest: str, size: int) -> dict[str, Any]:
         file.close()
     else:
         path = os.path.join(folder, f"{digest}.{uuid.uuid4().hex}.part")
-        file = open(path, "w+b")  # noqa: SIM115
+        file = create_file(path)
         _try_lock(file)
     if (
         names
@@ -94,7 +103,7 @@ def open_upload(workdir: str, digest: str, size: int) -> dict[str, Any]:
         and _file_size(path) < _file_size(os.path.join(folder, names[0]))
     ):
         try:
-            with open(os.path.join(folder, names[0]), "rb") as longest:  # another sender's: reuse what it has
+            with open_regular_file(os.path.join(folder, names[0])) as longest:  # another sender's: reuse what it has
                 file.truncate(0)
                 shutil.copyfileobj(longest, file, BLOCK_BYTES)
         except OSError:
@@ -227,7 +236,7 @@ def _populate_tree(target: bytes, blobs: bytes, content: dict[str, Any], linked:
         if size > BLOCK_BYTES or linked:
             shutil.copyfile(blob, target_path)
         else:
-            with open(blob, "rb") as source:
+            with open_regular_file(blob) as source:
                 blob_content = source.read()
             if content_digest(blob_content) != digest:
                 os.unlink(blob)
@@ -246,7 +255,7 @@ def discard_tree(workdir: str, tree: str) -> None:
     root = absolute_path(workdir)
     path = os.path.join(root, "trees", tree)
     try:
-        with open(path + ".json", "rb") as file:
+        with open_regular_file(path + ".json") as file:
             digests = {digest for _, digest, _, _ in json.loads(file.read().decode())["files"]}
     except (OSError, ValueError):
         return
@@ -263,7 +272,7 @@ def hash_files(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         place = _place_in(path, name)
         if os.path.isfile(place) and not os.path.islink(place):
-            with contextlib.suppress(FileNotFoundError), open(place, "rb") as file:
+            with contextlib.suppress(FileNotFoundError), open_regular_file(place) as file:
                 state = os.fstat(file.fileno())
                 executable = bool(state.st_mode & 0o100)
                 yield {"path": name, "digest": file_digest(file), "size": state.st_size, "executable": executable}
@@ -271,7 +280,7 @@ def hash_files(path: str, names: list[str]) -> Iterator[dict[str, Any]]:
 
 def read_range(path: str, name: str, offset: int, length: int) -> bytes:
     """Return bytes of a file in a folder."""
-    with open(_place_in(path, name), "rb") as file:
+    with open_regular_file(_place_in(path, name)) as file:
         file.seek(offset)
         return file.read(length)
 
@@ -283,7 +292,7 @@ def _place_in(folder: str, name: str) -> bytes:
 def _is_tree_intact(path: str) -> bool:
     """Return whether a tree exists with every file unmodified."""
     try:
-        with open(path + ".json", "rb") as file:
+        with open_regular_file(path + ".json") as file:
             content = json.loads(file.read().decode())
         root = os.fsencode(path)
         if not os.path.isdir(root):

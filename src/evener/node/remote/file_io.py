@@ -1,4 +1,7 @@
-"""Read, replace and hash files of this host. Standard library only, Python 3.8 or newer, Linux or macOS."""
+"""Open, read, append to, lock, replace and hash files of this host: the twin of core/base/file_io.py, for bare hosts.
+
+Standard library only, Python 3.8 or newer, Linux or macOS.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import os
 import shutil
 import stat
 import threading
-from typing import BinaryIO
+from typing import AnyStr, BinaryIO
 
 BLOCK_BYTES = 1 << 20
+MAX_FILE_BYTES = 256 << 20  # of a file that is read as a whole
 
 
 def absolute_path(path: str) -> str:
@@ -19,20 +23,53 @@ def absolute_path(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def open_regular_file(path: str) -> BinaryIO:
+def path_inside(folder: str, *names: str) -> str:
+    """Return the path of a file in a folder. Raise OSError if a symbolic link, ".." or "/" in it leads out of it.
+
+    The folder itself may be a symbolic link.
+    """
+    path, root = os.path.join(folder, *names), os.path.realpath(folder)
+    if os.path.commonpath([os.path.realpath(path), root]) != root:
+        raise OSError(errno.ELOOP, f"leads out of {folder}", path)
+    return path
+
+
+def open_regular_file(path: AnyStr) -> BinaryIO:
     """Open a regular file for reading; OSError for a pipe, which would block, or a device, which has no end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a file", path)
+        raise OSError(errno.EINVAL, "not a file", os.fsdecode(path))
     return os.fdopen(descriptor, "rb")
 
 
+def open_own_file(path: str, flags: int) -> int:
+    """Open a regular file with one name that this user, or the owner of its folder, owns; return its descriptor.
+
+    Raise OSError for anything else: a link leads to another file, a pipe would block. `os.O_CREAT` creates a missing
+    file. `os.O_TRUNC` is not for this: use `create_file`.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    status = os.fstat(descriptor)
+    owners = os.geteuid(), os.stat(os.path.dirname(path) or ".").st_uid  # some network disks give all files one owner
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_uid not in owners:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file of this user with one name", path)
+    return descriptor
+
+
+def create_file(path: AnyStr) -> BinaryIO:
+    """Create a file and open it for reading and writing; a file or link of its name is removed, not written to."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w+b")
+
+
 def read_bytes(path: str) -> bytes | None:
-    """Return the content of a file, or None if it cannot be read."""
+    """Return the content of a file, or None if it cannot be read or has more than `MAX_FILE_BYTES`."""
     try:
         with open_regular_file(path) as file:
-            return file.read()
+            return file.read() if os.fstat(file.fileno()).st_size <= MAX_FILE_BYTES else None
     except (OSError, ValueError):
         return None
 
@@ -54,8 +91,7 @@ def read_link(path: str) -> str | None:
 def write_atomic(path: str, content: bytes, *, is_durable: bool = True) -> None:
     """Replace a file atomically. With `is_durable`, flush it and its name to disk: it survives a power loss."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
+    with create_file(temporary) as file:
         file.write(content)
         if is_durable:
             file.flush()
@@ -77,7 +113,7 @@ def make_folder(folder: str, mode: int = 0o777) -> None:
 
 def copy_durably(source: str, target: str) -> None:
     """Replace `target` atomically by a copy of `source`, and flush it and its name to disk."""
-    with open(source, "rb") as reader, open(target + ".tmp", "wb") as writer:
+    with open_regular_file(source) as reader, create_file(target + ".tmp") as writer:
         shutil.copyfileobj(reader, writer, BLOCK_BYTES)
         writer.flush()
         os.fsync(writer.fileno())

@@ -72,6 +72,15 @@ def read_environment(pid: int) -> list[str]:
         return os.fsdecode(file.read()).split("\0")
 
 
+def runs_program(pid: int, program: str) -> bool:
+    """Return whether the path of a program is among a process's arguments; OSError or LookupError if it has ended."""
+    if not HAS_PROC:
+        command = f"{_ps(['-p', str(pid)])[pid].command} "
+        return any(f" {path} " in command for path in (program, os.path.realpath(program)))
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return os.path.realpath(program) in map(os.path.realpath, os.fsdecode(file.read()).split("\0"))
+
+
 def children(pid: int) -> list[int]:
     """Return the pids of the direct children of a process."""
     if not HAS_CHILD_LISTS:

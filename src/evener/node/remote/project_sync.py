@@ -14,7 +14,14 @@ import os
 import shutil
 from typing import Any, Dict, List  # noqa: UP035  python 3.8
 
-from evener.node.remote.file_io import BLOCK_BYTES, absolute_path, write_atomic
+from evener.node.remote.file_io import (
+    BLOCK_BYTES,
+    absolute_path,
+    create_file,
+    open_own_file,
+    open_regular_file,
+    write_atomic,
+)
 from evener.node.remote.process_table import HAS_PROC, list_processes, read_environment
 
 GENERATED_FOLDERS = ("__pycache__",)  # folders whose content Python regenerates
@@ -29,10 +36,10 @@ def sync(tree: str, folder: str) -> list[int]:
     changed at the sender, too: then the program's version becomes NAME~, or NAME~2, …
     """
     tree, folder = absolute_path(tree), absolute_path(folder)
-    with open(tree + ".json", "rb") as file:
+    with open_regular_file(tree + ".json") as file:
         content = json.loads(file.read().decode())
     os.makedirs(folder, exist_ok=True)
-    with open(folder + ".lock", "w") as lock:
+    with os.fdopen(open_own_file(folder + ".lock", os.O_RDWR | os.O_CREAT), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sent = _read_sent_files(folder)
         recorded: SentFiles = {}
@@ -68,7 +75,7 @@ def list_script_outputs(
     """
     folder = absolute_path(folder)
     sent, entries, joined = _read_sent_files(folder), [], None
-    with contextlib.suppress(OSError), open(os.path.join(run or "", "host", "joined"), "rb") as file:
+    with contextlib.suppress(OSError), open_regular_file(os.path.join(run or "", "host", "joined")) as file:
         joined = os.path.realpath(file.read())
     for root, folders, names in os.walk(os.fsencode(folder)):
         folders[:] = sorted(name for name in folders if os.fsdecode(name) not in GENERATED_FOLDERS
@@ -95,7 +102,7 @@ def _write_entry(tree: str, path: str, place: bytes, digest: str, executable: bo
     if digest.startswith("-> "):
         os.symlink(digest[3:].encode("utf-8", "surrogateescape"), temporary)
     else:
-        with open(_join_path(tree, path), "rb") as source, open(temporary, "xb") as target:
+        with open_regular_file(_join_path(tree, path)) as source, create_file(temporary) as target:
             shutil.copyfileobj(source, target, BLOCK_BYTES)
         os.chmod(temporary, 0o755 if executable else 0o644)
     os.replace(temporary, place)
@@ -132,7 +139,7 @@ def _stat_facts(place: bytes) -> list[int] | None:
 
 def _read_sent_files(folder: str) -> SentFiles:
     try:
-        with open(folder + ".json", "rb") as file:
+        with open_regular_file(folder + ".json") as file:
             sent: SentFiles = json.loads(file.read().decode())
             return sent
     except (OSError, ValueError):

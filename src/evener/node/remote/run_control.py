@@ -1,7 +1,8 @@
 """Control the runs on this host: start a run under its supervisor, report its state, stream its files, stop it.
 
 A run's folder is WORKDIR/runs/NAME, or, for a run on the local machine, the run directory. Its supervisor, or the guard
-of a killed one, is alive as long as RUN/host/lock is locked: a pid alone is never trusted.
+of a killed one, is alive as long as RUN/host/lock is locked. A pid alone is never trusted: a process gets a signal only
+if its start time and its arguments are those of this run's supervisor.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ import time
 from typing import Any, Dict, Iterator  # noqa: UP035  python 3.8
 
 from evener.node.remote.file_io import (
+    MAX_FILE_BYTES,
     absolute_path,
     content_digest,
     copy_durably,
+    create_file,
     file_digest,
     fsync_folder,
     make_folder,
+    open_own_file,
     open_regular_file,
+    path_inside,
     read_bytes,
+    read_text,
     write_atomic,
 )
 from evener.node.remote.process_table import (
@@ -37,7 +43,10 @@ from evener.node.remote.process_table import (
     kill_processes_with,
     local_rank,
     read_environment,
+    read_process,
+    runs_program,
     sample_rank,
+    send_signal,
 )
 
 POLL_S = 0.1
@@ -65,7 +74,7 @@ def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str 
     `files` are {name: text} to write into RUN; a text of None removes the file of an earlier start.
     """
     run = absolute_path(run)
-    folder = os.path.join(run, "host")
+    folder = path_inside(run, "host")
     _require_not_running(folder)
     kill_leftover_processes(run)
     make_folder(folder, mode=0o700)
@@ -73,7 +82,7 @@ def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str 
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
     for name, text in (files or {}).items():
-        path = os.path.join(run, name)
+        path = path_inside(run, name)
         if text is not None:
             write_atomic(path, text.encode())
         elif os.path.exists(path):
@@ -86,7 +95,7 @@ def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str 
 def leave(run: str, why: str) -> Iterator[Item | None]:
     """Remove this host from the run after its current step; yield its state once it has left or the run has ended."""
     run = absolute_path(run)
-    write_atomic(os.path.join(run, EXCLUDED_FILE), why.encode())
+    write_atomic(path_inside(run, EXCLUDED_FILE), why.encode())
     while True:
         state = status(run)
         if state is None or state["state"] == "ended":
@@ -99,23 +108,23 @@ def leave(run: str, why: str) -> Iterator[Item | None]:
 def put(run: str, files: dict[str, str]) -> None:
     """Replace files of a run by `files`, {name: text}. RuntimeError if there is no such run, or it was stopped."""
     run = absolute_path(run)
-    if not os.path.isdir(os.path.join(run, "host")):
+    if not os.path.isdir(path_inside(run, "host")):
         raise RuntimeError(f"no such run on this host: {run}")
-    if os.path.exists(os.path.join(run, "host", STOPPED_FILE)):
+    if os.path.exists(path_inside(run, "host", STOPPED_FILE)):
         raise RuntimeError("this run was stopped")
     for name, text in files.items():
-        write_atomic(os.path.join(run, name), text.encode())
+        write_atomic(path_inside(run, name), text.encode())
 
 
 def restart_run(run: str) -> State:
     """Restart a run here after this host went down or left it; return its state once it is running."""
     run = absolute_path(run)
-    folder = os.path.join(run, "host")
+    folder = path_inside(run, "host")
     _require_not_running(folder)
     if os.path.exists(os.path.join(folder, STOPPED_FILE)):
         raise RuntimeError("this run was stopped")
-    if os.path.exists(os.path.join(run, EXCLUDED_FILE)):
-        os.remove(os.path.join(run, EXCLUDED_FILE))
+    if os.path.exists(path_inside(run, EXCLUDED_FILE)):
+        os.remove(path_inside(run, EXCLUDED_FILE))
     kill_leftover_processes(run)
     if os.path.exists(os.path.join(folder, "state.json")):
         os.remove(os.path.join(folder, "state.json"))
@@ -125,7 +134,7 @@ def restart_run(run: str) -> State:
 def _start_supervisor(run: str, folder: str) -> State:
     program = os.path.join(folder, "supervisor.py")
     log_path = os.path.join(folder, "supervisor.log")
-    with open(log_path, "wb") as log:
+    with create_file(log_path) as log:
         process = subprocess.Popen(
             [sys.executable, program, run], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -140,8 +149,10 @@ def _start_supervisor(run: str, folder: str) -> State:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)  # its guard kills the rest
         process.wait()
-    with open(log_path, errors="replace") as printed:
-        raise RuntimeError(f"the supervisor did not start: {printed.read().strip()[-2000:] or 'it printed nothing'}")
+    printed = (read_text(log_path) or "").strip()[-2000:]
+    if printed.startswith("Traceback"):
+        printed = printed.splitlines()[-1]
+    raise RuntimeError(f"the supervisor did not start: {printed or 'it printed nothing'}")
 
 
 def status(run: str) -> State | None:
@@ -150,7 +161,7 @@ def status(run: str) -> State | None:
     A run whose host went down, or whose supervisor and guard were killed, has "ended". But as long as its program still
     runs, the state is "running", with "unwatched" set.
     """
-    folder = os.path.join(absolute_path(run), "host")
+    folder = path_inside(absolute_path(run), "host")
     state = _read_state(folder)
     if state is not None and state["state"] == "running" and not _is_supervised(folder):
         state = _read_state(folder)  # it may have ended meanwhile
@@ -168,7 +179,7 @@ def stop(run: str, now: bool = False) -> Iterator[Item | None]:
     A supervisor that does not end in time is killed. The state's "left" lists pids that even SIGKILL did not end.
     """
     run = absolute_path(run)
-    folder = os.path.join(run, "host")
+    folder = path_inside(run, "host")
     spec = _read_json(os.path.join(folder, "spec.json"), {}) or {}
     if os.path.isdir(folder):
         with contextlib.suppress(OSError):  # a full disk
@@ -177,11 +188,10 @@ def stop(run: str, now: bool = False) -> Iterator[Item | None]:
     num_requests = 0
     while _is_supervised(folder):
         is_late = time.monotonic() >= deadline
-        pid = int(read_bytes(os.path.join(folder, "lock")) or 0)  # 0: it is starting, or its guard kills the rest
-        if pid and (is_late or num_requests < (2 if now else 1)):
+        pid = _supervisor_pid(folder)  # None: it is starting, or its guard kills the rest
+        if pid is not None and (is_late or num_requests < (2 if now else 1)):
             num_requests += 1
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if is_late else signal.SIGTERM)
+            send_signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
         yield {"waiting": True}
         time.sleep(POLL_S)
     surviving_pids = kill_leftover_processes(run)
@@ -191,7 +201,7 @@ def stop(run: str, now: bool = False) -> Iterator[Item | None]:
 
 def kill_leftover_processes(run: str) -> list[int]:
     """Kill the processes left by a run without a supervisor; return the pids that SIGKILL did not end."""
-    folder = os.path.join(absolute_path(run), "host")
+    folder = path_inside(absolute_path(run), "host")
     spec = _read_json(os.path.join(folder, "spec.json"), None)
     if spec is None or _is_supervised(folder):
         return []
@@ -227,7 +237,7 @@ def sample_processes(run: str, state: State | None) -> list[list[Any]]:
 
     Rank None is the process that started the ranks. Linux only; elsewhere the list is empty.
     """
-    spec = _read_json(os.path.join(run, "host", "spec.json"), None)
+    spec = _read_json(path_inside(run, "host", "spec.json"), None)
     if state is None or not state.get("pid") or spec is None or state["state"] != "running" or not HAS_PROC:
         return []
     pid, is_rank, samples = state["pid"], spec.get("is_rank"), []
@@ -238,7 +248,7 @@ def sample_processes(run: str, state: State | None) -> list[list[Any]]:
             rank = None
             if is_rank or process != pid:
                 rank = 0 if is_rank else local_rank(process)
-            sample = sample_rank(process, os.path.join(run, "host", "pulse", str(rank)))
+            sample = sample_rank(process, path_inside(run, "host", "pulse", str(rank)))
             samples.append([None if rank is None else spec["first_rank"] + rank, sample])
     return samples
 
@@ -314,8 +324,8 @@ def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
     without the per-rank state, which belongs to the right step.
     """
     run = absolute_path(run)
-    _require_not_running(os.path.join(run, "host"))
-    folder = os.path.join(run, "checkpoints", checkpoint)
+    _require_not_running(path_inside(run, "host"))
+    folder = path_inside(run, "checkpoints", checkpoint)
     state = read_bytes(os.path.join(folder, "state.json"))
     is_same = state is not None and content_digest(state) == wanted
     is_here = is_same and _is_checkpoint_intact(folder, json.loads(state or b"")["files"])
@@ -328,12 +338,12 @@ def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
     first = int(checkpoint[5:]) + (is_same or checkpoint not in saved)  # the first step to discard
     for name in saved:
         if int(name[5:]) >= first or (name == checkpoint and not is_here):
-            removed = os.path.join(run, "checkpoints", f".{name}.removed")
+            removed = path_inside(run, "checkpoints", f".{name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
-            os.rename(os.path.join(run, "checkpoints", name), removed)  # if killed now, no half checkpoint remains
-            fsync_folder(os.path.join(run, "checkpoints"))  # nor does it come back after a power loss
+            os.rename(path_inside(run, "checkpoints", name), removed)  # if killed now, no half checkpoint remains
+            fsync_folder(path_inside(run, "checkpoints"))  # nor does it come back after a power loss
             shutil.rmtree(removed)
-    for root, _, names in os.walk(os.path.join(run, "own")):
+    for root, _, names in os.walk(path_inside(run, "own")):
         for name in names:
             match = re.fullmatch("step-([0-9]+)[.]safetensors", name)
             if match and int(match.group(1)) >= first:
@@ -357,7 +367,7 @@ def install_tree(run: str, tree: str) -> None:
     for root, _, names in os.walk(tree):
         for name in sorted(names, key="state.json".__eq__):  # last: a checkpoint that has it is complete
             source = os.path.join(root, name)
-            target = os.path.join(run, os.path.relpath(source, tree))
+            target = path_inside(run, os.path.relpath(source, tree))
             make_folder(os.path.dirname(target))
             copy_durably(source, target)
 
@@ -375,7 +385,7 @@ def _is_checkpoint_intact(folder: str, digests: dict[str, str]) -> bool:
 
 
 def _is_named_checkpoint_intact(run: str, name: str) -> bool:
-    folder = os.path.join(run, "checkpoints", name)
+    folder = path_inside(run, "checkpoints", name)
     try:
         state = read_bytes(os.path.join(folder, "state.json")) or b""
         return _is_checkpoint_intact(folder, json.loads(state)["files"])
@@ -415,7 +425,7 @@ def _path_in_run(run: str, joined: str, path: str) -> str:
 
 
 def _joined_run_folder(run: str) -> str:
-    joined = read_bytes(os.path.join(run, "host", "joined"))
+    joined = read_bytes(path_inside(run, "host", "joined"))
     return joined.decode() if joined else run
 
 
@@ -430,6 +440,8 @@ def _read_growth(path: str, location: str, have: dict[str, list[Any]]) -> Iterat
         return
     with file:
         stat_result = os.fstat(file.fileno())
+        if path in REPLACED_FILES and stat_result.st_size > MAX_FILE_BYTES:
+            return
         identity = _file_identity(path, stat_result)
         if known != identity or offset > stat_result.st_size:
             offset = 0
@@ -467,7 +479,7 @@ def _require_not_running(folder: str) -> None:
 def _is_supervised(folder: str) -> bool:
     """Return whether a supervisor or guard holds the lock; several programs may check at once."""
     try:
-        lock = os.open(os.path.join(folder, "lock"), os.O_RDONLY | os.O_NONBLOCK)
+        lock = open_own_file(os.path.join(folder, "lock"), os.O_RDONLY)
     except OSError:
         return False
     try:
@@ -477,6 +489,18 @@ def _is_supervised(folder: str) -> bool:
     finally:
         os.close(lock)
     return False
+
+
+def _supervisor_pid(folder: str) -> int | None:
+    """Return the pid in the lock if it is the pid of this run's supervisor, by its start time and its arguments."""
+    try:
+        with os.fdopen(open_own_file(os.path.join(folder, "lock"), os.O_RDONLY), "rb") as lock:
+            words = lock.read(64).decode().split()
+        pid = int(words[0])
+        is_same = words[1:] in ([], [read_process(pid).start_time])  # []: it is not known where there is no /proc
+        return pid if is_same and runs_program(pid, os.path.join(folder, "supervisor.py")) else None
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 def _has_program(folder: str, state: State) -> bool:

@@ -11,7 +11,7 @@ An agent that is killed is restarted, and so is its supervisor; the run continue
     RUN/logs/HOST.log        output of the program itself        each line: time, O or E (stdout, stderr), text
     RUN/logs/HOST.RANK.log   output of a rank                    o or e: no newline yet; the next O or E continues it
                              (a program that is a rank itself has only this log)
-    RUN/host/lock            locked while the supervisor or its guard lives; holds the supervisor's pid
+    RUN/host/lock            locked while the supervisor or its guard lives; holds the supervisor's pid and start time
     RUN/host/ranks           output of the ranks not yet in the logs; begun.json: the sizes of the logs at the start
 
 SIGTERM requests an orderly end: the ranks may finish their step and save, within the spec's grace_s. A second one ends
@@ -39,9 +39,9 @@ import time
 from types import FrameType
 from typing import Any, BinaryIO
 
-from evener.node.remote.file_io import write_atomic
+from evener.node.remote.file_io import create_file, open_own_file, path_inside, read_bytes, write_atomic
 from evener.node.remote.login_environment import rank_environment
-from evener.node.remote.process_table import children, kill_processes_with, send_signal
+from evener.node.remote.process_table import children, kill_processes_with, read_process, send_signal
 
 POLL_S = 0.05
 QUIET_POLL_S = 0.2  # after `LOG_SCAN_INTERVAL_S` without output, while no end is requested
@@ -65,7 +65,7 @@ class TimestampedLog:
     """A log file of timestamped lines, fed with bytes; nothing is dropped or reordered."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = open_own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._partial_lines = {"O": bytearray(), "E": bytearray()}
         self._partial_since = {"O": 0.0, "E": 0.0}  # when the first byte of the rest arrived
 
@@ -131,7 +131,8 @@ class RankLogs:
             paths = glob.glob(os.path.join(glob.escape(self.folder), "*", "*", "*", "std*.log"))
             for path in sorted(paths, key=_natural_sort_key):
                 if path not in self._open and os.path.basename(os.path.dirname(path)).isdigit():
-                    self._open_rank_file(path)
+                    with contextlib.suppress(OSError):  # no regular file
+                        self._open_rank_file(path)
         for file, stream, log in self._open.values():
             chunk = file.read(1 << 18)
             while chunk:
@@ -152,13 +153,13 @@ class RankLogs:
         rank = int(os.path.basename(os.path.dirname(path)))
         if rank not in self._logs:
             name = log_name(self._host, self._first_rank + rank)
-            path_of_log = os.path.join(self._logs_folder, name)
+            path_of_log = path_inside(self._logs_folder, name)
             held_bytes = (
                 {"O": 0, "E": 0} if self._sizes is None else count_logged_bytes(path_of_log, self._sizes.get(name, 0))
             )
             self._logs[rank] = TimestampedLog(path_of_log), held_bytes
         log, held_bytes = self._logs[rank]
-        file = open(path, "rb")  # noqa: SIM115
+        file = os.fdopen(open_own_file(path, os.O_RDONLY), "rb")
         skipped = min(held_bytes[stream], os.fstat(file.fileno()).st_size)
         held_bytes[stream] -= skipped
         file.seek(skipped)
@@ -178,7 +179,7 @@ def log_name(host: str, rank: int | None = None) -> str:
 def count_logged_bytes(path: str, since: int) -> dict[str, int]:
     """Return {stream: bytes} in a log from offset `since`; cut off a last line that a killed writer left incomplete."""
     counts = {"O": 0, "E": 0}
-    with contextlib.suppress(FileNotFoundError), open(path, "r+b") as file:
+    with contextlib.suppress(FileNotFoundError), os.fdopen(open_own_file(path, os.O_RDWR), "r+b") as file:
         file.seek(since)
         for line in file:
             if not line.endswith(b"\n"):
@@ -200,15 +201,11 @@ def recover_rank_logs(run: str) -> None:
     The bytes already copied are counted in the logs themselves, so this can be interrupted and repeated: no byte is
     lost or duplicated.
     """
-    folder, logs = os.path.join(run, "host", "ranks"), os.path.join(run, "logs")
-    try:
-        with open(os.path.join(folder, "begun.json")) as file:
-            begun = json.load(file)
-    except (OSError, ValueError):
-        begun = None
-    if begun is not None:
+    folder, logs = path_inside(run, "host", "ranks"), path_inside(run, "logs")
+    with contextlib.suppress(OSError, TypeError, ValueError, LookupError, AttributeError):  # none, or a damaged one
+        begun = json.loads(read_bytes(os.path.join(folder, "begun.json")) or b"")
         name = begun.pop("log")
-        count_logged_bytes(os.path.join(logs, name), begun["sizes"].get(name, 0))
+        count_logged_bytes(path_inside(logs, name), begun["sizes"].get(name, 0))
         ranks = RankLogs(folder, logs, **begun)
         ranks.read(last=True)
         ranks.close()
@@ -220,9 +217,8 @@ class Supervisor:
 
     def __init__(self, run: str) -> None:
         self.run = run
-        self.folder = os.path.join(run, "host")
-        with open(os.path.join(self.folder, "spec.json")) as file:
-            self.spec: dict[str, Any] = json.load(file)
+        self.folder = path_inside(run, "host")
+        self.spec: dict[str, Any] = json.loads(read_bytes(os.path.join(self.folder, "spec.json")) or b"")
         self.state: dict[str, Any] = {
             "state": "running", "supervisor": os.getpid(), "pid": None, "started": None, "ended": None,
             "status": None, "signal": None, "stopped": False, "failures": [],
@@ -236,7 +232,7 @@ class Supervisor:
         self.is_rank = self.spec.get("is_rank", False)  # the program itself is the rank
         self.log_name = log_name(self.spec["host"], self.spec["first_rank"] if self.is_rank else None)
         attached = self.spec.get("attached")
-        self.launcher = None if attached is None else os.open(attached, os.O_RDONLY)
+        self.launcher = None if attached is None else open_own_file(attached, os.O_RDONLY)
 
         self.num_oom_kills, self.next_health_check = count_oom_kills(), 0.0
         self.oom_at: float | None = None
@@ -254,7 +250,7 @@ class Supervisor:
         self.state["started"] = time.time()  # every line stamped from now on belongs to this start
         self._reserve_disk()
         ranks = self._open_rank_logs()
-        log = TimestampedLog(os.path.join(self.run, "logs", self.log_name))
+        log = TimestampedLog(path_inside(self.run, "logs", self.log_name))
         env = dict(rank_environment(os.environ), **self.spec["env"])
         env[RUN_ID_VARIABLE] = self.spec["id"]
         self.failures, tell_failures = os.pipe()  # a pipe, because a disk may be full
@@ -294,11 +290,11 @@ class Supervisor:
 
     def _open_rank_logs(self) -> RankLogs:
         """Prepare the ranks' output files and return their logs; begun.json is for `recover_rank_logs`."""
-        folder, logs = os.path.join(self.folder, "ranks"), os.path.join(self.run, "logs")
+        folder, logs = path_inside(self.run, "host", "ranks"), path_inside(self.run, "logs")
         for path in (folder, logs):
             os.makedirs(path, exist_ok=True)
         begun: dict[str, Any] = {"host": self.spec["host"], "first_rank": self.spec["first_rank"]}
-        sizes = {name: os.path.getsize(os.path.join(logs, name)) for name in os.listdir(logs)}
+        sizes = {name: os.lstat(os.path.join(logs, name)).st_size for name in os.listdir(logs)}
         _write_json(os.path.join(folder, "begun.json"), dict(begun, sizes=sizes, log=self.log_name))
         return RankLogs(folder, logs, **begun)
 
@@ -349,7 +345,7 @@ class Supervisor:
 
     def _reserve_disk(self) -> None:
         """Reserve 1 MiB on the run's disk, for the state that must be written once the disk is full."""
-        with contextlib.suppress(OSError), open(os.path.join(self.folder, "room"), "wb") as file:
+        with contextlib.suppress(OSError), create_file(os.path.join(self.folder, "room")) as file:
             file.write(os.urandom(RESERVED_DISK_BYTES))  # random, so that no file system compresses it
 
     def _check_host_health(self, last: bool = False) -> None:
@@ -454,7 +450,7 @@ def acquire_lock(path: str, descriptor: int | None = None) -> int:
     With a `descriptor` the lock is held already. BlockingIOError if another program holds it.
     """
     is_held = descriptor is not None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600) if descriptor is None else descriptor
+    descriptor = open_own_file(path, os.O_RDWR | os.O_CREAT) if descriptor is None else descriptor
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while not is_held:
         try:
@@ -465,7 +461,8 @@ def acquire_lock(path: str, descriptor: int | None = None) -> int:
                 raise
             time.sleep(0.01)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)  # not os.write: an inherited one's offset is past the old pid
+    holder = f"{os.getpid()} {read_process(os.getpid()).start_time}\n"
+    os.pwrite(descriptor, holder.encode(), 0)  # not os.write: an inherited one's offset is past the old pid
     os.set_inheritable(descriptor, False)
     return descriptor
 
@@ -496,16 +493,15 @@ def start_guard(run: str, run_id: str, held_lock: int | None) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     if os.read(read, 16) != b"done":
-        folder = os.path.join(run, "host")
-        open(os.path.join(folder, "lock"), "w").close()  # the pid in it may soon be another process's
         surviving_pids = kill_processes_with(f"{RUN_ID_VARIABLE}={run_id}")
+        folder = path_inside(run, "host")
         with contextlib.suppress(OSError):
             os.remove(os.path.join(folder, "room"))
         with contextlib.suppress(OSError):
             recover_rank_logs(run)
         state: dict[str, Any] = {"started": None, "failures": [], "stopped": False}
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "state.json")) as file:
-            state = json.load(file)
+        with contextlib.suppress(TypeError, ValueError):
+            state.update(json.loads(read_bytes(os.path.join(folder, "state.json")) or b""))
         begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
         if held_lock is not None and not state["stopped"] and not is_stop_requested(run) and begun < MAX_RESTARTS:
             os.set_inheritable(held_lock, True)
@@ -518,7 +514,7 @@ def start_guard(run: str, run_id: str, held_lock: int | None) -> int:
 
 def is_stop_requested(run: str) -> bool:
     """Return whether the end of the run was requested, even if no supervisor received it."""
-    return os.path.exists(os.path.join(run, "host", "stopped"))
+    return os.path.exists(path_inside(run, "host", "stopped"))
 
 
 def signal_name(status: int | None) -> str | None:

@@ -20,7 +20,7 @@ import time
 import urllib.request
 from typing import Any, Dict, Iterable, Iterator, Sequence, TextIO  # noqa: UP035  python 3.8
 
-from evener.node.remote.file_io import absolute_path, read_text
+from evener.node.remote.file_io import absolute_path, open_own_file, read_text, write_atomic
 from evener.node.remote.programs import end_with_parent, find_program
 
 MIN_PYTHON_VERSION = (3, 11)
@@ -126,7 +126,7 @@ def lock_setup(workdir: str) -> str | None:
     """Lock the host for this setup, until `finish_setup` or the end of the connection; return None, or who holds it."""
     home = absolute_path(workdir)
     os.makedirs(home, exist_ok=True)
-    file = open(os.path.join(home, "setup.lock"), "a+")  # noqa: SIM115
+    file = os.fdopen(open_own_file(os.path.join(home, "setup.lock"), os.O_RDWR | os.O_CREAT), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -143,8 +143,7 @@ def lock_setup(workdir: str) -> str | None:
 
 def mark_unfinished(prefix: str, what: str) -> None:
     """Mark an environment as unfinished; `what` is about to change: "packages", or "evener" alone."""
-    with open(os.path.join(prefix, UNFINISHED_FILE), "w") as file:
-        file.write(what)
+    write_atomic(os.path.join(prefix, UNFINISHED_FILE), what.encode())
 
 
 def finish_setup(prefix: str | None = None) -> None:
@@ -170,8 +169,7 @@ def make_venv(workdir: str, base: str, named: str | None = None) -> Iterator[Ite
             if item.get("status") == 0:
                 mark_unfinished(folder, "packages")
                 if named is not None:
-                    with open(os.path.join(folder, BASE_PYTHON_FILE), "w") as file:
-                        file.write(_resolve_program(named))
+                    write_atomic(os.path.join(folder, BASE_PYTHON_FILE), _resolve_program(named).encode())
                 is_made = True
             yield item
     finally:

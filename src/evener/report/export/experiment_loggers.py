@@ -20,7 +20,7 @@ import msgspec
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.shell import quote_word
 from evener.core.run.run_spec import FLAGS
-from evener.core.run.rundir import Manifest
+from evener.core.run.rundir import Manifest, RunDir
 
 PROJECT = "evener"  # default project or experiment name, unless the logger's own setting names another
 HyperparameterValue = str | int | float | bool
@@ -69,7 +69,7 @@ class TensorBoardLogger:
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"), flush_secs=1)
+        self._writer = EventFileWriter(str(RunDir(run.run_dir).inside("tensorboard")), flush_secs=1)
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=run.started, step=run.first_step, session_log=start))
         if run.id is None:
@@ -104,6 +104,7 @@ class WandbLogger:
     def begin(self, run: LoggedRun) -> str:
         import wandb
 
+        RunDir(run.run_dir).inside("wandb")  # it writes there
         settings = wandb.Settings(console="off", x_disable_stats=True, x_disable_machine_info=True)
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT), name=run.name, id=run.id, resume="allow",

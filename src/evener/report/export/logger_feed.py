@@ -15,7 +15,6 @@ recorded it; a step that is repeated after a failure or a resume is logged as it
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import sys
@@ -27,8 +26,8 @@ from typing import Any
 import msgspec
 
 from evener.core.base.decoding import json_decoder
-from evener.core.base.errors import EvenerError
-from evener.core.base.file_io import follow_lines, read_file, write_atomic
+from evener.core.base.errors import CheckpointError, EvenerError
+from evener.core.base.file_io import follow_lines, lock_file, read_file, write_atomic
 from evener.core.base.json_files import decode_versioned_json
 from evener.core.run.rundir import RunDir, parse_event
 from evener.core.run.step_cost import PHASES, StepRecord, noise_scale
@@ -189,6 +188,8 @@ def read_cursor(rundir: RunDir, name: str) -> LoggerCursor:
         return decode_versioned_json(read_file(path), LoggerCursor, FORMAT, path)
     except FileNotFoundError:
         return LoggerCursor()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
 
 
 def register_loggers(rundir: RunDir, names: list[str]) -> None:
@@ -204,7 +205,7 @@ def registered_loggers(rundir: RunDir) -> list[str]:
 
 
 def _cursor_path(rundir: RunDir, name: str) -> Path:
-    return rundir.path / "loggers" / f"{name}.json"
+    return rundir.inside("loggers", f"{name}.json")
 
 
 def _write_cursor(rundir: RunDir, name: str, cursor: LoggerCursor) -> None:
@@ -214,10 +215,7 @@ def _write_cursor(rundir: RunDir, name: str, cursor: LoggerCursor) -> None:
 @contextlib.contextmanager
 def _exclusive_lock(rundir: RunDir, name: str) -> Iterator[None]:
     """Hold the lock that lets one process feed a logger; raise BlockingIOError if another holds it."""
-    path = _cursor_path(rundir, name).with_suffix(".lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with lock_file(rundir.inside("loggers", f"{name}.lock"), is_blocking=False):
         yield
 
 

@@ -9,8 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from evener.core.base.file_io import read_file
-from evener.core.base.json_files import decode_versioned_json
+from evener.core.base.json_files import read_versioned_json
 from evener.core.base.units import format_count, pluralize
 from evener.core.run.rundir import RunDir
 from evener.report.draw import run_charts
@@ -40,13 +39,14 @@ def is_bench(folder: Path) -> bool:
 
 def read_bench(folder: Path) -> dict[str, list[str]]:
     """Read the run directories, relative to the folder, by corpus."""
-    return decode_versioned_json(read_file(folder / FILE_NAME), BenchManifest, FORMAT, folder / FILE_NAME).series
+    return read_versioned_json(RunDir(folder).inside(FILE_NAME), BenchManifest, FORMAT).series
 
 
 def summarize_bench(folder: Path) -> dict[str, list[RunSummary]]:
     """Summarize the runs of a bench, by corpus."""
     return {
-        corpus: [summarize_run(RunDir(folder / name)) for name in names] for corpus, names in read_bench(folder).items()
+        corpus: [summarize_run(RunDir(RunDir(folder).inside(name))) for name in names]
+        for corpus, names in read_bench(folder).items()
     }
 
 

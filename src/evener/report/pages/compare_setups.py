@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from evener.core.base.file_io import read_file, write_atomic
-from evener.core.base.json_files import decode_versioned_json
+from evener.core.base.file_io import write_atomic
+from evener.core.base.json_files import read_versioned_json
 from evener.core.base.units import format_count
 from evener.core.run.rundir import RunDir
 from evener.report.draw import run_charts
@@ -52,7 +52,7 @@ def is_comparison(folder: Path) -> bool:
 
 def read_setups(folder: Path) -> SetupComparison:
     """Read `compare.json`; raise CheckpointError if it is damaged."""
-    return decode_versioned_json(read_file(folder / FILE_NAME), SetupComparison, FORMAT, folder / FILE_NAME)
+    return read_versioned_json(RunDir(folder).inside(FILE_NAME), SetupComparison, FORMAT)
 
 
 def write_setups(folder: Path, compared: SetupComparison) -> None:
@@ -62,7 +62,7 @@ def write_setups(folder: Path, compared: SetupComparison) -> None:
 
 def summarize_setups(folder: Path, compared: SetupComparison) -> dict[str, RunSummary]:
     """Summarize the runs, by label."""
-    return {label: summarize_run(RunDir(folder / name)) for label, name in compared.runs.items()}
+    return {label: summarize_run(RunDir(RunDir(folder).inside(name))) for label, name in compared.runs.items()}
 
 
 def setup_rows(kind: BenchKind, runs: Mapping[str, RunSummary], base: RunSummary | None) -> list[tuple[str, ...]]:

@@ -61,7 +61,7 @@ def write_report(rundir: RunDir, path: Path | None = None) -> Path:
         text = compare_setups.setups_page(rundir.path)
     else:
         text = run_page(rundir, now=time.time())
-    path = path or rundir.path / "report.html"
+    path = path or rundir.inside("report.html")
     write_atomic(path, text.encode())
     return path
 
@@ -69,8 +69,9 @@ def write_report(rundir: RunDir, path: Path | None = None) -> Path:
 def _write_missing_reports(folder: RunDir, names: Iterable[str]) -> None:
     """Write the reports that a bench's page links to, except those that exist."""
     for name in names:
-        if not (folder.path / name / "report.html").exists():
-            write_report(RunDir(folder.path / name))
+        run = RunDir(folder.inside(name))
+        if not run.inside("report.html").exists():
+            write_report(run)
 
 
 def run_page(rundir: RunDir, now: float) -> str:

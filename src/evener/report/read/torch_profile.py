@@ -18,6 +18,7 @@ from evener.core.base.json_files import read_json
 from evener.core.run.rundir import RunDir
 from evener.core.run.step_spans import CLOCK_SYNC_MARK, ProfilerClockSync
 
+MAX_PROFILE_BYTES = 2 << 30
 HIDDEN_CATEGORIES = ("Trace", "overhead")  # categories: the whole trace, and the profiler's own overhead
 
 
@@ -70,7 +71,7 @@ def read_profile(rundir: RunDir, rank: int) -> RankProfile | None:
     path = rundir.profile_path(rank)
     if not path.exists():
         return None
-    file = read_json(path, _ProfileFile)
+    file = read_json(path, _ProfileFile, MAX_PROFILE_BYTES)
     mark = next((event for event in file.traceEvents if event.ph == "X" and event.name == file.evener.mark), None)
     if mark is None:
         raise CheckpointError(f"{path}: damaged: it has no event {file.evener.mark!r}")

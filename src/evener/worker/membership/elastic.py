@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.core.base.errors import RunError
+from evener.core.base.file_io import write_atomic
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import PEER_LOST, RankStatus, Rendezvous, read_rendezvous
 from evener.core.run.peer_failure import PeersLostError, is_peer_failure
@@ -333,9 +334,8 @@ class ElasticMembership(FixedMembership):
         assert epoch is not None
         number = epoch.number if self._has_trained else -1
         status = RankStatus(pid=os.getpid(), epoch_number=number, step=self._step, regroup_reason=regroup_reason)
-        new_path = self._status_path.with_name(f".{self._status_path.name}")
-        new_path.write_bytes(msgspec.json.encode(status))  # once a step; no fsync: it need not outlive us
-        new_path.replace(self._status_path)
+        # once a step; it need not outlive us
+        write_atomic(self._status_path, msgspec.json.encode(status), is_durable=False)
 
     def _watch_epochs(self) -> NoReturn:
         """Watch for newer epochs; when there is one, shut down connections so that the lost epoch's collectives fail.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from evener.core.base.errors import CheckpointError, RunError
-from evener.core.base.file_io import write_atomic, write_folder_atomic
+from evener.core.base.file_io import create_file, open_file, read_file, write_atomic, write_folder_atomic
 from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE, has_waiting_hosts, is_host_excluded
 from evener.core.run.roster import Roster
 from evener.core.run.rundir import Checkpoint, read_checkpoint
@@ -80,7 +80,7 @@ def _broadcast_checkpoint(rundir: RunWriter, group: ProcessGroups, step: int, *,
     """Copy a checkpoint and the manifest from the source to all hosts that lack them."""
     folder, is_source = rundir.checkpoint_path(step), group.rank == source
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())} if is_source else {}
-    header = (sizes, rundir.manifest_path.read_text() if is_source else "")
+    header = (sizes, read_file(rundir.manifest_path).decode() if is_source else "")
     sizes, manifest = group.all_gather(header, tuple[dict[str, int], str])[source]
 
     has_taken_part = False
@@ -123,7 +123,8 @@ def _broadcast_file(path: Path | None, size: int, group: ProcessGroups, source: 
     file, failure = None, None
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(path.open("rb" if group.rank == source else "wb")) if path is not None else None
+            if path is not None:
+                file = stack.enter_context(open_file(path) if group.rank == source else create_file(path))
         except OSError as error:
             failure = error
         for begin in range(0, size, CHUNK_BYTES):

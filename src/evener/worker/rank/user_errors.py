@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 from evener.core.base.errors import DataError, EvenerError, HopelessError, NoRoomError, RunError, UsageError
+from evener.core.base.file_io import write_atomic
 from evener.core.run.membership_epoch import (
     EXIT_DISK_FULL,
     EXIT_HOST_NOT_RETRYABLE,
@@ -19,6 +19,7 @@ from evener.core.run.membership_epoch import (
     EXIT_RUN_FAILED,
     NEEDED_BYTES_FILE,
     has_dynamic_membership,
+    host_file_path,
     read_rendezvous,
 )
 from evener.core.run.peer_failure import is_peer_failure
@@ -50,7 +51,7 @@ def rank_exit_status(error: EvenerError) -> int:
         return EXIT_RUN_FAILED
     if isinstance(error, NoRoomError):
         with contextlib.suppress(OSError):
-            Path(os.environ["EVENER_WORLD"]).with_name(Path(NEEDED_BYTES_FILE).name).write_text(str(error.needed_bytes))
+            write_atomic(host_file_path(NEEDED_BYTES_FILE), str(error.needed_bytes).encode())
         return EXIT_DISK_FULL
     if isinstance(error, UsageError | DataError):
         return EXIT_HOST_NOT_RETRYABLE

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from evener.core.base.file_io import write_atomic
+
 INTERVAL_S = 1.0
 COLLECTIVE_MODULES = (
     "torch.",
@@ -51,9 +53,7 @@ def _write_heartbeats(path: Path) -> None:
                                "moved": transferred_bytes()})  # fmt: skip
             del frame
             if text != written:
-                temporary = path.with_name(f".{path.name}")
-                temporary.write_text(text)
-                temporary.replace(path)
+                write_atomic(path, text.encode(), is_durable=False)
                 written = text
         time.sleep(INTERVAL_S)
 

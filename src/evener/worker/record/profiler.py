@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from evener.core.base.file_io import create_file
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import RunDir
 from evener.core.run.step_spans import CLOCK_SYNC_MARK, ProfilerClockSync
@@ -84,5 +85,6 @@ class Profiler:
         running.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         hidden = self._path.with_name(f".{self._path.name}")
+        create_file(hidden).close()  # a link in its place would be followed
         running.export_chrome_trace(str(hidden))
         hidden.replace(self._path)

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from evener.core.base.errors import EvenerError
-from evener.core.base.file_io import write_atomic
+from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.units import format_count, pluralize
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, peak_memory_bytes
@@ -90,7 +90,7 @@ class RunLog:
         if resolved is not None:  # a copy, so that the run can write text when its corpus is gone
             for file in (Path(resolved.corpus.path) / name for name in TOKENIZER_FILES):
                 if file.exists():
-                    write_atomic(self._dir.path / file.name, file.read_bytes())
+                    write_atomic(self._dir.inside(file.name), read_file(file))
         self._dir.add_event("start", step=first_step, ranks=roster.world_size, sync=str(roster.sync))
         if group.membership_epoch is not None:
             self._log_epoch(first_step, epoch=roster.epoch)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from evener.core.base.errors import CheckpointError, RunError, UsageError
-from evener.core.base.file_io import file_digest, write_atomic, write_folder_atomic
+from evener.core.base.file_io import create_file, file_digest, open_file, write_atomic, write_folder_atomic
 from evener.core.run.rundir import Checkpoint, read_checkpoint_unverified
 from evener.core.run.runwriter import RunWriter
 from evener.worker.state.state_serialization import check_storable, flatten_state, unflatten_state
@@ -141,6 +141,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
             copy = copy.clone()
         storages.add(copy.untyped_storage().data_ptr())
         dense[name] = copy
+    create_file(path).close()  # a link in its place would be followed
     save_file(dense, path, metadata)
 
 
@@ -160,4 +161,5 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
     Return copies: loaded tensors are memory-mapped, and an optimizer would keep a file mapped that is removed later.
     """
+    open_file(path).close()  # a pipe would block
     return {name: tensor.clone() for name, tensor in load_file(path).items()}

@@ -207,7 +207,7 @@ class Checkpointer:
         self._saved_step = step
         if self._group.local_rank == 0:
             with contextlib.suppress(OSError):
-                (self._dir.path / CHECKPOINT_REQUEST_FILE).unlink()
+                self._dir.inside(CHECKPOINT_REQUEST_FILE).unlink()
         if self._group.is_writer:
             if val_loss is not None and (self._best is None or val_loss < self._best[0]):
                 self._best = (val_loss, step)
@@ -265,7 +265,7 @@ class Checkpointer:
         if mismatches:
             self._check_finite(step, weights)  # NaN has many bit patterns
             if not self._group.has_dynamic_membership:
-                folder = self._dir.path / "replicas"
+                folder = self._dir.inside("replicas")
                 folder.mkdir(exist_ok=True)
                 checkpoints.write_safetensors(folder / f"rank-{self._group.member_rank}.safetensors", weights)
                 self._group.barrier()

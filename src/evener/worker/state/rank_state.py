@@ -51,7 +51,7 @@ def save_rank_state(rundir: RunDir, rank: int, step: int, state: dict[str, Any])
 def load_rank_state(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:
     """Load a rank's state after `step` steps; return None if this host has none."""
     path = _path(_folder(rundir, rank), step)
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as file:
@@ -64,14 +64,14 @@ def load_rank_state(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | No
 
 def delete_rank_states_after(rundir: RunDir, step: int) -> None:
     """Delete per-rank states of steps after `step`: a run that rolls back to it takes these steps again."""
-    for path in (rundir.path / "own").glob("*/step-*.safetensors"):
+    for path in rundir.glob("own/*/step-*.safetensors"):
         if path.name > _name(step):
             path.unlink(missing_ok=True)
 
 
 def ranks_with_state(rundir: RunDir, step: int) -> list[int]:
     """Return the ranks whose state of this step is on this host."""
-    matches = (re.fullmatch(r"rank-(\d+)", path.parent.name) for path in (rundir.path / "own").glob(f"*/{_name(step)}"))
+    matches = (re.fullmatch(r"rank-(\d+)", path.parent.name) for path in rundir.glob(f"own/*/{_name(step)}"))
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -95,7 +95,7 @@ def assign_orphaned_states(member_ranks: Sequence[int], available: Sequence[Sequ
 
 
 def _folder(rundir: RunDir, rank: int) -> Path:
-    return rundir.path / "own" / f"rank-{rank}"
+    return rundir.inside("own", f"rank-{rank}")
 
 
 def _path(folder: Path, step: int) -> Path:
