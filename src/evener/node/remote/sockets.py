@@ -23,6 +23,19 @@ def free_port(address: str, wanted: int = 0) -> int:
         return port
 
 
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address only; torch's own store would listen on all. Raise OSError."""
+    listener = socket.socket(address_family(address))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(1024)
+    return listener
+
+
 def find_free_port(address: str, wanted: int, low: int, high: int) -> int | None:
     """Return a port that is free on this address: `wanted`, else a random one from `low` to `high`, else None."""
     for port in [wanted, *random.sample(range(low, high), NUM_TRIES)]:

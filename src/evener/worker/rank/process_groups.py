@@ -30,6 +30,7 @@ from evener.core.run.membership_epoch import (
 )
 from evener.core.run.peer_failure import PeersLostError
 from evener.core.run.roster import Backend
+from evener.node.remote.sockets import listen
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT_S = 10.0  # timeout of connecting to the store and of its operations
@@ -240,19 +241,6 @@ def _connect_store(rendezvous: Rendezvous, rank: int) -> TCPStore:
     else:
         _wait_for_store(rendezvous)
     return open_store(address, port, rendezvous.world_size, STORE_TIMEOUT_S, listener)
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on one address only; torch's own store would listen on all. Raise OSError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-    except OSError:
-        listener.close()
-        raise
-    listener.listen(1024)
-    return listener
 
 
 def open_store(address: str, port: int, world_size: int, timeout_s: float, listener: socket.socket | None) -> TCPStore:
