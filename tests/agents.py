@@ -22,6 +22,8 @@ from evener.core.run.hang_detector import ProcessSample
 from evener.core.run.membership_epoch import (
     AGENT_SPEC_FILE,
     EXIT_TERMINATED,
+    RUN_KEY_BYTES,
+    RUN_KEY_FILE,
     AgentSpec,
     HostEntry,
     RankStatus,
@@ -72,6 +74,7 @@ class Agents:
     def add(self, name: str) -> None:
         """Start the agent of a host that has just been written into `parts`."""
         (self.folder / name / "host" / "ranks").mkdir(parents=True)
+        (self.folder / name / RUN_KEY_FILE).write_text("5e" * RUN_KEY_BYTES)
         self.start(name)
 
     def start(self, name: str) -> None:
@@ -92,7 +95,6 @@ class Agents:
             version=self.edition,
             first=self.first,
             port=self.port,
-            key="secret",
             program=self.program(home),
             host_timeout_s=8.0,
             is_elastic=self.LIVES,

@@ -1,4 +1,4 @@
-"""While two hosts are surveyed and train, they listen only on the addresses that the run uses."""
+"""While two hosts are surveyed and train, they listen only on the addresses that the run uses, and on the loopback."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from evener.core.run.run_plan import read_plan_if_present
 from evener.lab.host import LabHost
+from evener.node.agent.store_tunnel import LOOPBACK
 from tests.lab.conftest import wait_until
 from tests.lab.test_launch import Fleet, fleet  # noqa: F401  a fixture
 from tests.tiers import exhaustively
@@ -84,13 +85,14 @@ def test_all_listeners_bind_run_address(fleet: Fleet, corpus: Path, membership: 
         wait_until(trains, "both take steps", every_s=OFTEN_S)
         for host, place in zip(hosts, plan.hosts, strict=True):
             assert place.address == host.address
-            assert {one.address for one in seen[host.name]} == {host.address}
+            assert {one.address for one in seen[host.name]} == {host.address, LOOPBACK}
             assert {one.protocol for one in now[host.name]} == {"tcp"}
-            ports = {one.port for one in now[host.name]}
-            has_store, has_agent = host.name == "a", membership != "fixed"
-            assert (plan.port in ports) == (has_store or has_agent)
-            # Gloo's, for news and for what is exchanged meanwhile; and where the agents have the port, the store's
-            assert len(ports - {plan.port}) == 2 + (has_store and has_agent)
+            ports = {one.port for one in now[host.name] if one.address == host.address}
+            has_gate, has_agent = host.name == "a", membership != "fixed"
+            assert (plan.port in ports) == (has_gate or has_agent)
+            # Gloo's, for news and for what is exchanged meanwhile; and where the agents have the port, the gate's
+            assert len(ports - {plan.port}) == 2 + (has_gate and has_agent)
+            assert sum(one.address == LOOPBACK for one in now[host.name]) == 1  # the store, or the proxy to it
     finally:
         command.wait()
         fleet.run("stop", "--now", run)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from evener.core.base.errors import UsageError
+from evener.cli.run_output import print_plan
+from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.cluster.fleet_file import HostConfig
+from evener.core.run.membership_epoch import RUN_KEY_FILE, make_run_key, read_run_key
 from evener.core.run.roster import RankSlot, Roster, initial_roster
 from evener.core.run.run_plan import Plan, read_plan, write_plan
 from evener.core.run.run_spec import RunSpec, parse_args
@@ -22,6 +25,7 @@ from evener.launch.commands import (
     script_plan,
     train_plan,
 )
+from evener.launch.launcher import membership_files
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
@@ -171,7 +175,7 @@ def test_single_local_rank_runs_without_torchrun() -> None:
 
 
 def test_local_script_runs_in_its_own_folder() -> None:
-    plan = script_plan(prepared([here(2)], port=0), ["train.py", "a b"], {}, None)
+    plan = script_plan(prepared([here(2)], port=0), ["train.py", "a b"], {}, None, key="")
     assert plan.hosts[0].code is None
     assert (plan.hosts[0].cwd, plan.hosts[0].argv[-2:]) == ("/home/me", ["train.py", "a b"])
 
@@ -197,6 +201,7 @@ def test_only_listed_environment_variables_are_copied() -> None:
         ["train.py", "it's", "$x"],
         ENVIRONMENT,
         ScriptProject("/here/mine", "c0de", "mine-1234"),
+        key="",
     )
     assert plan.hosts[0].env == {
         "NCCL_DEBUG": "INFO",
@@ -280,3 +285,44 @@ def test_joining_host_is_appended_and_known_to_all_agents() -> None:
     assert "--data=/c/trees/d" in joined.hosts[2].agent.program  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="c would train on its GPU"):
         plan_with_added_host(plan, place("c", gpus=["A100"]), "/c/trees/d", 8)
+
+
+def test_key_is_in_no_command_environment_or_printed_plan(capsys: pytest.CaptureFixture[str]):
+    key = make_run_key()
+    places = [place("a"), place("b")]
+    for membership in ("live", "restart", "fixed"):
+        spec = parse_args([f"--membership={membership}"])
+        plan = train_plan(
+            prepared(places), spec, roster_of(places, spec), dict.fromkeys("ab", "d"), {}, resume=False, key=key
+        )
+        assert key not in repr(plan.hosts)
+        for host in plan.hosts:
+            assert membership_files(plan, host)[RUN_KEY_FILE] == key
+            assert host.env["EVENER_KEY_FILE"] == f"/{host.name}/runs/x/host/key"
+        for as_json in (False, True):
+            print_plan(plan, as_json)
+    printed = capsys.readouterr()
+    assert key not in printed.out + printed.err
+    assert "EVENER_KEY_FILE=/a/runs/x/host/key" in printed.out
+
+
+@pytest.mark.parametrize("text", ["", "5e" * 31, "5e" * 33, "zz" * 32, "\xff"])
+def test_file_without_key_is_an_error_that_says_how_to_make_one(tmp_path: Path, text: str):
+    path = tmp_path / "key"
+    with pytest.raises(CheckpointError, match="No such file") as absent:
+        read_run_key(path)
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match="not a key of 32 bytes") as damaged:
+        read_run_key(path)
+    with pytest.raises(CheckpointError, match="EVENER_KEY_FILE names no file") as unset:
+        read_run_key(None)
+    assert {error.value.hint for error in (absent, damaged, unset)} == {
+        "one file for all hosts, readable by you alone: openssl rand -hex 32"
+    }
+
+
+def test_keys_have_256_random_bits(tmp_path: Path):
+    keys = {make_run_key() for _ in range(100)}
+    assert len(keys) == 100
+    (tmp_path / "key").write_text(keys.pop() + "\n")
+    assert len(read_run_key(tmp_path / "key")) == 32

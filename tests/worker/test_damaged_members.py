@@ -42,7 +42,7 @@ MEMBERS = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=4, mic
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run's folder on host a."""
-    spec = AgentSpec(run="r", host="a", hosts=PARTS, first=["a", "b"], port=1, key="k",
+    spec = AgentSpec(run="r", host="a", hosts=PARTS, first=["a", "b"], port=1,
                      program=["-m", "evener.worker"], is_elastic=True)  # fmt: skip
     files = {
         "host/agent.json": spec,

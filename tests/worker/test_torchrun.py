@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
+from torch.distributed import TCPStore
 
+from evener.core.run.membership_epoch import make_run_key
 from evener.worker import torchrun
 
 from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
@@ -21,6 +27,7 @@ from ..tiers import exhaustive, exhaustively
 # The real agent after a change of its constants, or of torch's.
 AGENT = """
 import sys
+from evener.core.run.membership_epoch import make_run_key
 from evener.worker import torchrun
 exec(sys.argv.pop(1))
 torchrun.exit_immediately(torchrun.main())
@@ -35,12 +42,25 @@ while os.getppid() == agent:
 """
 
 
+# The same, which sets a key of the store, and reads what the other rank has set.
+SHOWS_STORE = """
+import os
+from torch.distributed import TCPStore
+rank, address = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
+store = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False)
+store.set(f"by/{rank}", f"set by {rank}")
+read = " ".join(store.get(f"by/{i}").decode() for i in range(2))
+""" + LASTING.replace('"began"', 'f"began at {address} reads {read}"')
+
+
 class Agents:
     """Agents of one run, by node rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
+        self.key_file = folder / "key"
+        self.key_file.write_text(make_run_key())
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int, script: str, *, nodes: int = 2, change: str = "", host: str = "", **env: str) -> None:
@@ -53,12 +73,19 @@ class Agents:
                 str(path)]  # fmt: skip
         with (self.folder / f"{name}.log").open("wb") as log:
             self.processes[node] = subprocess.Popen(
-                argv, env=ENV | {"EVENER_HOST": name} | env, stdout=log, stderr=log, start_new_session=True,
+                argv, env=ENV | {"EVENER_HOST": name, "EVENER_KEY_FILE": str(self.key_file)} | env,
+                stdout=log, stderr=log, start_new_session=True,
                 pass_fds=[int(env["EVENER_FAILURES"])] if "EVENER_FAILURES" in env else [],
             )  # fmt: skip
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()
+
+    def is_listening(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port)).close()
+            return True
+        return False
 
     def wait(self, node: int) -> int:
         return self.processes[node].wait(TIMEOUT_S)
@@ -142,6 +169,36 @@ def test_agent_start_failure_is_reported_to_all_hosts(agents: Agents, change: st
         assert f"evener: ending the ranks on {name}: {said}" in agents.said(name)
 
 
+def test_stranger_reaches_no_store(agents: Agents) -> None:
+    """Who has no key cannot read, write, or fill the memory of the store's process; ranks use it through 127.0.0.1."""
+    agents.start(0, SHOWS_STORE)
+    agents.start(1, SHOWS_STORE)
+    agents.wait_began("a", "b")
+    process = psutil.Process(agents.processes[0].pid)
+    for name in "ab":
+        assert "began at 127.0.0.1 reads set by 0 set by 1" in agents.said(name)
+    with pytest.raises(RuntimeError):
+        TCPStore("127.0.0.1", agents.port, None, False, timedelta(seconds=2), wait_for_workers=False)
+    before = process.memory_info().rss
+    # what a client of torch begins with, and a key with a value of 64 MiB
+    message = bytes([7]) + bytes(4) + bytes([0]) + struct.pack("=Q", 3) + b"key" + struct.pack("=Q", 64 << 20)
+    with socket.create_connection(("127.0.0.1", agents.port)) as stranger, contextlib.suppress(ConnectionError):
+        stranger.sendall(message)
+        for _ in range(64):
+            stranger.sendall(bytes(1 << 20))
+    assert process.memory_info().rss - before < 8 << 20
+    assert all(process.poll() is None for process in agents.processes.values())
+
+
+def test_launcher_without_key_says_how_to_make_one(agents: Agents) -> None:
+    agents.key_file.unlink()
+    agents.start(0, LASTING)
+    assert agents.wait(0) == 1
+    assert f"error: {agents.key_file}: No such file or directory" in agents.said("a")
+    assert "openssl rand -hex 32" in agents.said("a")
+    assert "Traceback" not in agents.said("a")
+
+
 def test_rank_failure_is_reported_to_all_hosts(agents: Agents) -> None:
     """b fails, a has the store, c must hear the reason and not only that the store is gone."""
     agents.start(0, LASTING, nodes=3)
@@ -181,28 +238,30 @@ logging.StreamHandler.format = told_to_end_meanwhile
 
 @exhaustive
 def test_port_in_use_is_reported_by_all_hosts(agents: Agents) -> None:
-    """The first host cannot bind; the other finds somebody who says nothing, and torch would wait for ever."""
+    """The first host cannot bind; the other finds somebody who says nothing."""
     with socket.create_server(("127.0.0.1", agents.port)):
         agents.start(0, LASTING)
-        agents.start(1, LASTING, change="torchrun.JOIN_TIMEOUT_S = 2; torchrun.REFUSED_TIMEOUT_S = 2")
+        agents.start(1, LASTING, change="torchrun.JOIN_TIMEOUT_S = 8")
         assert agents.wait(0) == 1
         assert f"error: port.in-use: 127.0.0.1:{agents.port}" in agents.said("a")
-        assert agents.wait(1) == 143
-        assert f"nothing was heard of the store on 127.0.0.1:{agents.port}" in agents.said("b")
+        assert agents.wait(1) == 1
+        silent = f"error: net.no-store: the first host's store does not answer on 127.0.0.1:{agents.port}: "
+        assert f"{silent}no answer" in agents.said("b")
 
 
 @exhaustive
 def test_store_of_another_run_is_refused_and_undisturbed(agents: Agents, tmp_path: Path) -> None:
-    agents.start(0, LASTING, nodes=1)
-    agents.wait_began("a")
+    agents.start(0, LASTING)
+    wait_until(agents.is_listening, lambda: agents.said("a"))
     argv = [word.replace("--rdzv-id=test", "--rdzv-id=other") for word in _argv(agents.processes[0])]
-    argv = [word.replace("rank=0", "rank=1").replace("--nnodes=1", "--nnodes=2") for word in argv]
-    argv[3] = "torchrun.REFUSED_TIMEOUT_S = 2"
-    done = subprocess.run(argv, env=ENV, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    argv = [word.replace("rank=0", "rank=1") for word in argv]
+    argv[3] = "torchrun.JOIN_TIMEOUT_S = 2"
+    env = ENV | {"EVENER_KEY_FILE": str(agents.key_file)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 1
-    assert "is that of another run" in done.stderr
-    time.sleep(1)
-    assert agents.processes[0].poll() is None
+    assert "it belongs to another run, or has no store yet" in done.stderr
+    agents.start(1, LASTING)
+    agents.wait_began("a", "b")
 
 
 @exhaustive

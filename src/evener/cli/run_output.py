@@ -63,12 +63,17 @@ def print_placement(plan: Plan) -> None:
 
 
 def print_plan(plan: Plan, as_json: bool) -> None:
-    """Print the plan of --dry-run: as JSON the object that the real call would use, else the command of each host."""
+    """Print the plan of --dry-run: as JSON the object that the real call would use, else the command of each host.
+
+    The run's key is not printed: the real call makes another one.
+    """
     if as_json:
-        print(msgspec.json.encode(plan).decode())
+        print(msgspec.json.encode(msgspec.structs.replace(plan, key="")).decode())
         return
     for host in plan.hosts:
         print(f"# on {host.name}\n{host.shell_command()}\n")
+    if plan.key:
+        print_status("each host reads the run's key from its EVENER_KEY_FILE, which a real start writes")
 
 
 def print_detached(rundir: RunDir) -> None:

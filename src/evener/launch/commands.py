@@ -17,7 +17,7 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
-from evener.core.run.membership_epoch import HOST_TIMEOUT_S, AgentSpec, HostEntry
+from evener.core.run.membership_epoch import HOST_TIMEOUT_S, RUN_KEY_FILE, AgentSpec, HostEntry
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import (
     Member,
@@ -123,7 +123,7 @@ def train_plan(
 ) -> Plan:
     """Plan evener's own worker on every host of the roster.
 
-    `data` and `init_from` are the paths of the corpus and weights on each host; agents authenticate each other with
+    `data` and `init_from` are the paths of the corpus and weights on each host; the hosts authenticate each other with
     `key`. UsageError if the requested membership is not possible.
     """
     places, port = prepared.hosts, prepared.port
@@ -140,12 +140,12 @@ def train_plan(
             parts = {other.name: HostEntry(address=other.address, num_ranks=num)
                      for other, num in zip(places, counts, strict=True)}  # fmt: skip
             is_elastic = membership == "live"
-            agent = AgentSpec(run=prepared.id, host=place.name, hosts=parts, first=[*parts], port=port, key=key,
+            agent = AgentSpec(run=prepared.id, host=place.name, hosts=parts, first=[*parts], port=port,
                               program=program, is_elastic=is_elastic,
                               host_timeout_s=ELASTIC_HOST_TIMEOUT_S if is_elastic else HOST_TIMEOUT_S)  # fmt: skip
             host = _with_agent(agent, host)
         hosts.append(without_torchrun(host, program) if place.is_local_run and counts == [1] else host)
-    return Plan(id=prepared.id, kind="train", address=places[0].address, port=port, roster=roster,
+    return Plan(id=prepared.id, kind="train", address=places[0].address, port=port, key=key, roster=roster,
                 grace_s=TRAIN_GRACE_S, spec=spec, fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
 
 
@@ -227,11 +227,14 @@ def script_plan(
     environment: Mapping[str, str],
     project: ScriptProject | None,
     passed_env: Sequence[str] = (),
+    *,
+    key: str,
 ) -> Plan:
     """Plan a user's program, ["train.py", …] or ["-m", "module", …], on all hosts, in its project's folder.
 
     `project` is None on this machine alone, where the program runs in place. Of `environment`, the controller's
-    variables, only a few are forwarded, and no secrets. The plan holds the names in `passed_env`, not their values.
+    variables, only a few are forwarded, and no secrets. The plan holds the names in `passed_env`, not their values. The
+    hosts authenticate each other with `key`.
     """
     places = prepared.hosts
     counts = [len(place.rank_slots(MachineSpec())) for place in places]
@@ -243,8 +246,8 @@ def script_plan(
         env["EVENER_JOINED"] = posixpath.join(place.run_dir, JOINED_RUN_FILE)
         host = _host_plan(prepared, counts, i, list(program), env, project)
         hosts.append(msgspec.structs.replace(host, passed_env=[name for name in passed_env if name not in env]))
-    return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, roster=None,
-                grace_s=SCRIPT_GRACE_S, spec=None, project=project.folder if project else None,
+    return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, key=key,
+                roster=None, grace_s=SCRIPT_GRACE_S, spec=None, project=project.folder if project else None,
                 fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
 
 
@@ -287,6 +290,8 @@ def _host_plan(
         f"--log-dir={posixpath.join(place.run_dir, 'host', 'ranks')}",
         *(["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]),  # else torchrun takes its options
     ]
+    if len(prepared.hosts) > 1:
+        env = env | {"EVENER_KEY_FILE": posixpath.join(place.run_dir, RUN_KEY_FILE)}
     return HostPlan(
         name=place.name,
         host=place.host,

@@ -30,6 +30,7 @@ from evener.core.run.membership_epoch import (
     EXIT_HOST_LEFT,
     KILLED_RANKS_FILE,
     NEEDED_BYTES_FILE,
+    RUN_KEY_FILE,
     memory_limit_file,
 )
 from evener.core.run.run_plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, read_plan_if_present, write_plan
@@ -188,10 +189,11 @@ def start_on_host(
 
 
 def membership_files(plan: Plan, host: HostPlan) -> dict[str, str | None]:
-    """Return the membership files of a host's part of the run (path: content); None: the file must not exist."""
+    """Return the roster, agent and key of a host's part of the run (path: content); None: the file must not exist."""
     return {
         ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None,
         AGENT_SPEC_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None,
+        RUN_KEY_FILE: plan.key or None,
     }
 
 

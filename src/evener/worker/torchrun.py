@@ -1,10 +1,11 @@
 """Start and monitor one host's ranks: torchrun with a failure detector and four other additions.
 
-    python -m evener.worker.torchrun --nnodes=2 --rdzv-backend=evener --rdzv-endpoint=ADDRESS:PORT
-                                     --rdzv-conf=rank=1 -m X
+    EVENER_KEY_FILE=FILE python -m evener.worker.torchrun --nnodes=2 --rdzv-backend=evener
+                                     --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=1 -m X
 
-- The rendezvous is static (node rank = rank in --rdzv-conf), and its store listens on ADDRESS alone, where torch's own
-  listens on every interface.
+- The rendezvous is static (node rank = rank in --rdzv-conf). Its store listens on 127.0.0.1 of the first host, where
+  torch's own listens on every interface. Other hosts reach it through a gate on ADDRESS:PORT, which lets in who has the
+  run's key, the content of FILE (`evener.node.agent.store_tunnel`). The ranks of all hosts get MASTER_ADDR=127.0.0.1.
 - Exit codes of ranks are written to the descriptor $EVENER_FAILURES as JSON, not only into a log.
 - When a host has failed, for whatever reason, the agents of the others learn it from the store and end their ranks:
   they do not wait half an hour for a lost rank, and need no controller.
@@ -22,7 +23,6 @@ Keys in the store, under evener/RUN:
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import json
 import logging
@@ -34,6 +34,7 @@ import threading
 import time
 import traceback
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,8 +49,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
-from evener.core.run.membership_epoch import EXIT_TERMINATED
-from evener.worker.rank.process_groups import exit_immediately, listen, open_store
+from evener.core.base.errors import CheckpointError
+from evener.core.run.membership_epoch import EXIT_TERMINATED, read_run_key
+from evener.node.agent.store_tunnel import LOOPBACK, StoreGate, StoreProxy
+from evener.node.remote.sockets import listen
+from evener.worker.rank.process_groups import exit_immediately, open_store
 
 FAILURE_KEY = "failed"
 NODE_HEARTBEAT_INTERVAL_S = 0.5
@@ -71,8 +75,12 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
     the store.
     """
 
-    def __init__(self, address: str, port: int, rank: int, num_nodes: int, run_id: str, timeout_s: int) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, num_nodes: int, run_id: str, timeout_s: int, key: bytes
+    ) -> None:
         super().__init__(address, port, rank, num_nodes, run_id, timeout_s)
+        self._key = key  # of the run; a single host needs none
+        self._store_port = 0  # of 127.0.0.1: of the store itself, or of the proxy to it
         self._has_ended = False
         self._store_deadline = 0.0  # deadline for the next successful store operation
         self._refused_since: float | None = None
@@ -88,18 +96,35 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         """Start the store or connect to it, then start the heartbeats and the failure detector."""
         self._store_deadline = time.monotonic() + self.timeout.total_seconds() + REFUSED_TIMEOUT_S
         threading.Thread(target=self._failure_detector_loop, daemon=True).start()
-        listener = _listen(self.master_addr, self.master_port) if self.rank == 0 else None
-        if listener is not None:
-            self.master_port = listener.getsockname()[1]  # a single host asks for 0: any free port
         try:
-            store = self._open_store(self.timeout.total_seconds(), listener)
+            self._store = self._serve_store() if self.rank == 0 else self._join_store()
         except RuntimeError as error:
-            problem = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
-            raise SystemExit(f"error: net.no-store: {problem}: {str(error).splitlines()[0]}") from None
-        self._store = store
-        self._register_node(self._namespaced(store))
+            raise self._no_store_error(str(error).splitlines()[0]) from None
+        self._register_node(self._namespaced(self._store))
         self._store_deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
         threading.Thread(target=self._heartbeat_loop, daemon=True).start()
+
+    def _serve_store(self) -> Store:
+        """Start the store and, if there are other hosts, the gate to it."""
+        gate_listener = _listen(self.master_addr, self.master_port) if self.world_size > 1 else None
+        listener = listen(LOOPBACK, 0)
+        self._store_port = listener.getsockname()[1]
+        store = self._open_store(self.timeout.total_seconds(), listener)
+        if gate_listener is not None:
+            StoreGate(gate_listener, self._key, self.run_id, self._store_port)
+        return store
+
+    def _join_store(self) -> Store:
+        """Wait for the first host's gate, and connect to its store. SystemExit if it lets nothing through in time."""
+        proxy = StoreProxy((self.master_addr, self.master_port), self._key, self.run_id)
+        self._store_port = proxy.port
+        if not proxy.wait_ready(self.timeout.total_seconds()):
+            raise self._no_store_error(proxy.problem)
+        return self._open_store(self.timeout.total_seconds(), None)
+
+    def _no_store_error(self, reason: str) -> SystemExit:
+        problem = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
+        return SystemExit(f"error: net.no-store: {problem}: {reason}")
 
     def next_rendezvous(self) -> RendezvousInfo:
         assert self._store is not None
@@ -107,7 +132,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
             PrefixStore(self.run_id, self._store),
             self.rank,
             self.world_size,
-            RendezvousStoreInfo(self.master_addr, self.master_port),
+            RendezvousStoreInfo(LOOPBACK, self._store_port),
         )
 
     def wait_for_other_nodes(self) -> None:
@@ -115,6 +140,11 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         assert self._store is not None
         while self.rank == 0 and self._remaining_nodes(self._namespaced(self._store)):
             time.sleep(NODE_HEARTBEAT_INTERVAL_S / 5)
+
+    def flush(self) -> None:
+        """Wait until the store has received what torchrun sent: the proxy ends with this process."""
+        with contextlib.suppress(RuntimeError):  # it is gone
+            _flush(self._store)
 
     def close(self, why: str | None) -> None:
         """Announce that this host leaves, and why if it failed; the first host then waits for the others to leave."""
@@ -138,6 +168,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
             if why is not None:
                 _publish_failure(store, _host_name(), why)
             store.set(f"left/{self.rank}", "")
+            _flush(store)
             while keeps_store and (remaining := self._remaining_nodes(store)):
                 all_came = all(store.check([f"node/{rank}"]) for rank in remaining)
                 if all_came and time.monotonic() - began > STORE_LINGER_S:
@@ -154,12 +185,13 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
 
     def _connect(self, timeout_s: float) -> Store:
         """Connect to the store, once per thread. Raise OSError, or RuntimeError where torch finds the store gone."""
-        # torch would retry a refused connection, and log each attempt.
-        socket.create_connection((self.master_addr, self.master_port), timeout_s).close()
+        # torch would retry a refused connection, and log each attempt; a proxy does not refuse when the store is gone.
+        first_host = (LOOPBACK, self._store_port) if self.rank == 0 else (self.master_addr, self.master_port)
+        socket.create_connection(first_host, timeout_s).close()
         return self._namespaced(self._open_store(timeout_s, None))
 
     def _open_store(self, timeout_s: float, listener: socket.socket | None) -> Store:
-        return open_store(self.master_addr, self.master_port, self.world_size, timeout_s, listener)
+        return open_store(LOOPBACK, self._store_port, self.world_size, timeout_s, listener)
 
     def _register_node(self, store: Store) -> None:
         """Register this node; raise SystemExit if another has its node rank, as both would start the same ranks."""
@@ -167,11 +199,6 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
             other = store.get(f"node/{self.rank}/host").decode()
             raise SystemExit(f"error: rank.duplicate: {_host_name()} and {other} were both started as node {self.rank}")
         store.set(f"node/{self.rank}/host", _host_name())
-        try:
-            store.wait(["node/0/host"], datetime.timedelta(seconds=REFUSED_TIMEOUT_S))
-        except RuntimeError:
-            where = f"{self.master_addr}:{self.master_port}"
-            raise SystemExit(f"error: port.in-use: the store on {where} is that of another run") from None
 
     def _heartbeat_loop(self) -> None:
         """Send heartbeats and read failures; the first host also checks the others' heartbeats."""
@@ -237,9 +264,15 @@ def main() -> int:
     args = parse_args(sys.argv[1:])
     address, port = parse_rendezvous_endpoint(args.rdzv_endpoint, -1)
     settings = dict(setting.split("=", 1) for setting in args.rdzv_conf.split(","))
-    timeout_s = int(settings.get("timeout", JOIN_TIMEOUT_S))
+    timeout_s, num_nodes = int(settings.get("timeout", JOIN_TIMEOUT_S)), int(args.nnodes)
+    try:
+        key_file = os.environ.get("EVENER_KEY_FILE")
+        key = read_run_key(Path(key_file) if key_file else None) if num_nodes > 1 else b""
+    except CheckpointError as error:
+        print(f"error: {error}\nhint:  {error.hint}", file=sys.stderr)
+        return 1
     rendezvous = FailureDetectingRendezvous(
-        address, port, int(settings["rank"]), int(args.nnodes), args.rdzv_id, timeout_s
+        address, port, int(settings["rank"]), num_nodes, args.rdzv_id, timeout_s, key
     )
     handler_registry.register("evener", lambda parameters: rendezvous)
     if not torch.accelerator.is_available():
@@ -268,6 +301,7 @@ def _run_torchrun(rendezvous: FailureDetectingRendezvous, args: Namespace) -> tu
     try:
         rendezvous.start()
         run(args)
+        rendezvous.flush()
         rendezvous.wait_for_other_nodes()
     except ChildFailedError as error:
         failures: list[dict[str, Any]] = [
@@ -306,13 +340,19 @@ def _let_signals_through_logging() -> None:
     logging.Handler.handleError = handle_error  # type: ignore[method-assign, assignment]
 
 
+def _flush(store: Store | None) -> None:
+    """Wait until the store has received what was sent to it: only some operations wait for a reply, as `check` does."""
+    assert store is not None
+    store.check([FAILURE_KEY])
+
+
 def _publish_failure(store: Store, host: str, why: str) -> None:
     """Publish a failure; the store keeps the first one only."""
     store.compare_set(FAILURE_KEY, "", json.dumps({"host": host, "why": why}))
 
 
 def _parse_failure(payload: bytes) -> str:
-    """Describe what `_publish_failure` wrote. The store has no password: the payload may be anything."""
+    """Describe what `_publish_failure` wrote. Ranks can write into the store, too: the payload may be anything."""
     try:
         first = json.loads(payload)
         return f"{first['host']} failed: {first['why']}"

@@ -7,15 +7,20 @@ process and state across epochs, as in Horovod Elastic and torchft; torchelastic
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from evener.core.base.file_io import write_atomic
+from evener.core.base.errors import CheckpointError
+from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.json_files import read_json
 
 AGENT_SPEC_FILE = "host/agent.json"  # an AgentSpec
+# the run's key, in hexadecimal: what agents and store tunnels authenticate each other by; EVENER_KEY_FILE is its path
+RUN_KEY_FILE = "host/key"
+RUN_KEY_BYTES = 32
 HOST_TIMEOUT_S = 12.0  # heartbeat timeout where the loss of a host restarts the ranks of all
 CONSENSUS_STATE_FILE = "host/kept.json"  # the agent's durable consensus state
 RENDEZVOUS_FILE = "host/world.json"  # a Rendezvous, in the run's folder on each host; EVENER_WORLD is its path
@@ -109,7 +114,6 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     version: int = msgspec.field(default=0, name="edition")  # version of `hosts`: the highest one is valid
     first: list[str]  # the hosts of the first epoch; the others were added during the run
     port: int  # on which the agents receive each other's messages
-    key: str  # secret shared by the run's agents
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
     # heartbeat timeout: a host that sends nothing for so long is lost
     host_timeout_s: float = msgspec.field(default=HOST_TIMEOUT_S, name="silent_s")
@@ -120,6 +124,27 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.first or not self.hosts.keys() >= {self.host, *self.first}:
             raise ValueError("hosts that are not part of the run")
+
+
+def make_run_key() -> str:
+    """Return a new key for a run, in hexadecimal."""
+    return secrets.token_hex(RUN_KEY_BYTES)
+
+
+def read_run_key(path: Path | None) -> bytes:
+    """Read the run's key. Raise CheckpointError if the file is absent or holds no key."""
+    hint = f"one file for all hosts, readable by you alone: openssl rand -hex {RUN_KEY_BYTES}"
+    if path is None:
+        raise CheckpointError("EVENER_KEY_FILE names no file with the key of this run", hint=hint)
+    try:
+        key = bytes.fromhex(read_file(path).decode())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}: the key of this run", hint=hint) from None
+    except ValueError:
+        key = b""
+    if len(key) != RUN_KEY_BYTES:
+        raise CheckpointError(f"{path}: not a key of {RUN_KEY_BYTES} bytes in hexadecimal", hint=hint)
+    return key
 
 
 def has_dynamic_membership() -> bool:

@@ -91,6 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kind: str  # train, launch
     address: str = ""  # of the rendezvous, on the first host
     port: int = 0
+    key: str = ""  # by which its hosts authenticate each other, see `make_run_key`; empty for a single host
     roster: Roster | None = None  # the initial one, and hosts that were added; None for a user's own script
     grace_s: float = 0.0  # how long the ranks may take to save after a request to stop
     spec: RunSpec | None  # as requested; None for a user's own script

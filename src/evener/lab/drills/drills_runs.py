@@ -13,6 +13,7 @@ from typing import Any
 import evener
 from evener.core.base.errors import EvenerError
 from evener.core.cluster.finding import Finding
+from evener.core.run.membership_epoch import make_run_key
 from evener.core.run.rundir import RunDir
 from evener.lab.drills.drill_runner import (
     POLL_S,
@@ -68,9 +69,14 @@ def diagnose_agents(stage: DrillContext) -> DrillDiagnosis:
     """Start evener's launcher by hand on three hosts, each with the node rank in its file `node-rank`."""
     agent = "python -m evener.worker.torchrun --nnodes 3 --rdzv-backend evener --rdzv-endpoint 10.77.0.1:29500"
     command = f"{agent} --rdzv-conf rank=$(cat node-rank) allreduce.py"
-    commands = {host: f"EVENER_HOST={host} GLOO_SOCKET_IFNAME=eth0 {command}" for host in "abc"}
-    raw = ManualReproduction(commands=commands, files={"allreduce.py": ALL_REDUCE}, idle_timeout_s=RUN_TIMEOUT_S,
-                             timeout_s=RUN_TIMEOUT_S)  # fmt: skip
+    env = "EVENER_KEY_FILE=key GLOO_SOCKET_IFNAME=eth0"
+    commands = {host: f"EVENER_HOST={host} {env} {command}" for host in "abc"}
+    raw = ManualReproduction(
+        commands=commands,
+        files={"allreduce.py": ALL_REDUCE, "key": make_run_key()},
+        idle_timeout_s=RUN_TIMEOUT_S,
+        timeout_s=RUN_TIMEOUT_S,
+    )
     return _diagnose_output(stage.run_manually(raw), commands)
 
 

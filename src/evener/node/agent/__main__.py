@@ -47,10 +47,12 @@ from evener.core.run.membership_epoch import (
     KILLED_RANKS_FILE,
     NEEDED_BYTES_FILE,
     PEER_LOST,
+    RUN_KEY_FILE,
     AgentSpec,
     HostEntry,
     MembershipEpoch,
     Rendezvous,
+    read_run_key,
 )
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
@@ -121,7 +123,7 @@ class HostAgent:
 
     async def run(self) -> int:
         """Take part until the run ends or continues without this host; return the exit status."""
-        peer_links = PeerLinks(self._spec.key.encode(), self.on_status)
+        peer_links = PeerLinks(read_run_key(self._folder / RUN_KEY_FILE), self.on_status)
         member = self._spec.hosts[self._spec.host]
         await peer_links.listen((member.address, self._spec.port))
         try:

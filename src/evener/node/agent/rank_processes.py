@@ -1,7 +1,8 @@
 """Start, monitor and kill this host's ranks.
 
 By default `evener.worker.torchrun` starts the ranks, once per epoch. In an elastic run they are plain processes,
-which start once and rendezvous anew in each epoch: torchrun would delay their start, as it imports torch first.
+which start once and rendezvous anew in each epoch: torchrun would delay their start, as it imports torch first. The
+store of an epoch is then in its first rank, and this process keeps the tunnel to it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ from evener.core.run.membership_epoch import (
     HEARTBEAT_FOLDER,
     RANK_STATUS_FOLDER,
     RENDEZVOUS_FILE,
+    RUN_KEY_FILE,
     AgentSpec,
     MembershipEpoch,
     RankStatus,
     Rendezvous,
+    read_run_key,
 )
+from evener.node.agent.store_tunnel import LOOPBACK, StoreGate, StoreProxy
 from evener.node.remote import process_table
+from evener.node.remote.sockets import free_port, listen
 
 REAP_TIMEOUT_S = 5.0  # for the kernel to remove a killed process
 GROUP_EXIT_S = 5.0  # from the first exit of ranks that leave together until all of them must have exited
@@ -62,10 +67,13 @@ class RankProcesses:
         """Start the ranks; `folder` is the run's folder on this host."""
         self._rendezvous_path, self._status_folder = folder / RENDEZVOUS_FILE, folder / RANK_STATUS_FOLDER
         self._env_marker, self._heartbeat_folder = str(self._rendezvous_path), folder / HEARTBEAT_FOLDER
+        self._spec, key_path = spec, folder / RUN_KEY_FILE
+        self._key = read_run_key(key_path) if spec.is_elastic else b""  # a launcher reads it itself
+        self._tunnel: StoreGate | StoreProxy | None = None  # of the epoch's store, in an elastic run
         shutil.rmtree(self._status_folder, ignore_errors=True)
         self._status_folder.mkdir(parents=True)
         self.set_rendezvous(rendezvous)
-        env = os.environ | {"EVENER_WORLD": self._env_marker}
+        env = os.environ | {"EVENER_WORLD": self._env_marker, "EVENER_KEY_FILE": str(key_path)}
         self._launched: LaunchedRanks
         try:
             if spec.is_elastic:
@@ -75,12 +83,35 @@ class RankProcesses:
                 self._launched = TorchrunRanks(torchrun_argv(spec, folder, rendezvous), env)
         except OSError:  # some may already run
             self._kill_processes()
+            self._close_tunnel()
             raise
         self.poll, self.failures = self._launched.poll, self._launched.failures
 
     def set_rendezvous(self, rendezvous: Rendezvous) -> None:
-        """Write the rendezvous that the ranks use from now on."""
+        """Write the rendezvous that the ranks use from now on. In an elastic run it is at their end of the tunnel."""
+        if self._spec.is_elastic:
+            self._close_tunnel()
+            rendezvous = msgspec.structs.replace(rendezvous, address=LOOPBACK, port=self._open_tunnel(rendezvous))
         write_atomic(self._rendezvous_path, msgspec.json.encode(rendezvous))
+
+    def _open_tunnel(self, rendezvous: Rendezvous) -> int:
+        """Open the tunnel to the store at this rendezvous; return the port of 127.0.0.1 that the ranks use."""
+        hosts, run_id = rendezvous.epoch.hosts, f"{self._spec.run}-{rendezvous.epoch.number}"
+        if not rendezvous.port:  # standby ranks: no store yet
+            return 0
+        if hosts[0] != self._spec.host:
+            self._tunnel = StoreProxy((rendezvous.address, rendezvous.port), self._key, run_id)
+            return self._tunnel.port
+        store_port = free_port(LOOPBACK)
+        if len(hosts) > 1:
+            listener = listen(rendezvous.address, rendezvous.port)
+            self._tunnel = StoreGate(listener, self._key, run_id, store_port)
+        return store_port
+
+    def _close_tunnel(self) -> None:
+        if self._tunnel is not None:
+            self._tunnel.close()
+            self._tunnel = None
 
     def rank_statuses(self) -> dict[int, RankStatus]:
         """Return the status that each rank reports, by local rank."""
@@ -103,6 +134,7 @@ class RankProcesses:
         """Kill all ranks, also those that outlived their launcher: none may act in a later epoch."""
         self._kill_processes()
         self._launched.reap()
+        self._close_tunnel()
 
     def _kill_processes(self) -> None:
         """Kill all descendants of what was started, recognized by EVENER_WORLD in their environment."""
