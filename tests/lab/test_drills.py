@@ -60,8 +60,8 @@ WORDS = {
 # Every id that stands in the list of what goes wrong.
 LISTED = """
 net.loopback-hostname net.wrong-interface net.overlay net.family-mismatch net.unresolvable net.rendezvous-loopback
-net.firewall net.mtu net.slow-link net.wireless net.stack-loss net.asymmetric net.private port.in-use proc.stale
-version.torch link.congestion link.window link.idle
+net.firewall net.mtu net.slow-link net.wireless net.stack-loss net.asymmetric net.private net.strangers
+port.in-use proc.stale version.torch link.congestion link.window link.idle
 version.python version.evener code.mismatch spec.mismatch data.mismatch tokenizer.mismatch rank.duplicate
 ssh.unreachable ssh.auth ssh.hostkey clock.skew limit.nofile limit.memlock mem.space disk.space shm.size mem.swap
 cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver gpu.p2p env.ineffective

@@ -23,6 +23,7 @@ from evener.doctor.facts import (
     HostFacts,
     HostProcess,
     InterfaceAddress,
+    Neighbour,
     NetworkInterface,
     ResolvedAddress,
     ResourceLimit,
@@ -88,6 +89,10 @@ def facts(name: str, number: int, **more: Any) -> HostFacts:
         ),
     }
     return HostFacts(**healthy | more)
+
+
+def neighbour(address: str, interface: str = "eth0") -> Neighbour:
+    return Neighbour(address=address, interface=interface)
 
 
 def way(number: int, **more: Any) -> SocketInterface:
@@ -365,6 +370,7 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
         ),
     ),
     ("net.wireless", "warning", "laptop", None, lambda w: w.way("laptop", kind="wireless")),
+    ("net.strangers", "info", "laptop", None, lambda w: w.change("laptop", neighbours=[neighbour("192.168.1.9")])),
     ("net.stack-loss", "warning", "attic", "laptop", lambda w: w.pair("attic", "laptop", retransmits=2000)),
     ("net.asymmetric", "warning", "laptop", "attic", lambda w: w.pair("laptop", "attic", goodput_Bps=60e6)),
     (
@@ -503,6 +509,26 @@ def test_each_failure_gives_its_finding_and_no_other(check_id, severity, host, p
     assert found[0].fix
 
 
+def test_only_machines_outside_the_run_on_its_network_are_strangers():
+    world = World()
+    world.change("attic", neighbours=[neighbour("192.168.1.28"), neighbour("172.17.0.9", "docker0")])
+    assert world.findings() == []
+    world.change("attic", neighbours=[neighbour(f"192.168.1.{number}") for number in (28, 100, 9, 10)])
+    (found,) = world.findings()
+    assert "192.168.1.9 and 2 more" in found.evidence
+    world.machine = MachineSpec(private=True)
+    assert world.findings() == []
+    world.machine = MachineSpec()
+    world.way("attic", kind="wireguard")
+    assert [one.check for one in world.findings() if one.check == "net.strangers"] == []
+
+
+def test_strangers_are_reported_once_a_network(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    networks = ["192.168.1.0/24", "192.168.1.0/24", None, "10.0.0.0/8", None, "192.168.1.0/24"]
+    assert [prepare_hosts._is_first_run_on(one) for one in networks] == [True, False, True, True, False, False]
+
+
 def test_fixes_are_runnable_commands():
     """With the fleet file that was named, the file in which a variable is set, and the folder that is there."""
     world = World()
@@ -612,7 +638,7 @@ def test_every_failure_detectable_before_launch_has_a_test_row():
         "mem.space", "disk.space", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled", "power.sleep",
         "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax", "tty.attached",
         "env.shadowed", "env.launcher-variables", "env.debug", "host.same-name", "net.duplicate-address", "ssh.shell",
-        "ssh.key",
+        "ssh.key", "net.strangers",
     }  # fmt: skip
     assert {row[0] for row in ROWS} == stated - later
 

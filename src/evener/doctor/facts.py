@@ -58,6 +58,13 @@ class NetworkInterface(FactsRecord, frozen=True, kw_only=True):
         return self.addresses[0] if self.addresses else None
 
 
+class Neighbour(FactsRecord, frozen=True, kw_only=True):
+    """A machine that has answered on one of the host's networks."""
+
+    address: str
+    interface: str
+
+
 class ResourceLimit(FactsRecord, frozen=True, kw_only=True):
     """A resource limit; None = unlimited."""
 
@@ -163,6 +170,7 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     queue_discipline: str | None = None
     sysctls: dict[str, str] = {}  # that TCP throughput may depend on, by name; only those that the system has
     has_infiniband: bool = False
+    neighbours: list[Neighbour] = []  # without routers
     firewall: Literal["ufw", "firewalld", "nftables", "iptables", "macos"] | None = None
     firewall_chain: str | None = None
     port: int

@@ -28,6 +28,7 @@ from evener.doctor.hostname_checks import (
 )
 from evener.doctor.interfaces import KIND_LABELS, KIND_PREFERENCE, NAMED_IN_FLEET_FILE, SocketInterface
 
+STRANGERS_CHECK = "net.strangers"
 GROUP_FINDINGS_FROM = 3  # peers: from so many on, they share one finding
 
 
@@ -48,7 +49,7 @@ def check_network(context: CheckContext) -> list[Finding]:
     ]
     if not name_findings:  # hosts that share a name cannot be distinguished by it
         findings += check_name_resolution(context)
-    return [*findings, *check_address_families(context), *_check_overlays(context)]
+    return [*findings, *check_address_families(context), *_check_overlays(context), *_check_strangers(context)]
 
 
 # --- which interface ---------------------------------------------------------------------------------------------
@@ -187,6 +188,33 @@ def _check_overlays(context: CheckContext) -> Iterator[Finding]:
                 fix=f"on {pair.source}: {context.sudo_prefix(pair.source)}ip route replace {destination.address} dev "
                 f"{context.network.interfaces[pair.source].interface}",
             )  # fmt: skip
+
+
+# --- who else is there -------------------------------------------------------------------------------------------
+
+
+def _check_strangers(context: CheckContext) -> Iterator[Finding]:
+    """Check for other machines on the network of a run, on the first of its hosts that sees any.
+
+    They can reach Gloo and NCCL, which send gradients and weights unencrypted; --private and WireGuard prevent that.
+    """
+    if context.machine.private or len(context.fleet.hosts) == 1:
+        return
+    own = {entry.address for facts in context.facts.values() for nic in facts.interfaces for entry in nic.addresses}
+    for name, chosen in context.network.interfaces.items():
+        if chosen.kind in ("tunnel", "wireguard") or name not in context.facts:
+            continue
+        there = {entry.address for entry in context.facts[name].neighbours if entry.interface == chosen.interface}
+        if strangers := sorted(there - own, key=ipaddress.IPv4Address):
+            others = f" and {len(strangers) - 1} more" * (len(strangers) > 1)
+            yield Finding(
+                check=STRANGERS_CHECK, severity="info", host=name,
+                evidence=f"machines that are not of this run answer on its network: {strangers[0]}{others}. Gradients "
+                "and weights are sent unencrypted, and who is on the path can read and change them",
+                fix="--private starts a run only behind a firewall, which evener doctor --private prints; or WireGuard "
+                f'or Tailscale, for example interface = "wg0" under [hosts.{name}] in the fleet file',
+            )  # fmt: skip
+            return
 
 
 # --- duplicate addresses -----------------------------------------------------------------------------------------

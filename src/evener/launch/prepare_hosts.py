@@ -24,6 +24,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, RunError
+from evener.core.base.file_io import state_folder, write_atomic
 from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import DEFAULT_WORKDIR, RENDEZVOUS_PORT, Fleet, HostConfig
@@ -33,6 +34,7 @@ from evener.core.run.rundir import RunDir
 from evener.doctor.context import DEFAULT_MACHINE_SPEC
 from evener.doctor.facts import ComputeDevices
 from evener.doctor.machine_checks import check_left_out_variables
+from evener.doctor.network_checks import STRANGERS_CHECK
 from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.launch.commands import PreparedFleet, PreparedHost
 from evener.node.remote.login_environment import debug_variables, launcher_variables
@@ -139,6 +141,9 @@ def prepare_hosts(
         for host in fleet.hosts
     ]
     warnings = [finding for finding in preflight.findings if finding.severity == "warning"]
+    strangers = [finding for finding in preflight.findings if finding.check == STRANGERS_CHECK]
+    if strangers and _is_first_run_on(preflight.interfaces[first].network):
+        warnings += strangers
     file = str(Path(fleet.file).absolute()) if fleet.file else None
     return PreparedFleet(id=run_id, hosts=places, port=free_port, findings=warnings, fleet_file=file)
 
@@ -153,6 +158,17 @@ def _require_preflight(hosts: ConnectedHosts, port: int, machine: MachineSpec) -
             output="\n".join(_format_finding(finding) for finding in preflight.blocking_findings),
         )
     return preflight
+
+
+def _is_first_run_on(network: str | None) -> bool:
+    """Return whether no run of this user on this network was prepared before, and remember this one."""
+    path = state_folder() / "networks"
+    known = path.read_text().splitlines() if path.exists() else []
+    if str(network) in known:
+        return False
+    with contextlib.suppress(OSError):
+        write_atomic(path, "".join(f"{line}\n" for line in [*known, network]).encode())
+    return True
 
 
 def _format_finding(finding: Finding) -> str:

@@ -11,7 +11,6 @@ that site [DNS rebinding].
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 from collections.abc import Collection
 from pathlib import Path
@@ -21,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from evener.core.base.file_io import read_file, write_atomic
+from evener.core.base.file_io import read_file, state_folder, write_atomic
 from evener.watch.page_fragments import unauthorized_page
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -42,8 +41,7 @@ SECURITY_HEADERS = {
 
 def token_path() -> Path:
     """Return the path of this user's token."""
-    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(state) / "evener" / "watch.token"
+    return state_folder() / "watch.token"
 
 
 def user_token() -> str:

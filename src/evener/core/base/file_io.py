@@ -45,6 +45,11 @@ def path_inside(folder: Path, *names: str) -> Path:
     return path
 
 
+def state_folder() -> Path:
+    """Return the folder for what evener remembers on this machine, for this user."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "evener"
+
+
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write(temporary)` fill a temporary folder, make it durable, then rename it to `folder` atomically."""
     temporary = folder.with_name(f".{folder.name}.tmp")

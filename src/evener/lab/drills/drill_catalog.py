@@ -22,6 +22,7 @@ UNSUPPORTED_CHECKS: dict[str, str] = {
     "link.congestion": "which congestion control is faster depends on the wire and on how busy the cores are",
     "link.idle": "round trips in a lab are short: after an idle time TCP is at full speed again at once",
     "gpu.p2p": "it needs two GPUs behind an IOMMU that translates between them",
+    "net.strangers": "no fault: it says who else is on the network, and the remedies encrypt or close it",
     "run.collective-mismatch": "a program causes it, not a host",
     "run.nonfinite": "a program causes it, not a host: the run records which rank",
     "run.diverged": "it needs a flipped bit in memory: evener verify detects it, and its tests flip one",

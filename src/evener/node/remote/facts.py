@@ -397,6 +397,7 @@ SYSCTLS = (
     "net.ipv4.tcp_mtu_probing",
 )  # fmt: skip
 IFF_UP, IFF_LOOPBACK, IFF_RUNNING = 0x1, 0x8, 0x40  # the same on Linux and macOS
+ATF_COM = 0x2  # of an entry of the ARP table: the machine has answered
 
 
 def _collect_network() -> Facts:
@@ -417,7 +418,24 @@ def _collect_network() -> Facts:
         "queue_discipline": (read_text("/proc/sys/net/core/default_qdisc") or "").strip() or None,
         "sysctls": _read_sysctls(),
         "has_infiniband": bool(glob.glob("/sys/class/infiniband/*")),
+        "neighbours": _read_neighbours(),
     }
+
+
+def _read_neighbours() -> list[Facts]:
+    """Return the IPv4 addresses that have answered on this host's networks lately. Linux only.
+
+    Routers and the machine that has logged in here are left out.
+    """
+    known = set(os.environ.get("SSH_CONNECTION", "").split()[:1])
+    for line in (read_text("/proc/net/route") or "").splitlines()[1:]:
+        known.add(socket.inet_ntoa(int(line.split()[2], 16).to_bytes(4, sys.byteorder)))
+    neighbours = []
+    for line in (read_text("/proc/net/arp") or "").splitlines()[1:]:
+        address, _, flags, _, _, interface = line.split()
+        if int(flags, 16) & ATF_COM and address not in known:
+            neighbours.append({"address": address, "interface": interface})
+    return neighbours
 
 
 def _read_sysctls() -> dict[str, str]:
