@@ -8,6 +8,7 @@ import gc
 import logging
 import random
 import socket
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 
@@ -82,7 +83,7 @@ class Listener:
 
     async def receives(self, sender: PeerLinks, status: HostStatus) -> None:
         """Return once it has received this status."""
-        sender.broadcast(status, {"listener": (LOOPBACK, self.port)})
+        sender.broadcast(status, {"listener": [(LOOPBACK, self.port)]})
         await until(lambda: status in self.received)
 
     async def receives_from_an_honest_host(self) -> None:
@@ -157,11 +158,131 @@ def test_two_listeners_receive_messages_of_each_other(quietly):
     quietly(main())
 
 
+ADDRESSES = {"a": "127.0.0.1", "b": "127.0.0.2"}
+several_addresses = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+
+
+class Host:
+    """Peer links of one host, which may listen on another port than the others expect."""
+
+    def __init__(self, name: str, expected: list[int]) -> None:
+        self.name, self.port, self._expected = name, 0, expected
+        self.received: dict[str, HostStatus] = {}
+        self.links = PeerLinks(KEY, lambda status: self.received.update({status.host: status}))
+        self._count = 0
+
+    async def listen(self, port: int) -> None:
+        self.port = await self.links.listen((ADDRESSES[self.name], port))
+
+    def broadcast(self, *others: str) -> None:
+        """Send one more status to the others, who may be on each of the expected ports."""
+        self._count += 1
+        status = msgspec.structs.replace(of(self.name, self._count), port=self.port)
+        endpoints = {name: [(ADDRESSES[name], port) for port in self._expected] for name in others}
+        self.links.broadcast(status, endpoints)
+
+
+async def until_connected(*hosts: Host) -> None:
+    """Return when each host has received a status of every other."""
+    names = {host.name for host in hosts}
+
+    def is_connected() -> bool:
+        for host in hosts:
+            host.broadcast(*(names - {host.name}))
+        return all(host.received.keys() == names - {host.name} for host in hosts)
+
+    await until(is_connected)
+
+
+@pytest.fixture
+def quick_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_links, "RECONNECT_S", 0.02)
+    monkeypatch.setattr(peer_links, "ACK_TIMEOUT_S", 0.5)
+
+
+@several_addresses
+def test_host_on_other_port_is_called_there_once_it_has_called(quietly, quick_reconnects):
+    """Its port is none that the others expect: only its status names it."""
+
+    async def main() -> None:
+        stays = Host("a", [free_port()])
+        await stays.listen(0)
+        moved = Host("b", [stays.port])
+        await moved.listen(0)
+        await until_connected(stays, moved)
+        await stays.links.close()
+        await moved.links.close()
+
+    quietly(main())
+
+
+@several_addresses
+@pytest.mark.parametrize("taken_by", ["nobody", "silent stranger", "other run"])
+def test_hosts_that_all_moved_find_each_other(quietly, quick_reconnects, taken_by):
+    """As when two agents restart after a power failure and both find the run's port taken: none can tell the other."""
+
+    async def main() -> None:
+        taken, spare = free_port(), [free_port(), free_port()]
+        other_run = PeerLinks(OTHER_KEY, lambda _: None)
+        stranger: asyncio.Server | None = None
+        if taken_by == "other run":
+            await other_run.listen(("127.0.0.2", taken))
+        elif taken_by == "silent stranger":
+            stranger = await asyncio.start_server(lambda reader, writer: None, "127.0.0.2", taken)
+        hosts = [Host("a", [taken, *spare]), Host("b", [taken, *spare])]
+        for host, port in zip(hosts, spare, strict=True):
+            await host.listen(port)
+        await until_connected(*hosts)
+        for links in (*(host.links for host in hosts), other_run):
+            await links.close()
+        if stranger is not None:
+            stranger.close()
+
+    quietly(main())
+
+
+@several_addresses
+def test_host_that_returns_to_first_port_is_called_there(quietly, quick_reconnects):
+    """It had moved, was restarted, and the run's port is free again."""
+
+    async def main() -> None:
+        first, spare, other = free_port(), free_port(), free_port()
+        stays, before = Host("a", [first, spare]), Host("b", [other])
+        await stays.listen(other)
+        await before.listen(spare)
+        await until_connected(stays, before)
+        await before.links.close()
+        stays.received.clear()
+        after = Host("b", [other])
+        after._count = 1000
+        await after.listen(first)
+        await until_connected(stays, after)
+        await stays.links.close()
+        await after.links.close()
+
+    quietly(main())
+
+
+def test_endpoint_that_answered_is_called_first_again():
+    """A connection that breaks must be replaced before its host counts as lost."""
+
+    async def main() -> None:
+        links = PeerLinks(KEY, lambda _: None)
+        endpoints = [(LOOPBACK, port) for port in (1, 2, 3, 4)]
+        links._endpoints["b"] = endpoints
+        first_tries = [links._endpoint_to_try("b", num_failures)[1] for num_failures in range(12)]
+        assert first_tries == [1, 1, 2, 1, 1, 3, 1, 1, 4, 1, 1, 2]
+        links._prefer_endpoint("b", endpoints[2])
+        assert [links._endpoint_to_try("b", num_failures)[1] for num_failures in range(3)] == [3, 3, 1]
+
+    asyncio.run(main())
+
+
 def test_message_with_other_key_is_rejected(quietly):
     async def main() -> None:
         async with Listener() as listener:
             stranger = PeerLinks(OTHER_KEY, lambda _: None)
-            stranger.broadcast(of("stranger"), {"listener": (LOOPBACK, listener.port)})
+            stranger.broadcast(of("stranger"), {"listener": [(LOOPBACK, listener.port)]})
             async with listener.connect() as raw:
                 assert await raw.answer_to(line(raw.nonce, 0, TEXT, OTHER_KEY)) == b""
             await listener.receives_from_an_honest_host()
@@ -360,7 +481,7 @@ def test_sender_reconnects_until_right_listener_answers(quietly, monkeypatch, wh
 
         async def said_on() -> None:
             for count in range(1000000):
-                sender.broadcast(of("sender", count), {"listener": (LOOPBACK, port)})
+                sender.broadcast(of("sender", count), {"listener": [(LOOPBACK, port)]})
                 await asyncio.sleep(0.02)
 
         saying = asyncio.create_task(said_on())

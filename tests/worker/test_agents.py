@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from evener.core.run.membership_epoch import AGENT_SPEC_FILE, EXIT_DISK_FULL, EX
 from evener.core.run.rundir import RunDir
 
 from ..agents import AgentProcesses, Pulse, SimulatedAgents
+from ..conftest import free_port
 from ..tiers import exhaustive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")
@@ -109,6 +112,31 @@ def test_added_host_is_propagated_to_agents_that_were_not_notified(hosts: MakeHo
     fleet.until_in(1, "abc")
     fleet.end_ranks("")
     assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
+
+
+@exhaustive
+def test_agents_whose_port_is_taken_find_each_other(tmp_path: Path) -> None:
+    """Neither can tell the other where it is; later one of them restarts, and has its own port again."""
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        taken = [stack.enter_context(socket.create_server((f"127.0.0.{i}", port))) for i in (1, 2)]
+        fleet = AgentProcesses(tmp_path, "", {})
+        stack.callback(fleet.close)
+        fleet.port = port
+        fleet.parts = {name: HostEntry(address=f"127.0.0.{i}", num_ranks=1) for i, name in enumerate("ab", 1)}
+        fleet.first = ["a", "b"]
+        for name in "ab":
+            fleet.add(name)
+        fleet.until_in(0, "ab")
+        assert all("this agent listens on port" in fleet.log(name) for name in "ab")
+        for listener in taken:
+            listener.close()
+        fleet.kill("a")
+        fleet.start("a")
+        fleet.until_in(1, "ab")
+        assert fleet.log("a").count("this agent listens on port") == 1
+        fleet.end_ranks("")
+        assert [fleet.wait(name) for name in "ab"] == [0, 0]
 
 
 def test_permanent_failure_ends_all_agents(hosts: MakeHosts) -> None:

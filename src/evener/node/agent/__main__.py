@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
 import os
@@ -60,12 +61,13 @@ from evener.node.agent.consensus import TICK_INTERVAL_S, Consensus, ConsensusSta
 from evener.node.agent.hang_monitor import HangMonitor
 from evener.node.agent.peer_links import PeerLinks
 from evener.node.agent.rank_processes import RankProcesses, first_rank_of, make_rendezvous
-from evener.node.remote.sockets import free_port
+from evener.node.remote.sockets import agent_ports, free_port
 
 WRITE_ERROR_TIMEOUT_S = 600.0  # that writes may fail before the agent gives up
 # After the disk was too full for checkpoints: delay before the next try, doubling up to a limit; and the free space to
 # wait for beyond today's, when a rank could not even write down how much it needs.
 DISK_RETRY_S, MAX_DISK_RETRY_S, DISK_MARGIN_BYTES = 2.0, 300.0, 32 << 20
+PORT_TIMEOUT_S, PORT_RETRY_S = 10.0, 0.2  # that the run's port may be taken before a spare one is; between two tries
 LINGER_S = 10.0  # that an agent stays for others that may not know yet that the run has ended
 # Delay before standby ranks that exited are restarted, doubling up to a limit; reset after they trained for this long.
 RESTART_BACKOFF_S, MAX_RESTART_BACKOFF_S, BACKOFF_RESET_S = 1.0, 60.0, 2.0
@@ -106,7 +108,7 @@ class HostAgent:
         )
         if is_restart and self._consensus.is_member:
             self._consensus.phase, self._consensus.reason = self._regroup_phase(), "its agent was restarted"
-        self._broadcast_version = -1
+        self._broadcast_version, self._port = -1, 0  # of the hosts in the last status; on which this agent listens
         self._status_received = asyncio.Event()  # a status with news arrived
         self._write_error, self._write_error_since = "", 0.0  # while state cannot be written, nothing is broadcast
         self._saved_state: ConsensusState | None = None  # as on the disk
@@ -124,14 +126,16 @@ class HostAgent:
     async def run(self) -> int:
         """Take part until the run ends or continues without this host; return the exit status."""
         peer_links = PeerLinks(read_run_key(self._folder / RUN_KEY_FILE), self.on_status)
-        member = self._spec.hosts[self._spec.host]
-        await peer_links.listen((member.address, self._spec.port))
+        began = self._clock()
+        self._port = await self._listen(peer_links)
+        self._consensus.delay_join(self._clock() - began)
         try:
             while (status := self.tick()) is None:
                 host_status = self.make_status()
                 if host_status is not None:
-                    others = {name: (other.address, self._spec.port) for name, other in self._spec.hosts.items()
-                              if name != self._spec.host}  # fmt: skip
+                    ports = agent_ports(self._spec.port, self._spec.key)
+                    others = {name: [(other.address, port) for port in ports]
+                              for name, other in self._spec.hosts.items() if name != self._spec.host}  # fmt: skip
                     peer_links.broadcast(host_status, others)
                 self._status_received.clear()
                 with contextlib.suppress(TimeoutError):
@@ -141,6 +145,32 @@ class HostAgent:
         finally:
             await peer_links.close()
             self.close()
+
+    async def _listen(self, peer_links: PeerLinks) -> int:
+        """Listen on the run's port or, if that stays taken, on the first free spare one; return the port.
+
+        Wait for this host's address to appear, as after a power failure. OSError if it does not within `join_s`.
+        """
+        spec, began, reported = self._spec, self._clock(), ""
+        address, ports = spec.hosts[spec.host].address, agent_ports(spec.port, spec.key)
+        while True:
+            waited_s = self._clock() - began
+            for port in ports if waited_s >= PORT_TIMEOUT_S else ports[:1]:
+                try:
+                    await peer_links.listen((address, port))
+                except OSError as error:
+                    is_missing = error.errno == errno.EADDRNOTAVAIL
+                    if error.errno != errno.EADDRINUSE and not (is_missing and waited_s < spec.join_s):
+                        raise
+                    problem = f"{address} is not an address of this host" if is_missing else f"port {port} is taken"
+                    if problem != reported and port == spec.port:
+                        print(f"evener: {problem}: trying again", flush=True)
+                        reported = problem
+                    continue
+                if port != spec.port:
+                    print(f"evener: this agent listens on port {port}, where the others will call it", flush=True)
+                return port
+            await asyncio.sleep(PORT_RETRY_S)
 
     def close(self) -> None:
         """Kill this host's remaining ranks."""
@@ -160,7 +190,9 @@ class HostAgent:
         if self._write_error or not (self._consensus.is_broadcast_due(now) or self._broadcast_version != spec.version):
             return None
         self._broadcast_version = spec.version
-        return msgspec.structs.replace(self._consensus.make_status(now), hosts=spec.hosts, version=spec.version)
+        return msgspec.structs.replace(
+            self._consensus.make_status(now), hosts=spec.hosts, version=spec.version, port=self._port
+        )
 
     def tick(self) -> int | None:
         """Run one iteration; return the exit status once the agent is finished.

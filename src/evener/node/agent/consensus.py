@@ -118,6 +118,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     sampled_at: float = 0.0  # by its own clock
     hosts: dict[str, HostEntry] = {}  # that may take part, as it knows them; see AgentSpec
     version: int = 0  # of `hosts`: the highest one holds
+    port: int = 0  # on which its agent listens: the run's, or another one if that was taken; 0: not known
 
     @property
     def order_key(self) -> tuple[int, int]:
@@ -176,6 +177,10 @@ class Consensus:
     def is_member(self) -> bool:
         """Return whether this host's ranks are in the epoch."""
         return self.host in self.epoch.hosts
+
+    def delay_join(self, seconds: float) -> None:
+        """Wait longer for the others to join: they could not call this host for so many seconds."""
+        self._join_deadline += seconds
 
     def receive(self, status: HostStatus, now: float) -> bool:
         """Store another host's status, unless a later one is stored. Return whether its content has changed."""

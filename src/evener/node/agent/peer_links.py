@@ -5,7 +5,10 @@
     receiver ─▶ one byte for each that it accepts   none for a while: the connection is dead, try another one
 
 Only JSON of known types is read, and no line longer than `MAX_LINE_BYTES`. A line with an invalid MAC ends the
-connection. An eavesdropper on the network can read who takes part, and cannot forge a status. Nor can it block others
+connection. A peer is called on each of its endpoints in turn until one answers: its agent listens on another port where
+the run's was taken. Its statuses name that port, so one that has moved is called there as soon as it has called.
+
+An eavesdropper on the network can read who takes part, and cannot forge a status. Nor can it block others
 by opening connections: a new one replaces the oldest connection that has not authenticated itself.
 """
 
@@ -16,7 +19,7 @@ import contextlib
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -47,6 +50,7 @@ class PeerLinks:
         self._decoder = json_decoder(HostStatus)
         self._server: asyncio.Server | None = None
         self._senders: dict[str, asyncio.Task[None]] = {}
+        self._endpoints: dict[str, list[Endpoint]] = {}  # of each peer: those to try, in this order
         self._receivers: set[asyncio.Task[None]] = set()
         self._status_changed, self._payload = asyncio.Event(), b""
         self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
@@ -57,11 +61,15 @@ class PeerLinks:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
-    def broadcast(self, status: HostStatus, peers: Mapping[str, Endpoint]) -> None:
-        """Send the status to all peers as soon as possible; it replaces an earlier one that is not sent yet."""
+    def broadcast(self, status: HostStatus, peers: Mapping[str, Sequence[Endpoint]]) -> None:
+        """Send the status to all peers as soon as possible; it replaces an earlier one that is not sent yet.
+
+        `peers`: for each host the endpoints on which its agent may listen, the likeliest first.
+        """
         self._payload = msgspec.json.encode(status)
         for name in peers.keys() - self._senders.keys():
-            self._senders[name] = asyncio.create_task(self._send_to_peer(peers[name]))
+            self._endpoints[name] = [*peers[name]]
+            self._senders[name] = asyncio.create_task(self._send_to_peer(name))
         previous, self._status_changed = self._status_changed, asyncio.Event()
         previous.set()
 
@@ -74,18 +82,40 @@ class PeerLinks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _send_to_peer(self, to: Endpoint) -> None:
+    async def _send_to_peer(self, name: str) -> None:
+        num_failures = 0  # tries in a row without an answer
         while True:
+            endpoint = self._endpoint_to_try(name, num_failures)
+            num_failures += 1
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
                 async with asyncio.timeout(ACK_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(*to)
+                    reader, writer = await asyncio.open_connection(*endpoint)
                 try:
-                    await self._send_statuses(reader, writer)
+                    async for _ in self._send_statuses(reader, writer):
+                        num_failures = 0
+                        self._prefer_endpoint(name, endpoint)
                 finally:
                     writer.transport.abort()
             await asyncio.sleep(RECONNECT_S)
 
-    async def _send_statuses(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _endpoint_to_try(self, name: str, num_failures: int) -> Endpoint:
+        """Return the endpoint on which to call a peer: the preferred one, after every second failure another one."""
+        preferred, *others = self._endpoints[name]
+        return others[num_failures // 3 % len(others)] if others and num_failures % 3 == 2 else preferred
+
+    def _prefer_endpoint(self, name: str, endpoint: Endpoint) -> None:
+        """Call a peer on this endpoint first from now on."""
+        self._endpoints[name] = [endpoint, *(other for other in self._endpoints[name] if other != endpoint)]
+
+    def _learn_port(self, name: str, port: int) -> None:
+        """Call a peer at once on the port that its status names, unless it is called there already."""
+        if port and name in self._senders and port != self._endpoints[name][0][1]:
+            self._prefer_endpoint(name, (self._endpoints[name][0][0], port))
+            self._senders[name].cancel()
+            self._senders[name] = asyncio.create_task(self._send_to_peer(name))
+
+    async def _send_statuses(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+        """Send each new status on this connection; yield for each that the peer accepts."""
         async with asyncio.timeout(ACK_TIMEOUT_S):
             nonce = await reader.readexactly(NONCE_BYTES)
         number = 0
@@ -94,6 +124,7 @@ class PeerLinks:
             writer.write(line_mac(self._key, nonce, number, payload) + b" " + payload + b"\n")
             async with asyncio.timeout(ACK_TIMEOUT_S):
                 await reader.readexactly(1)
+            yield
             number += 1
             await changed.wait()
 
@@ -128,7 +159,9 @@ class PeerLinks:
             mac, _, payload = line.rstrip(b"\n").partition(b" ")
             if not hmac.compare_digest(mac, line_mac(self._key, nonce, number, payload)):
                 return
-            self._on_status(self._decoder.decode(payload))
+            status = self._decoder.decode(payload)
+            self._learn_port(status.host, status.port)
+            self._on_status(status)
             self._unauthenticated.pop(writer, None)
             writer.write(b".")
             number += 1
