@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
+import json
 import os
 import socket
 import subprocess
@@ -19,7 +22,9 @@ from evener.core.run.rundir import code_hash
 from evener.doctor.facts import HostFacts, decode_facts
 from evener.node.remote import REMOTE_DIR, connectivity, rpc_server
 from evener.node.remote import facts as collector
+from evener.node.remote.sockets import agent_ports, find_free_port
 from evener.ssh.session import Session, open_session
+from tests.conftest import free_port
 
 SECRET, IDENTITY, OTHER = "s" * 32, "i" * 32, "o" * 32
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux: network namespaces, /proc")
@@ -91,6 +96,56 @@ def test_process_holding_port_is_named(session):
     assert told.port_holder is not None
     assert told.port_holder.pid == os.getpid()
     assert told.port_holder.command is not None
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_ports_of_live_runs_are_facts(session, tmp_path, has_agent):
+    """Also of a run whose program restarts, and does not listen; but not of one that has ended or is damaged."""
+    for name, text in (("live", ""), ("ended", ""), ("damaged", "x")):
+        folder = tmp_path / "runs" / name / "host"
+        folder.mkdir(parents=True)
+        argv = ["python", "--rdzv-endpoint=[fd00::1]:29511", "train.py"] if not has_agent else ["python"]
+        (folder / "spec.json").write_text(json.dumps({"has_agent": has_agent, "argv": argv}) + text)
+        (folder / "agent.json").write_text('{"port": 29512, "key": "secret"}')
+        (folder / "lock").write_text("")
+    with contextlib.ExitStack() as held:
+        for name in ("live", "damaged"):
+            lock = held.enter_context((tmp_path / "runs" / name / "host" / "lock").open())
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        told = decode_facts(session.call("facts", "collect", workdir=str(tmp_path)))
+    assert told.run_ports == (sorted(agent_ports(29512, "secret")) if has_agent else [29511])
+    assert decode_facts(session.call("facts", "collect", workdir=str(tmp_path))).run_ports == []
+
+
+class ContainsFirst(list[int]):
+    """Contains what it is asked for first, whatever that is."""
+
+    is_asked = False
+
+    def __contains__(self, port: object) -> bool:
+        was_asked, self.is_asked = self.is_asked, True
+        return not was_asked
+
+
+def test_survey_takes_no_port_of_a_live_run():
+    """Its agent may be restarting at this moment."""
+    needed = free_port()
+    try:
+        ports = connectivity.listen(["127.0.0.1"], SECRET, IDENTITY, needed, more=1, low=needed, high=needed + 1,
+                                    avoid=[needed])["127.0.0.1"]  # fmt: skip
+        assert ports["rendezvous"] is None
+        assert needed not in ports["more"]
+        socket.create_server(("127.0.0.1", needed)).close()
+        ports = connectivity.listen(["127.0.0.1"], SECRET, IDENTITY, avoid=ContainsFirst())["127.0.0.1"]
+        assert [one.getsockname()[1] for one in connectivity._listeners] == [ports["ephemeral"], ports["udp"]]
+    finally:
+        connectivity.close()
+
+
+def test_free_port_of_a_live_run_is_not_chosen():
+    needed = free_port()
+    assert find_free_port("127.0.0.1", needed, needed, needed + 1000) == needed
+    assert find_free_port("127.0.0.1", needed, needed, needed + 1000, avoid=[needed]) not in (needed, None)
 
 
 def test_secret_variables_are_not_reported():

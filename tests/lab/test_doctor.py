@@ -212,6 +212,31 @@ def test_process_holding_rendezvous_port_is_named(lab):
         holder.wait()
 
 
+def test_port_of_a_live_run_is_left_to_it(lab):
+    """The run's agent restarts, so nobody listens; the survey must not listen there either."""
+    code = """
+import fcntl, json, pathlib, sys
+host = pathlib.Path.home() / ".evener/runs/live/host"
+host.mkdir(parents=True)
+(host / "spec.json").write_text(json.dumps({"has_agent": True, "argv": []}))
+(host / "agent.json").write_text(json.dumps({"port": 29500, "key": "secret"}))
+lock = (host / "lock").open("w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print(1, flush=True)
+sys.stdin.read()
+"""
+    run = lab.host("b").popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        run.stdout.readline()
+        found = look(fleet_of(lab))
+        tried = {target: {one.what for one in found.find_pair(source, target).tries} for source, target in ("ab", "ba")}
+        assert tried["a"] - tried["b"] == {"rendezvous"}
+        assert told(found) == []
+    finally:
+        run.stdin.close()
+        run.wait()
+
+
 def test_orphaned_rank_is_stale_and_its_fix_kills_it(lab):
     b = lab.host("b")
     b.exec(["sh", "-c", "echo 'import time; time.sleep(600)' > train.py"])

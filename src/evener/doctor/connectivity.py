@@ -133,6 +133,7 @@ def probe_connectivity(
     listening = fanout.call_connectivity(hosts, "listen", lambda name: {
         "addresses": [candidate.address for candidate in ordered[name]], "secret": secret, "identity": identities[name],
         "port": port, "more": NUM_RANDOM_PORTS, "low": facts[name].port_range[0], "high": facts[name].port_range[1],
+        "avoid": facts[name].run_ports,
     })  # fmt: skip
     hosts = list(listening)
     usable = {

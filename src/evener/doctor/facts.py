@@ -175,6 +175,7 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     firewall_chain: str | None = None
     port: int
     port_holder: HostProcess | None = None
+    run_ports: list[int] = []  # of the runs that are alive there, whether they listen at this moment or not
     gloo: GlooDefaultAddress
     environment: dict[str, str] = {}
     launcher_variables: list[str] = []  # that a launcher has set; left out of the ranks' environment

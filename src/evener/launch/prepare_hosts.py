@@ -109,6 +109,7 @@ def prepare_hosts(
     preflight = _require_preflight(hosts, wanted_port, machine)
     first = next(iter(fleet.hosts))
     low, high = preflight.facts[first].port_range
+    run_ports = {run_port: name for name, facts in preflight.facts.items() for run_port in facts.run_ports}
     free_port = sessions[first].call(
         "sockets",
         "find_free_port",
@@ -116,8 +117,13 @@ def prepare_hosts(
         wanted=wanted_port,
         low=low,
         high=high,
+        avoid=sorted(run_ports),
     )
     if free_port != wanted_port:
+        if port in run_ports:
+            raise RunError(
+                f"{run_ports[port]}: a run there uses port {port}", hint="without --port a free one is chosen"
+            )
         if port is not None or free_port is None:
             hint = f"evener doctor{fleet.cli_flag} names who holds it"
             raise RunError(f"{first}: port {wanted_port} is taken", hint=hint)

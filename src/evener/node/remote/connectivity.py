@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from typing import Any, Dict  # noqa: UP035  python 3.8
+from typing import Any, Collection, Dict  # noqa: UP035  python 3.8
 
 from evener.node.remote.sockets import address_family
 
@@ -57,9 +57,11 @@ def listen(
     more: int = 0,
     low: int = 32768,
     high: int = 60999,
+    avoid: Collection[int] = (),
 ) -> dict[str, Fields]:
     """Listen on every address: a port that the kernel chooses (as for Gloo), `port`, `more` random ones; and UDP.
 
+    No TCP port of `avoid` is taken: a run needs it whose program restarts at this moment.
     Returns {address: {"ephemeral", "rendezvous", "more", "udp", "error"}}; ports that could not be bound are None.
     """
     close()
@@ -70,17 +72,17 @@ def listen(
     for address in addresses:
         ports: Fields = {"ephemeral": None, "rendezvous": None, "more": [], "udp": None, "error": None}
         try:
-            ports["ephemeral"] = _listener(selector, address, 0)
+            ports["ephemeral"] = _ephemeral_listener(selector, address, avoid)
             ports["udp"] = _udp_listener(address, secret, stop)
         except OSError as error:
             ports["error"] = error.strerror or str(error)
             ports_by_address[address] = ports
             continue
-        ports["rendezvous"] = _try_listener(selector, address, port) if port else None
+        ports["rendezvous"] = _try_listener(selector, address, port) if port and port not in avoid else None
         for candidate in random.sample(range(low, high + 1), min(more * 8, high - low)):
             if len(ports["more"]) == more:
                 break
-            if _try_listener(selector, address, candidate):
+            if candidate not in avoid and _try_listener(selector, address, candidate):
                 ports["more"].append(candidate)
         ports_by_address[address] = ports
     threading.Thread(
@@ -110,6 +112,20 @@ def _listener(selector: selectors.BaseSelector, address: str, port: int) -> int:
     _listeners.append(server)
     selector.register(server, selectors.EVENT_READ)
     return int(server.getsockname()[1])
+
+
+def _ephemeral_listener(selector: selectors.BaseSelector, address: str, avoid: Collection[int]) -> int:
+    """Listen on a port that the kernel chooses; one of `avoid` is closed again once there is another."""
+    port = _listener(selector, address, 0)
+    if port not in avoid:
+        return port
+    unwanted = _listeners[-1]
+    try:
+        return _ephemeral_listener(selector, address, avoid)
+    finally:
+        selector.unregister(unwanted)
+        _listeners.remove(unwanted)
+        unwanted.close()
 
 
 def _try_listener(selector: selectors.BaseSelector, address: str, port: int) -> int | None:

@@ -26,6 +26,7 @@ from evener.node.remote.file_io import read_link, read_text
 from evener.node.remote.login_environment import debug_variables, launcher_variables
 from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
 from evener.node.remote.programs import find_program, run_program, run_with_error
+from evener.node.remote.run_control import live_run_ports
 from evener.node.remote.secret_values import HIDDEN, hide_secrets, is_secret_variable
 
 LINUX = sys.platform.startswith("linux")
@@ -108,6 +109,7 @@ def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 2
         _collect_limits,
         _collect_network,
         lambda: _check_port(port),
+        lambda: {"run_ports": live_run_ports(home)},
         _resolve_gloo_default,
         collect_environment,
         _find_training_processes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import re
@@ -48,6 +49,7 @@ from evener.node.remote.process_table import (
     sample_rank,
     send_signal,
 )
+from evener.node.remote.sockets import agent_ports
 
 POLL_S = 0.1
 FOLLOW_POLL_S = 0.25  # between polls of the files: a poll costs up to a third of a millisecond on a slow host
@@ -129,6 +131,21 @@ def restart_run(run: str) -> State:
     if os.path.exists(os.path.join(folder, "state.json")):
         os.remove(os.path.join(folder, "state.json"))
     return _start_supervisor(run, folder)
+
+
+def live_run_ports(workdir: str) -> list[int]:
+    """Return the ports of the runs in WORKDIR/runs that are alive here: a program that restarts does not listen now."""
+    ports: set[int] = set()
+    for folder in glob.iglob(os.path.join(glob.escape(absolute_path(workdir)), "runs", "*", "host")):
+        if not _is_supervised(folder):
+            continue
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged file
+            spec = _read_json(os.path.join(folder, "spec.json"), {}) or {}
+            ports.update(map(int, re.findall(r"--rdzv-endpoint=\S*:(\d+)", " ".join(spec["argv"]))))
+            if spec["has_agent"]:
+                agent = _read_json(os.path.join(folder, "agent.json"), {}) or {}
+                ports.update(agent_ports(agent["port"], agent["key"]))
+    return sorted(ports)
 
 
 def _start_supervisor(run: str, folder: str) -> State:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import socket
+from typing import Collection  # noqa: UP035  python 3.8
 
 NUM_TRIES = 64
 NUM_SPARE_PORTS = 4
@@ -50,11 +52,13 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def find_free_port(address: str, wanted: int, low: int, high: int) -> int | None:
-    """Return a port that is free on this address: `wanted`, else a random one from `low` to `high`, else None."""
+def find_free_port(address: str, wanted: int, low: int, high: int, avoid: Collection[int] = ()) -> int | None:
+    """Return a port that is free on this address and not in `avoid`: `wanted`, else a random one from `low` to `high`.
+
+    None if there is none.
+    """
     for port in [wanted, *random.sample(range(low, high), NUM_TRIES)]:
-        try:
-            return free_port(address, port)
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            if port not in avoid:
+                return free_port(address, port)
     return None
