@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -112,6 +115,54 @@ def test_excess_connections_cost_no_threads(ports):
         with contextlib.suppress(ConnectionError):
             assert last.recv(1) == b""  # hung up on at once, or when those before it have been silent for long
     assert answers(ports)
+
+
+def test_peers_are_answered_beside_idle_connections(ports):
+    """A stranger holds more than are allowed; a new connection replaces the oldest of those without the secret."""
+    with contextlib.ExitStack() as idle:
+        for _ in range(connectivity.MAX_CONNECTIONS + 50):
+            idle.enter_context(socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S))
+        assert answers(ports)
+
+
+def test_secret_must_arrive_in_time(ports, monkeypatch):
+    """A byte now and then keeps no connection."""
+    monkeypatch.setattr(connectivity, "SECRET_TIMEOUT_S", 0.5)
+    with socket.create_connection((LOOPBACK, ports["tcp"]), WITHIN_S) as one:
+        one.settimeout(0.05)
+        for _ in range(connectivity.TOKEN_BYTES - 1):  # one more, and it would be judged by what it sent
+            try:
+                one.sendall(b"s")
+                assert one.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                pass
+            return
+    pytest.fail("a connection without the secret is kept")
+
+
+FEW_FILES = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from evener.node.remote import connectivity
+print(connectivity.listen(["127.0.0.1"], sys.argv[1], sys.argv[2])["127.0.0.1"], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_peers_are_answered_where_few_files_may_be_open():
+    argv = [sys.executable, "-c", FEW_FILES, SECRET, IDENTITY]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        found = ast.literal_eval(server.stdout.readline())
+        with contextlib.ExitStack() as idle:
+            for _ in range(200):
+                idle.enter_context(socket.create_connection((LOOPBACK, found["ephemeral"]), WITHIN_S))
+            assert answers({"tcp": found["ephemeral"], "udp": found["udp"]})
+        server.stdin.close()
+    assert server.returncode == 0
 
 
 ONE_CONNECTION = {

@@ -37,7 +37,12 @@ MIN_MTU = 576
 SIZES_PER_ROUND = 48
 DATAGRAM_TIMEOUT_S = 0.12
 SPARE_FILES = 200
-MAX_CONNECTIONS = 256  # connections at a time: a stranger that opens more cannot exhaust our threads
+# Connections at a time of peers, and of strangers (fewer where few files may be open): each has a thread.
+MAX_CONNECTIONS = 256
+SECRET_TIMEOUT_S = 5.0  # from accepting a connection until the secret has arrived
+PEER_TIMEOUT_S = 5.0  # that a peer, which has sent the secret, may be silent
+ACCEPT_PAUSE_S = 0.1  # after accept() failed for lack of a resource
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Fields = Dict[str, Any]  # noqa: UP006
 OpenSockets = Dict[int, socket.socket]  # noqa: UP006  by the index of the target
@@ -144,47 +149,93 @@ def _udp_listener(address: str, secret: str, stop: threading.Event) -> int:
     return int(server.getsockname()[1])
 
 
+class StrangerConnections:
+    """The accepted connections that have not sent the secret yet, oldest first: a new one replaces the oldest."""
+
+    def __init__(self) -> None:
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._max = MAX_CONNECTIONS if open_files < 0 else max(1, min(MAX_CONNECTIONS, open_files // 4))
+        self._lock = threading.Lock()
+        self._connections: Dict[socket.socket, None] = {}  # noqa: UP006
+
+    def add(self, connection: socket.socket) -> None:
+        """Count a new connection."""
+        while len(self._connections) >= self._max:
+            self.end_oldest()
+        with self._lock:
+            self._connections[connection] = None
+
+    def discard(self, connection: socket.socket) -> None:
+        """Stop counting a connection: it has sent the secret, or has ended."""
+        with self._lock:
+            self._connections.pop(connection, None)
+
+    def end_oldest(self) -> None:
+        """End the oldest connection, if there is one; its thread then closes it."""
+        with self._lock:
+            for connection in list(self._connections)[:1]:
+                del self._connections[connection]
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
 def _accept_connections(
     selector: selectors.BaseSelector, secret: bytes, identity: bytes, stop: threading.Event
 ) -> None:
-    free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+    strangers, free = StrangerConnections(), threading.BoundedSemaphore(MAX_CONNECTIONS)
     while not stop.is_set():
         for key, _ in selector.select(0.5):
             try:
                 connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
-            except OSError:
+            except OSError as error:
+                if error.errno in OUT_OF_RESOURCES:
+                    strangers.end_oldest()
+                    stop.wait(ACCEPT_PAUSE_S)
                 continue
-            if free.acquire(blocking=False):
-                threading.Thread(
-                    target=_serve_connection, args=(connection, secret, identity, free), daemon=True
-                ).start()
-            else:
+            strangers.add(connection)
+            work = threading.Thread(
+                target=_serve_connection, args=(connection, secret, identity, strangers, free), daemon=True
+            )
+            try:
+                work.start()
+            except RuntimeError:  # the system allows no more threads
+                strangers.discard(connection)
                 connection.close()
     selector.close()
 
 
 def _serve_connection(
-    connection: socket.socket, secret: bytes, identity: bytes, free: threading.BoundedSemaphore
+    connection: socket.socket,
+    secret: bytes,
+    identity: bytes,
+    strangers: StrangerConnections,
+    free: threading.BoundedSemaphore,
 ) -> None:
-    with connection:
+    """Answer one connection once it has sent the secret, unless MAX_CONNECTIONS others that have are being answered."""
+    with connection, contextlib.suppress(OSError):
         try:
-            connection.settimeout(5)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _receive_exactly(connection, TOKEN_BYTES) != secret:
-                return
-            request = _receive_exactly(connection, 1)
-            if request == b"H":
-                connection.sendall(identity)
-            elif request == b"E":
-                while True:
-                    length = struct.unpack("!I", _receive_exactly(connection, 4))[0]
-                    connection.sendall(_receive_exactly(connection, length))
-            elif request == b"S":
-                connection.sendall(_measure_received(connection))
-        except OSError:
-            pass
+            is_peer = _receive_exactly(connection, TOKEN_BYTES, time.monotonic() + SECRET_TIMEOUT_S) == secret
         finally:
-            free.release()
+            strangers.discard(connection)
+        if is_peer and free.acquire(blocking=False):
+            try:
+                connection.settimeout(PEER_TIMEOUT_S)
+                _answer_peer(connection, identity)
+            finally:
+                free.release()
+
+
+def _answer_peer(connection: socket.socket, identity: bytes) -> None:
+    request = _receive_exactly(connection, 1)
+    if request == b"H":
+        connection.sendall(identity)
+    elif request == b"E":
+        while True:
+            length = struct.unpack("!I", _receive_exactly(connection, 4))[0]
+            connection.sendall(_receive_exactly(connection, length))
+    elif request == b"S":
+        connection.sendall(_measure_received(connection))
 
 
 def _measure_received(connection: socket.socket) -> bytes:
@@ -508,9 +559,12 @@ def _open_connection(target: Fields, secret: str, request: bytes) -> socket.sock
     return connection
 
 
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """Receive `size` bytes; OSError if the connection ends, or is late. With a `deadline` all of them are late then."""
     parts = []
     while size:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(min(size, CHUNK_BYTES))
         if not part:
             raise OSError(errno.ECONNRESET, "the peer closed the connection")
