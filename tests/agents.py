@@ -239,6 +239,7 @@ class SimulatedAgents(Agents):
         self._logs.setdefault(name, io.StringIO())
         self._told.setdefault(name, "")
         self.statuses.pop(name, None)
+        self._under_way = [message for message in self._under_way if message[0] != name]  # sent while it was off
 
         def start_ranks(spec: AgentSpec, folder: Path, meeting: Rendezvous) -> Any:
             self.ranks[name] = SimulatedRanks(self, name, meeting)

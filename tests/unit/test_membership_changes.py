@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.core.run.step_cost import StepCost, StepRecord
-from evener.report.read.membership_changes import explain_membership_changes, membership_changes
+from evener.report.read.membership_changes import explain_membership_changes, membership_changes, split_brains
 
 
 def record(step: int, epoch: int, ended: float, wall_s: float = 1.0) -> StepRecord:
@@ -59,3 +59,11 @@ def test_initial_start_and_damaged_events_are_not_changes() -> None:
     (unknown,) = membership_changes([world(0, "ab", 0, 0), world(1, "a", 3, "x")], {0: A})  # type: ignore[arg-type]
     assert unknown.cost_s is None
     assert "What that cost was not measured" in explain_membership_changes([unknown], 10.0)
+
+
+def test_split_brain_is_reported_once_by_the_host_that_lost_steps() -> None:
+    kept, lost = ({"event": "run.two-epochs", "number": 3, "host": host, "kept": host != "a", "hint": "a UPS",
+                   "error": f"split brain, says {host}"} for host in "ba")  # fmt: skip
+    assert split_brains([*EVENTS, kept, lost, kept]) == ["split brain, says a. a UPS"]
+    assert split_brains([kept]) == ["split brain, says b. a UPS"]
+    assert split_brains([{"event": "run.two-epochs", "number": "x"}, *EVENTS]) == []

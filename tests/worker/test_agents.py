@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.run.membership_epoch import AGENT_SPEC_FILE, EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, HostEntry
+from evener.core.run.membership_epoch import (
+    AGENT_SPEC_FILE,
+    CONSENSUS_STATE_FILE,
+    EXIT_DISK_FULL,
+    EXIT_HOST_LEFT,
+    EXIT_RUN_FAILED,
+    HostEntry,
+)
 from evener.core.run.rundir import RunDir
 
 from ..agents import AgentProcesses, Pulse, SimulatedAgents
@@ -70,6 +77,38 @@ def test_restarted_agent_rejoins(hosts: MakeHosts) -> None:
     fleet.until_in(1, "ab")
     fleet.end_ranks("")
     assert [fleet.wait(name) for name in "ab"] == [0, 0]
+
+
+def test_split_brain_is_reported_and_the_smaller_side_rejoins(hosts: MakeHosts, tmp_path: Path) -> None:
+    """The disk of b loses in a power loss that it was in epoch 1 with a; b and c decide another epoch 1, without a."""
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    kept = (tmp_path / "b" / CONSENSUS_STATE_FILE).read_bytes()
+    fleet.kill("c")
+    fleet.until_in(1, "ab")
+    fleet.kill("a")
+    fleet.kill("b")
+    (tmp_path / "b" / CONSENSUS_STATE_FILE).write_bytes(kept)
+    fleet.start("b")
+    fleet.start("c")
+    fleet.until(lambda: "epoch 1 is b, c" in fleet.log("b") and "epoch 1 is b, c" in fleet.log("c"))
+    saved = RunDir(tmp_path / "a").checkpoint_path(649)
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text("{}")
+    fleet.start("a")
+    fleet.until(lambda: "split brain" in fleet.log("a"))
+    (event,) = RunDir(tmp_path / "a").events()
+    assert (event["event"], event["number"], event["kept"]) == ("run.two-epochs", 1, False)
+    assert event["sides"] == [["a"], ["b", "c"]]
+    assert event["error"].startswith(
+        "split brain: membership epoch 1 was decided twice; the side of b, c continues, the side of a rejoins it"
+    )
+    assert RunDir(tmp_path / "a").checkpoint_steps() == []  # else all could restart from it
+    fleet.until(lambda: (tmp_path / "b" / "host" / "waiting").exists())
+    fleet.kill_rank("b")
+    fleet.until_in(2, "bca")
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,15 @@ if TYPE_CHECKING:
 
 PLAIN_LINE_INTERVAL_S = 5.0
 POLL_INTERVAL_S = 0.5
-HEALTH_EVENTS = ("run.hang", "run.cut-off", "run.goes-on", "run.leaves", "host.failed", "supervisor.lost")
+HEALTH_EVENTS = (
+    "run.hang",
+    "run.cut-off",
+    "run.goes-on",
+    "run.leaves",
+    "run.two-epochs",
+    "host.failed",
+    "supervisor.lost",
+)
 
 
 @contextlib.contextmanager

@@ -34,12 +34,16 @@ def verify(
     With --replay: repeats steps from a checkpoint in one process on this machine, and compares losses and gradient
     norms with those that the ranks recorded. If they differ, says whether data, weights or the reduction were wrong.
     The run directory is not changed.
+    Warns if a membership epoch of the run was decided twice (split brain): then steps of one side were lost.
     Exit status 1 if they differ by more than the tolerance.
     """
     import json
+    import sys
 
     from evener.core.base.errors import UsageError
+    from evener.core.run.rundir import RunDir
     from evener.launch.torch_subprocess import program_lines
+    from evener.report.read.membership_changes import split_brains
 
     from pathlib import Path  # isort: skip
 
@@ -57,12 +61,15 @@ def verify(
     comparison = json.loads(list(program_lines("evener.worker.compare_weights", run, *([other] if other else [])))[-1])
     largest = comparison["largest_difference"]
     passes = comparison["agree"] or (largest is not None and largest <= tolerance)
+    twice = split_brains(RunDir(run).events())
     if as_json:
-        print(json.dumps(comparison | {"passes": passes}))
+        print(json.dumps(comparison | {"passes": passes, "split_brains": twice}))
     else:
         for check in comparison["checks"]:
             print(f"{_format_check(check):>24}  {check['what']} ({check['tensors']} tensors)")
         print(_format_verdict(comparison["agree"], largest, passes))
+        for sentence in twice:
+            print(f"warning: {sentence}", file=sys.stderr)
     return 0 if passes else 1
 
 

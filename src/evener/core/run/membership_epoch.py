@@ -39,13 +39,14 @@ EXIT_DISK_FULL = 73  # the disk is too full (sysexits.h: EX_CANTCREAT)
 EXIT_RUN_FAILED = 77  # the run has failed and would fail in any epoch; an agent exits with it on all hosts
 EXIT_HOST_LEFT = 76  # agents only: the host has left the run, which continues; other failures are the host's alone
 EXIT_TERMINATED = 143  # 128 + SIGTERM: a torchrun that was asked to stop, or whose peers on another host failed
+MAX_ANCESTORS = 64  # epochs of history in each epoch: two histories that split earlier are not recognized as two
 PEER_LOST = "lost"  # the `regroup_reason` of a rank that cannot continue in its epoch
 
 
 class MembershipEpoch(msgspec.Struct, frozen=True, kw_only=True):
     """The hosts whose ranks train together until the next membership epoch begins."""
 
-    number: int  # 0, 1, 2 …: each is used once
+    number: int  # 0, 1, 2 …
     hosts: list[str]  # in the order of the ranks; the first one runs the store
     # standby hosts: they vote on the next epoch and have no ranks in this one
     standby_hosts: list[str] = msgspec.field(default_factory=list, name="others")
@@ -55,6 +56,10 @@ class MembershipEpoch(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1  # the last saved step when the epoch was decided; of an elastic run, the last step taken
     failures: int = 0  # consecutive failures that began an epoch without a newly saved step in between
     is_over: bool = False  # no epoch follows: the run has failed too often
+    # Who proposed it, "HOST:START OF ITS AGENT"; "" for the first epoch. Number and proposer identify an epoch: of one
+    # number there are two if disks lost what they had confirmed as written, so that a host broke a promise.
+    proposer: str = ""
+    ancestors: list[str] = []  # the proposers of the epochs before it, oldest first; at most MAX_ANCESTORS
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -76,6 +81,34 @@ class MembershipEpoch(msgspec.Struct, frozen=True, kw_only=True):
         """
         votes = set(self.voters).intersection(hosts)
         return 2 * len(votes) > len(self.voters) or (2 * len(votes) == len(self.voters) and self.hosts[0] in votes)
+
+    @property
+    def identity(self) -> str:
+        """Number and proposer, which ranks and agents must agree on to meet."""
+        return f"{self.number}-{self.proposer}"
+
+    @property
+    def lineage(self) -> list[str]:
+        """The proposers of the epochs up to this one, the newest last: the `ancestors` of the epoch that follows."""
+        return [*self.ancestors, self.proposer][-MAX_ANCESTORS:]
+
+    def split_number(self, other: MembershipEpoch) -> int | None:
+        """Return the number of the first epoch that was decided twice, or None if one history continues the other.
+
+        >>> first = MembershipEpoch(number=0, hosts=["a", "b", "c"])
+        >>> one = MembershipEpoch(number=1, hosts=["a", "b"], proposer="a:1", ancestors=first.lineage)
+        >>> two = MembershipEpoch(number=1, hosts=["b", "c"], proposer="c:1", ancestors=first.lineage)
+        >>> three = MembershipEpoch(number=2, hosts=["c"], proposer="c:1", ancestors=two.lineage)
+        >>> first.split_number(one), two.split_number(three), one.split_number(two), one.split_number(three)
+        (None, None, 1, 1)
+        """
+        if self == other:
+            return None
+        own, theirs = self._proposers_by_number(), other._proposers_by_number()
+        return min((number for number in own.keys() & theirs.keys() if own[number] != theirs[number]), default=None)
+
+    def _proposers_by_number(self) -> dict[int, str]:
+        return {self.number - age: proposer for age, proposer in enumerate([self.proposer, *reversed(self.ancestors)])}
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):

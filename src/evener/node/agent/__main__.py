@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.errors import CheckpointError
-from evener.core.base.file_io import read_file, write_atomic
+from evener.core.base.file_io import fsync_path, read_file, write_atomic
 from evener.core.base.json_files import read_json
 from evener.core.base.shell import quote_word
 from evener.core.run.hang_detector import describe_hang
@@ -57,7 +57,14 @@ from evener.core.run.membership_epoch import (
 )
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
-from evener.node.agent.consensus import TICK_INTERVAL_S, Consensus, ConsensusState, HostPhase, HostStatus
+from evener.node.agent.consensus import (
+    TICK_INTERVAL_S,
+    Consensus,
+    ConsensusState,
+    EpochConflict,
+    HostPhase,
+    HostStatus,
+)
 from evener.node.agent.hang_monitor import HangMonitor
 from evener.node.agent.peer_links import PeerLinks
 from evener.node.agent.rank_processes import RankProcesses, first_rank_of, make_rendezvous
@@ -71,6 +78,10 @@ PORT_TIMEOUT_S, PORT_RETRY_S = 10.0, 0.2  # that the run's port may be taken bef
 LINGER_S = 10.0  # that an agent stays for others that may not know yet that the run has ended
 # Delay before standby ranks that exited are restarted, doubling up to a limit; reset after they trained for this long.
 RESTART_BACKOFF_S, MAX_RESTART_BACKOFF_S, BACKOFF_RESET_S = 1.0, 60.0, 2.0
+SPLIT_BRAIN_HINT = (
+    "a disk lost in a power loss what it had confirmed as written: turn off its volatile write cache (hdparm -W 0, "
+    "nvme set-feature -f 6 -v 0), or give the hosts a UPS"
+)
 MAX_HOST_FAILURES = 3  # epochs in a row that the ranks of one host may break; after one more it leaves
 
 
@@ -101,7 +112,8 @@ class HostAgent:
             mismatch = f"{self._state_path} names {', '.join(unknown)}, but {self._spec_path} does not"
             raise CheckpointError(f"{mismatch}: one of the two files is damaged")
         is_restart = saved.life > 0
-        saved = ConsensusState(saved.world, saved.vote, saved.life + 1)
+        # the wall clock: higher than in its last start even if a power loss took that from a disk that lies
+        saved = ConsensusState(saved.world, saved.vote, max(saved.life + 1, int(time.time() * 1000)))
         join_by = self._clock() + (spec.host_timeout_s if is_restart else spec.join_s)
         self._consensus = Consensus(
             spec.host, saved, host_timeout_s=spec.host_timeout_s, join_deadline=join_by, is_elastic=spec.is_elastic
@@ -258,7 +270,11 @@ class HostAgent:
         if self._is_spec_unsaved:  # before any epoch that names these hosts is saved
             write_atomic(self._spec_path, msgspec.json.encode(self._spec))
             self._is_spec_unsaved = False
-        if consensus.tick(now):
+        num_conflicts = len(consensus.conflicts)
+        has_new_epoch = consensus.tick(now)
+        for conflict in consensus.conflicts[num_conflicts:]:
+            self._handle_conflict(conflict)
+        if has_new_epoch:
             epoch = consensus.epoch
             print(f"evener: {epoch.why}: membership epoch {epoch.number} is {', '.join(epoch.hosts)}", flush=True)
             if epoch.is_cold_start or (self._have_ranks_joined and not consensus.is_member):
@@ -267,6 +283,31 @@ class HostAgent:
         if consensus.state != self._saved_state:
             write_atomic(self._state_path, msgspec.json.encode(consensus.state))
             self._saved_state = consensus.state
+
+    def _handle_conflict(self, conflict: EpochConflict) -> None:
+        """Report that two histories met. If this host's was abandoned, so are its ranks and its later checkpoints."""
+        error, run = str(conflict), RunWriter(self._folder)
+        if not conflict.is_own_kept:
+            self._kill_ranks()
+            step = conflict.other.step
+            error += f"; {self._spec.host} had reached step {conflict.step} and rolls back to theirs, from step {step}"
+            for saved in run.checkpoint_steps():
+                if saved > step:  # else all hosts could restart from it
+                    run.drop_checkpoint(saved)
+            if run.checkpoints_path.exists():
+                fsync_path(run.checkpoints_path)
+        print(f"evener: {error}", flush=True)
+        with contextlib.suppress(OSError):  # a full disk
+            run.add_event(
+                "run.two-epochs",
+                host=self._spec.host,
+                number=conflict.number,
+                sides=[conflict.own_hosts, conflict.other_hosts],
+                kept=conflict.is_own_kept,
+                step=conflict.step,
+                error=error,
+                hint=SPLIT_BRAIN_HINT,
+            )
 
     def _report_failed_run(self) -> int:
         """Pass the failures of this host's ranks on to the supervisor; return the exit status."""

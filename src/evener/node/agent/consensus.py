@@ -19,6 +19,12 @@ Two quorums of n have a host in common, so there is one epoch n + 1 whatever mes
 agents killed. A host writes what it promised and accepted (`ConsensusState`) to its disk before it broadcasts it. The
 side of a partition without a quorum decides nothing, and waits.
 
+If a disk confirms a write and loses it in a power loss, a host forgets a promise, and there can be two epochs n + 1:
+split brain. Each epoch carries the proposers of those before it, so hosts recognize two histories when they meet. The
+side with the majority continues: the one with more hosts, and of equal sides the one whose epoch began at the later
+step, then the one with the higher epoch number. Each host of another side abandons its epoch and its ranks' training
+state, adopts the epoch of that side, and rejoins like a host that was lost (`EpochConflict`).
+
 Pure: no clock, no network, no file; all of it can be simulated.
 """
 
@@ -42,6 +48,7 @@ TICK_INTERVAL_S = 0.2
 HEARTBEAT_INTERVAL_S = 2 * TICK_INTERVAL_S  # between broadcasts of an unchanged status
 BALLOT_TIMEOUT_S = 1.0  # for a ballot, until its leader or another host starts the next one
 FAILURE_CONFIRM_S = 0.5  # a status received this long after an event was sent after that event
+CONFLICT_SETTLE_S = 1.0  # after two histories met, until one is abandoned: the statuses of all hosts have arrived
 MAX_CONSECUTIVE_FAILURES = 6  # in a row, with no step saved in between: the run would fail forever
 
 
@@ -86,6 +93,26 @@ class EpochEnd:
         return f"{first} {EPOCH_END_REASONS[self.ended[first]]}"
 
 
+@dataclass(frozen=True)
+class EpochConflict:
+    """The meeting of two histories that both decided epoch `number`, as one host resolves it."""
+
+    number: int
+    own: MembershipEpoch
+    other: MembershipEpoch
+    own_hosts: list[str]  # the hosts on this host's side when they met
+    other_hosts: list[str]
+    step: int  # this host's step when they met
+    is_own_kept: bool  # else this host adopted the other epoch
+
+    def __str__(self) -> str:
+        kept, lost = (self.own_hosts, self.other_hosts) if self.is_own_kept else (self.other_hosts, self.own_hosts)
+        return (
+            f"split brain: membership epoch {self.number} was decided twice; "
+            f"the side of {', '.join(kept)} continues, the side of {', '.join(lost)} rejoins it"
+        )
+
+
 class AcceptorState(msgspec.Struct, frozen=True):
     """What a host, as a Paxos acceptor, has promised and accepted for the epoch after its current one."""
 
@@ -99,7 +126,7 @@ class ConsensusState(msgspec.Struct, frozen=True):
 
     world: MembershipEpoch  # the newest epoch it knows to be decided
     vote: AcceptorState = AcceptorState()
-    life: int = 0  # how often its agent was started
+    life: int = 0  # of its agent: higher at each start, also of a host that has forgotten its last one
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +189,8 @@ class Consensus:
         self._last_broadcast_at = -math.inf
         self._ballot, self._ballot_started_at = NO_BALLOT, -math.inf  # the ballot it leads; start of the highest one
         self._ended_at: dict[str, float] = {}  # host: when its ranks left
+        self.conflicts: list[EpochConflict] = []  # resolved here, the newest last
+        self._conflict_since: float | None = None  # when another history was first received
 
     @property
     def epoch(self) -> MembershipEpoch:
@@ -224,7 +253,7 @@ class Consensus:
     def peer_status(self, host: str) -> HostStatus | None:
         """Return the newest status of another host, or None if it is of another epoch than this host's."""
         received = self._received.get(host)
-        return received[0] if received and received[0].consensus_state.world.number == self.epoch.number else None
+        return received[0] if received and received[0].consensus_state.world == self.epoch else None
 
     def waiting_hosts(self, now: float) -> list[str]:
         """Return the hosts that could be members of the next epoch and are not of this one."""
@@ -244,9 +273,10 @@ class Consensus:
 
     def tick(self, now: float) -> bool:
         """Take part in the consensus; return whether a new epoch began."""
-        previous_number = self.epoch.number
+        previous = self.epoch
         self._detect_suspension(now)
         self._adopt_newer_epoch()
+        self._resolve_conflict(now)
         if not set(self.epoch.voters).difference(self._fully_connected_hosts(now)):
             self._join_deadline = self._grace_until = -math.inf  # all have joined
         if self.is_voter and not self.epoch.is_over:
@@ -256,7 +286,7 @@ class Consensus:
             self._promise_and_accept(now)
             self._propose(now)
             self._adopt_chosen_epoch()
-        return self.epoch.number > previous_number
+        return self.epoch != previous
 
     def _detect_suspension(self, now: float) -> None:
         """Detect by a long pause between ticks that this host was suspended; then give the others a full timeout."""
@@ -265,11 +295,54 @@ class Consensus:
             self._grace_until = now + self._host_timeout_s
 
     def _adopt_newer_epoch(self) -> None:
-        """Adopt the newest epoch that another host reports, if it is newer than this host's: a quorum chose it."""
-        newest = max((status.consensus_state.world for status, _ in self._received.values()), default=self.epoch,
-                     key=lambda world: world.number)  # fmt: skip
-        if newest.number > self.epoch.number:
-            self._enter_epoch(newest)
+        """Adopt the newest epoch that another host reports, if it continues this host's history: a quorum chose it."""
+        newer = [status.consensus_state.world for status, _ in self._received.values()
+                 if status.consensus_state.world.number > self.epoch.number]  # fmt: skip
+        newer = [world for world in newer if world.split_number(self.epoch) is None]
+        if newer:
+            self._enter_epoch(max(newer, key=lambda world: world.number))
+
+    def _resolve_conflict(self, now: float) -> None:
+        """If connected hosts are in another history, keep this one or adopt that one; see the module's docstring."""
+        worlds = {host: self._received[host][0].consensus_state.world for host in self._connected_hosts(now)
+                  if host != self.host}  # fmt: skip
+        if all(world == self.epoch or self.epoch.split_number(world) is None for world in worlds.values()):
+            self._conflict_since = None
+            return
+        self._conflict_since = now if self._conflict_since is None else self._conflict_since
+        settled_at = self._conflict_since + CONFLICT_SETTLE_S
+        if now < max(settled_at, self._join_deadline, self._grace_until):
+            return
+        worlds[self.host] = self.epoch
+        newest: list[MembershipEpoch] = []  # of each history
+        for world in sorted(worlds.values(), key=lambda world: (-world.number, world.lineage)):
+            if all(world.split_number(other) is not None for other in newest):
+                newest.append(world)
+        sides = [self._side_hosts(world, worlds, now) for world in newest]
+        ranked = sorted(zip(newest, sides, strict=True), reverse=True,
+                        key=lambda side: (len(side[1]), side[0].step, side[0].number, side[0].lineage))  # fmt: skip
+        kept = ranked[0][0]
+        is_own_kept = kept.split_number(self.epoch) is None
+        own_hosts = next(hosts for world, hosts in ranked if world.split_number(self.epoch) is None)
+        other, other_hosts = next(side for side in ranked if side[0].split_number(self.epoch) is not None)
+        number = self.epoch.split_number(other)
+        assert number is not None
+        conflict = EpochConflict(number, self.epoch, other, own_hosts, other_hosts, self.step, is_own_kept)
+        if not is_own_kept:
+            self.conflicts.append(conflict)
+            self.has_training_state, self.step, self._conflict_since = False, kept.step, None
+            self._enter_epoch(kept)
+        elif not any(one.is_own_kept and one.number == number and one.other.split_number(other) is None
+                     for one in self.conflicts):  # fmt: skip
+            self.conflicts.append(conflict)  # once, although the other side takes a while to adopt this one
+
+    def _side_hosts(self, newest: MembershipEpoch, worlds: dict[str, MembershipEpoch], now: float) -> list[str]:
+        """Return the hosts in the history of `newest`: of `worlds`, and voters of theirs whom they receive."""
+        hosts = {host for host, world in worlds.items() if world.split_number(newest) is None}
+        for host in list(hosts):
+            peers = self._live_peers(now) if host == self.host else self._received[host][0].live_peers
+            hosts |= set(worlds[host].voters).intersection(peers) - worlds.keys()
+        return sorted(hosts)
 
     def _enter_epoch(self, world: MembershipEpoch) -> None:
         self.state = ConsensusState(world, AcceptorState(), self.state.life)
@@ -394,6 +467,8 @@ class Consensus:
             step=step,
             failures=failures,
             is_over=is_over,
+            proposer=f"{self.host}:{self.state.life}",
+            ancestors=world.lineage,
         )
 
     def _epoch_end(self, now: float, able: list[str]) -> EpochEnd | None:
@@ -403,7 +478,7 @@ class Consensus:
         lost = [
             host for host in self.epoch.hosts if host not in able and not (host in connected and self._is_leaving(host))
         ]
-        ended = {host: phases[host] for host in self._ended_at if host in phases}
+        ended = {host: phases[host] for host in self._ended_at if phases.get(host) in EPOCH_END_REASONS}
         gave_up = not lost and all(self._is_leaving(host) and self._leave_reason(host) for host in phases)
         if HostPhase.DONE in phases.values() or not (lost or ended) or not (able or gave_up):
             return None

@@ -251,7 +251,7 @@ def torchrun_argv(spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> list
         "--rdzv-backend=evener",
         f"--rdzv-endpoint={address}:{rendezvous.port}",
         f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
-        f"--rdzv-id={spec.run}-{world.number}",
+        f"--rdzv-id={spec.run}-{world.identity}",
         f"--local-addr={member.address}",
         "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
         f"--log-dir={folder}/host/ranks",

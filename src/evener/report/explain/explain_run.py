@@ -65,6 +65,7 @@ def explain_measurements(summary: RunSummary) -> list[str]:
         paragraphs.append(_explain_gradients(summary))
     if summary.membership_changes:
         paragraphs.append(membership_changes.explain_membership_changes(summary.membership_changes, summary.elapsed_s))
+    paragraphs += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary.split_brains]
     return paragraphs
 
 

@@ -133,6 +133,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             | "run.cut-off"
             | "run.leaves"
             | "run.no-room"
+            | "run.two-epochs"
             | "host.failed"
             | "supervisor.lost"
             | "checkpoint.damaged"

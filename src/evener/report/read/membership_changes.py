@@ -81,6 +81,21 @@ def _change_costs(epochs: Sequence[int], records: Mapping[int, Sequence[StepReco
     return costs
 
 
+def split_brains(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each membership epoch that was decided twice, as the hosts of the losing side report it.
+
+    Several hosts report one; those that kept their side know less.
+    """
+    by_number: dict[int, Mapping[str, Any]] = {}
+    for event in events:
+        number = event.get("number")
+        if event.get("event") != "run.two-epochs" or not isinstance(number, int):
+            continue
+        if by_number.get(number, {}).get("kept") is not False:
+            by_number[number] = event
+    return [f"{event.get('error')}. {event.get('hint') or ''}".strip() for _, event in sorted(by_number.items())]
+
+
 def explain_membership_changes(changes: Sequence[MembershipChange], elapsed_s: float | None) -> str:
     """Return a paragraph: how often, the cost as a share of `elapsed_s`, and the costliest changes; "" if none."""
     if not changes:

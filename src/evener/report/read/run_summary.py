@@ -16,7 +16,7 @@ from evener.core.run.rundir import Manifest, RunDir
 from evener.core.run.step_cost import Fidelity, StepRecord, align_steps, first_rank_record, noise_scale
 from evener.core.run.step_statistics import RankSummary, summarize_steps
 from evener.report.read.event_log import evaluations
-from evener.report.read.membership_changes import MembershipChange, membership_changes
+from evener.report.read.membership_changes import MembershipChange, membership_changes, split_brains
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +43,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     noise_scale_tokens: float | None = None  # gradient noise scale in the second half of the run; None: too few samples
     fidelity: Fidelity | None = None  # medians of the error that a lossy sync strategy adds
     membership_changes: list[MembershipChange] = []
+    split_brains: list[str] = []  # a sentence for each membership epoch that was decided twice
     elapsed_s: float | None = (
         None  # from the first to the last step's end on the rank with the most steps, pauses included
     )
@@ -121,6 +122,7 @@ def summarize_records(
         fidelity=_fidelity([record for record in map(first_rank_record, steps) if record.step >= manifest.since]),
         findings=_findings(events),
         membership_changes=membership_changes(events, records),
+        split_brains=split_brains(events),
         elapsed_s=_elapsed_s(steps),
     )
 
@@ -191,6 +193,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
         ],
         "predicted": _prediction_json(summary),
         "changes": msgspec.to_builtins(summary.membership_changes),
+        "split_brains": summary.split_brains,
     }
 
 

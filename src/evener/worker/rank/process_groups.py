@@ -112,7 +112,7 @@ class ProcessGroups:
         self.membership_epoch, self.rank = rendezvous.epoch, rendezvous.first_rank + self.local_rank
         self.world_size, self.member_ranks = rendezvous.world_size, list(range(rendezvous.world_size))
         self._sockets_before, self._epoch_sockets = _open_sockets(), None
-        store = PrefixStore(str(self.membership_epoch.number), _connect_store(rendezvous, self.rank))
+        store = PrefixStore(self.membership_epoch.identity, _connect_store(rendezvous, self.rank))
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
         )
