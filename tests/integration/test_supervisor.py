@@ -82,7 +82,7 @@ class Started:
             process.suspend()
         for process in (*guard, supervisor):
             process.kill()
-        wait_until(lambda: not run_control._is_supervised(str(self.run / "host")))
+        wait_until(lambda: not run_control.is_supervised(str(self.run / "host")))
 
     def stop(self) -> dict[str, Any]:
         """Its last state."""
@@ -175,6 +175,15 @@ def test_fix_of_a_left_out_variable_works_when_typed(
     shown = subprocess.run(["bash", "-c", ". ~/.bashrc; echo $KEPT ${RANK-unset}"], capture_output=True, check=True,
                            text=True, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]}).stdout  # fmt: skip
     assert shown.split() == ["1", "unset"]
+
+
+def test_half_written_checkpoint_is_removed_at_the_next_start(session: Session, tmp_path: Path) -> None:
+    for name in (".step-000009.tmp", ".step-000008.arriving", "step-000007"):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "run/checkpoints" / name / "weights.safetensors").write_bytes(b"x")
+    Started(session, tmp_path / "run", python("")).wait()
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert names == {".step-000008.arriving", "step-000007"}
 
 
 def test_missing_program_is_named(session: Session, tmp_path: Path) -> None:
@@ -569,7 +578,7 @@ def test_reading_run_status_does_not_block_start_or_stop(session: Session, tmp_p
 def test_run_with_damaged_state_file_counts_as_lost(session: Session, tmp_path: Path, content: str) -> None:
     run = tmp_path / "runs/one"
     Started(session, run, python("")).wait()
-    wait_until(lambda: not run_control._is_supervised(str(run / "host")))
+    wait_until(lambda: not run_control.is_supervised(str(run / "host")))
     (run / "host/state.json").write_text(content)
     state = session.call("run_control", "status", run=str(run))
     assert (state["state"], state["status"]) == ("ended", None)

@@ -122,6 +122,15 @@ def test_interrupted_checkpoint_removal_leaves_no_partial_checkpoint(tmp_path, t
     assert {path.name for path in run.checkpoints_path.iterdir()} == {"step-000004", "step-000006"}
 
 
+def test_half_written_checkpoint_of_killed_rank_is_removed_at_the_next_start(tmp_path, train):
+    run = train(tmp_path / "run", "--steps", "2", "--eval-every", "0")
+    partial = run.checkpoints_path / ".step-000009.tmp"
+    partial.mkdir()
+    (partial / "weights.safetensors").write_bytes(b"x" * 1000)
+    train(tmp_path / "run", "--steps", "4", "--eval-every", "0", "--resume")
+    assert {path.name for path in run.checkpoints_path.iterdir()} == {"step-000002", "step-000004"}
+
+
 @exhaustive
 def test_killed_rank_ends_the_others_and_leaves_no_process(tmp_path, start):
     started = start(tmp_path / "run", "--steps", "100000", "--eval-every", "0", ranks=2)

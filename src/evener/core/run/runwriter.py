@@ -45,6 +45,11 @@ class RunWriter(RunDir):
         for path in self.glob(f"checkpoints/.*{REMOVED_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
 
+    def remove_partial_checkpoints(self) -> None:
+        """Remove the half-written checkpoints that killed writers left. Call it only while none is being written."""
+        for path in self.checkpoints_path.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def drop_checkpoint(self, step: int) -> None:
         """Rename a checkpoint, if it exists and can be renamed, so that the next `prune_checkpoints` removes it."""
         with contextlib.suppress(OSError):

@@ -149,6 +149,8 @@ def live_run_ports(workdir: str) -> list[int]:
 
 
 def _start_supervisor(run: str, folder: str) -> State:
+    for path in list_partial_checkpoints(run):  # no process of the run is left that writes them
+        shutil.rmtree(path, ignore_errors=True)
     program = os.path.join(folder, "supervisor.py")
     log_path = os.path.join(folder, "supervisor.log")
     with create_file(log_path) as log:
@@ -180,7 +182,7 @@ def status(run: str) -> State | None:
     """
     folder = path_inside(absolute_path(run), "host")
     state = _read_state(folder)
-    if state is not None and state["state"] == "running" and not _is_supervised(folder):
+    if state is not None and state["state"] == "running" and not is_supervised(folder):
         state = _read_state(folder)  # it may have ended meanwhile
         if state is not None and state["state"] == "running":
             if _has_program(folder, state):
@@ -203,7 +205,7 @@ def stop(run: str, now: bool = False) -> Iterator[Item | None]:
             write_atomic(os.path.join(folder, STOPPED_FILE), b"")  # prevents a restart of what is killed meanwhile
     deadline = time.monotonic() + (0 if now else spec.get("grace_s", 0)) + 4 * KILL_TIMEOUT_S
     num_requests = 0
-    while _is_supervised(folder):
+    while is_supervised(folder):
         is_late = time.monotonic() >= deadline
         pid = _supervisor_pid(folder)  # None: it is starting, or its guard kills the rest
         if pid is not None and (is_late or num_requests < (2 if now else 1)):
@@ -220,7 +222,7 @@ def kill_leftover_processes(run: str) -> list[int]:
     """Kill the processes left by a run without a supervisor; return the pids that SIGKILL did not end."""
     folder = path_inside(absolute_path(run), "host")
     spec = _read_json(os.path.join(folder, "spec.json"), None)
-    if spec is None or _is_supervised(folder):
+    if spec is None or is_supervised(folder):
         return []
     return kill_processes_with(f"{RUN_ID_VARIABLE}={spec['id']}")
 
@@ -238,7 +240,7 @@ def follow(run: str, have: dict[str, list[Any]] | None, until_end: bool = True) 
     copied = {path: list(known) for path, known in (have or {}).items()}
     while True:
         state = status(run)
-        for path, location in [] if have is None else _list_followed_files(run):
+        for path, location in [] if have is None else list_records(run):
             yield from _read_growth(path, location, copied)
         if until_end and time.monotonic() >= next_sample_at:
             next_sample_at = time.monotonic() + SAMPLE_INTERVAL_S
@@ -331,6 +333,18 @@ def list_checkpoints(run: str) -> list[Item]:
     return entries
 
 
+def list_partial_checkpoints(run: str) -> list[str]:
+    """Return the folders in which a checkpoint was being written when its writer was killed: .step-N.tmp."""
+    folder = os.path.join(run, "checkpoints")
+    with contextlib.suppress(OSError):
+        return [
+            os.path.join(folder, name)
+            for name in sorted(os.listdir(folder))
+            if name.startswith(".step-") and name.endswith(".tmp")
+        ]  # fmt: skip  as `write_folder_atomic` names them
+    return []
+
+
 def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
     """Roll back to the named checkpoint before a resume: verify it, and remove everything of later steps.
 
@@ -419,7 +433,7 @@ def _digest_file(path: str, size: int | None = None) -> str | None:
         return None
 
 
-def _list_followed_files(run: str) -> Iterator[tuple[str, str]]:
+def list_records(run: str) -> Iterator[tuple[str, str]]:
     """Yield (path, location) of each file that a run writes, whether or not it exists."""
     joined = _joined_run_folder(run)
     for path in (*REPLACED_FILES, "events.jsonl"):
@@ -484,16 +498,16 @@ def _require_not_running(folder: str) -> None:
     """Raise RuntimeError if the run is running here; first wait for a supervisor that is about to exit."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     state = _read_state(folder)
-    if state is not None and state["state"] == "running" and not _is_supervised(folder) and _has_program(folder, state):
+    if state is not None and state["state"] == "running" and not is_supervised(folder) and _has_program(folder, state):
         raise RuntimeError("this run is running here already, without its supervisor")
-    while _is_supervised(folder):
+    while is_supervised(folder):
         state = _read_state(folder)
         if state is None or state["state"] == "running" or time.monotonic() >= deadline:
             raise RuntimeError("this run is running here already")
         time.sleep(0.02)
 
 
-def _is_supervised(folder: str) -> bool:
+def is_supervised(folder: str) -> bool:
     """Return whether a supervisor or guard holds the lock; several programs may check at once."""
     try:
         lock = open_own_file(os.path.join(folder, "lock"), os.O_RDONLY)

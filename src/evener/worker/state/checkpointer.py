@@ -99,10 +99,12 @@ class Checkpointer:
     def restore_checkpoint(self, resume_from: Checkpoint | None) -> None:
         """Load the checkpoint, if any, and drop the records of later steps, which the run will write again.
 
-        Restore this rank's RNG states if the world size is the checkpoint's, else seed its generators anew.
+        Half-written checkpoints of an earlier start are removed. Restore this rank's RNG states if the world size is
+        the checkpoint's, else seed its generators anew.
         """
         step = resume_from.step if resume_from else 0
         if self._group.local_rank == 0:
+            self._dir.remove_partial_checkpoints()
             for rank in self._dir.recorded_ranks():
                 self._dir.truncate_records(rank, step)
         if resume_from is not None:
