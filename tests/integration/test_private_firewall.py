@@ -74,7 +74,7 @@ def guard_of(seen: dict[str, Any], address: str = "192.168.1.36") -> PortProtect
         Fleet(hosts={"attic": HostConfig(address="x")}),
         ConnectivityReport(interfaces={"attic": way(36, address=address)}),
     )
-    asker = HostFanout({"attic": FakeSession("attic", {"firewall.read_nft_table": lambda table: seen})}, {})
+    asker = HostFanout({"attic": FakeSession("attic", {"facts.read_nft_table": lambda table: seen})}, {})
     return inspect_port_protection(asker, fleet, {"attic": FACTS["attic"]}, network, 0)["attic"]
 
 

@@ -63,8 +63,8 @@ net.loopback-hostname net.wrong-interface net.overlay net.family-mismatch net.un
 net.firewall net.mtu net.slow-link net.wireless net.stack-loss net.asymmetric net.private net.strangers
 port.in-use proc.stale version.torch link.congestion link.window link.idle
 version.python version.evener code.mismatch spec.mismatch data.mismatch tokenizer.mismatch rank.duplicate
-ssh.unreachable ssh.auth ssh.hostkey clock.skew limit.nofile limit.memlock mem.space disk.space shm.size mem.swap
-cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver gpu.p2p env.ineffective
+ssh.unreachable ssh.auth ssh.hostkey clock.skew limit.nofile limit.memlock mem.space disk.space disk.stored shm.size
+mem.swap cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver gpu.p2p env.ineffective
 env.interface-syntax tty.attached run.hang run.collective-mismatch run.peer-exit run.nonfinite run.diverged
 run.straggler
 ssh.shell ssh.key net.duplicate-address host.same-name env.shadowed run.oom run.cut-off

@@ -447,6 +447,8 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("mem.swap", "warning", "laptop", None, lambda w: w.change("laptop", swap_Bps=5e6)),
     ("disk.space", "warning", "laptop", None, lambda w: w.change("laptop", disk_free_bytes=10**9)),
     ("disk.space", "error", "laptop", None, lambda w: w.change("laptop", disk_writable=False)),
+    ("disk.stored", "info", "laptop", None, lambda w: w.change("laptop", stored_bytes=60 * 10**9)),
+    ("disk.stored", "info", "laptop", None, lambda w: w.change("laptop", partial_checkpoints=2)),
     ("shm.size", "warning", "laptop", None, lambda w: w.change("laptop", shm_bytes=64 << 20)),
     ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", threads=16)),
     ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", ranks=9)),
@@ -635,10 +637,10 @@ def test_every_failure_detectable_before_launch_has_a_test_row():
         "net.rendezvous-loopback", "net.firewall", "net.mtu", "net.slow-link", "net.wireless", "net.stack-loss",
         "net.asymmetric", "port.in-use", "proc.stale", "version.torch", "version.python", "version.evener",
         "rank.duplicate", "ssh.unreachable", "ssh.auth", "ssh.hostkey", "clock.skew", "limit.nofile", "limit.memlock",
-        "mem.space", "disk.space", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled", "power.sleep",
-        "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax", "tty.attached",
-        "env.shadowed", "env.launcher-variables", "env.debug", "host.same-name", "net.duplicate-address", "ssh.shell",
-        "ssh.key", "net.strangers",
+        "mem.space", "disk.space", "disk.stored", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled",
+        "power.sleep", "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax",
+        "tty.attached", "env.shadowed", "env.launcher-variables", "env.debug", "host.same-name",
+        "net.duplicate-address", "ssh.shell", "ssh.key", "net.strangers",
     }  # fmt: skip
     assert {row[0] for row in ROWS} == stated - later
 

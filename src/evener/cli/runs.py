@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
     from evener.core.run.rundir import RunDir
     from evener.report.read.run_table import RunRow
+    from evener.transfer.prune_hosts import StoredEntry
 
 
-EXAMPLES = "evener runs\nevener runs gpt2 finished --sort best\nevener runs --prune --fewer-than 100"
+EXAMPLES = (
+    "evener runs\nevener runs gpt2 finished --sort best\nevener runs --prune --fewer-than 100\n"
+    "evener runs --prune --fleet fleet.toml --max-size 20GB"
+)
 
 
 def runs(
@@ -31,13 +35,24 @@ def runs(
         False, "--prune", help="list the runs that failed or were stopped and left no weights, with their sizes"
     ),
     fewer_than: int | None = typer.Option(None, min=1, help="with --prune: also those that ended after fewer steps"),
-    older_than: float | None = typer.Option(None, min=0, help="with --prune: also older runs"),
+    older_than: float | None = typer.Option(
+        None, min=0, metavar="DAYS", help="with --prune: also older runs; with --fleet: only these [7]"
+    ),
+    fleet: str | None = typer.Option(
+        None, metavar="FILE", help="with --prune: what its hosts store of earlier runs; local: this machine"
+    ),
+    hosts: str | None = typer.Option(None, metavar="NAME,…", help="with --fleet: only these hosts [all]"),
+    max_size: str | None = typer.Option(
+        None, metavar="SIZE", help="with --fleet: the oldest, until a host stores this much: 20GB [all that is old]"
+    ),
     yes: bool = typer.Option(False, "--yes", help="with --prune: remove them"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """List the runs made here, those of benches too, and ask the hosts for the state of the runs that have not ended.
 
     --prune removes no run that has finished, may still be running or belongs to a bench, and no files on other hosts.
+    --prune --fleet FILE instead removes what the hosts store of earlier runs: their parts of ended runs, code, and
+    data. It keeps each run that is active, was started elsewhere, or whose results are not all here.
     """
     import json
     from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +67,13 @@ def runs(
 
     if not prune and (yes or fewer_than or older_than is not None):
         raise UsageError("--yes, --fewer-than and --older-than need --prune", hint="evener runs --prune")
+    if fleet is None and (hosts is not None or max_size is not None):
+        raise UsageError("--hosts and --max-size need --fleet", hint="evener runs --prune --fleet fleet.toml")
+    if fleet is not None and (not prune or fewer_than is not None):
+        raise UsageError("--fleet needs --prune, without --fewer-than", hint=f"evener runs --prune --fleet {fleet}")
     folder, words = _split_folder(words or [])
+    if fleet is not None:
+        return _prune_fleet(folder, fleet, hosts, older_than, max_size, yes, as_json)
     run_table.sort_rows([], sort)
     with ThreadPoolExecutor(max_workers=16) as pool:
         rows = list(pool.map(_load_row, [RunDir(path) for path in find_run_dirs(folder)]))
@@ -235,3 +256,82 @@ def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | N
     total = f"{pluralize(len(prunable), 'run')}, {format_bytes(sum(row.bytes for row in prunable))}"
     print_text(screen, f"removed: {total}" if yes else f"{total}; nothing is removed without --yes", style="bold")
     return 0
+
+
+# --- prune hosts ------------------------------------------------------------------------------------------------------
+
+
+def _prune_fleet(folder: Path, file: str, names: str | None, older_than: float | None, max_size: str | None, yes: bool,
+                 as_json: bool) -> int:  # fmt: skip
+    """List what hosts store and need no longer; remove it if `yes`. Exit status 1 if one cannot be reached."""
+    import json
+
+    import msgspec
+
+    from evener.cli.run_output import find_run_dirs, print_status
+    from evener.core.base.errors import HostError
+    from evener.core.base.units import parse_bytes
+    from evener.core.cluster.fleet_file import Fleet, HostConfig, fleet_path, load_fleet, select_hosts
+    from evener.ssh.session import RemoteError, connect, parallel_map
+    from evener.transfer import prune_hosts
+    from evener.transfer.mirror import to_host_error
+
+    path, max_bytes = fleet_path(file), None if max_size is None else parse_bytes(max_size, "--max-size")
+    whole = Fleet(hosts={"local": HostConfig(address="local")}) if path is None else load_fleet(path)
+    chosen = select_hosts(whole, names)
+    known = prune_hosts.known_runs(find_run_dirs(folder))
+
+    with connect(chosen) as (sessions, errors):
+
+        def prune_host(name: str) -> tuple[prune_hosts.HostPruning, int] | HostError:
+            workdir, session = chosen.hosts[name].workdir, sessions[name]
+            try:
+                found = prune_hosts.plan_pruning(
+                    session, workdir, known, older_than_days=older_than, max_bytes=max_bytes
+                )
+                if not (yes and found.prunable):
+                    return found, 0
+                freed, stayed = prune_hosts.prune(session, workdir, found.prunable)
+                gone = [entry for entry in found.prunable if entry.name not in stayed]
+                kept = [msgspec.structs.replace(entry, why=stayed[entry.name])
+                        for entry in found.prunable if entry.name in stayed]  # fmt: skip
+                return prune_hosts.HostPruning(gone, [*found.kept, *kept]), freed
+            except RemoteError as error:
+                return to_host_error(error, chosen)
+            except HostError as error:
+                return error
+
+        results = parallel_map(sessions, prune_host)
+    errors |= {name: result for name, result in results.items() if isinstance(result, HostError)}
+    pruned = [result for result in results.values() if not isinstance(result, HostError)]
+    prunable = [entry for found, _ in pruned for entry in found.prunable]
+    kept = [entry for found, _ in pruned for entry in found.kept]
+    freed_bytes = sum(freed for _, freed in pruned)
+    if as_json:
+        failures = [{"host": name, "error": str(error), "hint": error.hint} for name, error in errors.items()]
+        print(json.dumps({"pruned": msgspec.to_builtins(prunable), "kept": msgspec.to_builtins(kept),
+                          "removed": yes, "freed_bytes": freed_bytes, "errors": failures}))  # fmt: skip
+        return 1 if errors else 0
+    for error in errors.values():
+        print_status(f"error: {error}\nhint:  {error.hint}")
+    _print_pruned_hosts(prunable, kept, freed_bytes if yes else None)
+    return 1 if errors else 0
+
+
+def _print_pruned_hosts(prunable: Sequence[StoredEntry], kept: Sequence[StoredEntry], freed_bytes: int | None) -> None:
+    """Print the table of what is, or was, removed from hosts; None: nothing was."""
+    from evener.cli.terminal import make_console, print_table, print_text
+    from evener.core.base.units import format_bytes, pluralize
+
+    screen = make_console()
+    for entry in kept:
+        print_text(screen, f"kept on {entry.host}: {entry.name}, {format_bytes(entry.bytes)}: {entry.why}")
+    if not prunable:
+        print_text(screen, "nothing to prune on the hosts: all they store is in use, new, or not here")
+        return
+    rows = [(entry.host, entry.kind, entry.name, format_bytes(entry.bytes), entry.why) for entry in prunable]
+    print_table(screen, ("host", "kind", "name", "size", "why"), rows, left_aligned=("kind", "name"), wrap_last=True)
+    total = f"{pluralize(len(prunable), 'item')}, {format_bytes(sum(entry.bytes for entry in prunable))}"
+    line = f"{total}; nothing is removed without --yes" if freed_bytes is None else (
+        f"removed: {total}; {format_bytes(freed_bytes)} freed")  # fmt: skip
+    print_text(screen, line, style="bold")

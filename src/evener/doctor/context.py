@@ -80,6 +80,12 @@ class CheckContext(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command that installs what hosts lack."""
         return " ".join([f"evener setup{self.fleet.cli_flag}", *flags])
 
+    def prune_command(self, name: str) -> str:
+        """Return the command that lists what a host stores of earlier runs."""
+        if self.fleet.file is None:
+            return "evener runs --prune --fleet local"
+        return f"evener runs --prune --fleet {self.fleet.file} --hosts {name}"
+
     def unset_command(self, name: str, *variables: str) -> str:
         """Return the command that removes variables from a host's environment for good: it comments out their lines."""
         files: dict[str, list[str]] = {}

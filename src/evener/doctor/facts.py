@@ -154,6 +154,9 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     swap_bytes: int | None = None
     swap_Bps: float | None = None  # to and from the disk, while the facts were collected
     disk_free_bytes: int | None = None  # where the working directory is
+    stored_bytes: int | None = None  # of runs, code and data in the working directory; None: too many files to count
+    partial_checkpoints: int = 0  # half-written ones that killed runs left
+    partial_checkpoint_bytes: int = 0
     disk_folder: str | None = None  # that, or the nearest existing folder above it
     disk_writable: bool | None = None
     shm_bytes: int | None = None

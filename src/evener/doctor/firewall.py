@@ -91,7 +91,7 @@ def inspect_port_protection(
     """Return how each host's ports are protected. If its table cannot be read, try to connect from this machine."""
     names = [name for name in facts if name in network.interfaces]
     answers = fanout.map_hosts(
-        names, lambda name: fanout.sessions[name].call("firewall", "read_nft_table", table=NFT_TABLE)
+        names, lambda name: fanout.sessions[name].call("facts", "read_nft_table", table=NFT_TABLE)
     )
     protection = {}
     for name, answer in answers.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from evener.core.base.shell import quote_word
-from evener.core.base.units import format_bytes, format_seconds
+from evener.core.base.units import format_bytes, format_seconds, pluralize
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.roster import rank_without_gpu
@@ -19,6 +19,7 @@ from evener.doctor.facts import HostFacts
 GIB = 2**30
 MEMORY_LOW_BYTES, MEMORY_NEEDED_BYTES = GIB, 400e6  # a worker that has only imported torch takes 300 MB
 DISK_LOW_BYTES, DISK_NEEDED_BYTES = 3e9, 300e6
+STORED_LIMIT_BYTES = 50e9  # assumption: more than this of earlier runs deserves a look
 SHM_LOW_BYTES = 256e6  # Docker gives 64 MB
 SWAP_BUSY_BPS = 1e6
 MAX_CLOCK_SKEW_S = 1.0
@@ -40,7 +41,7 @@ def check_machines(context: CheckContext) -> list[Finding]:
         host = context.fleet.hosts[name]
         findings += [
             *_check_gpus(context, name, facts),
-            *_check_memory_and_disk(name, facts),
+            *_check_memory_and_disk(context, name, facts),
             *_check_resource_limits(context, name, facts),
         ]
         findings += [*_check_cpu(context, name, facts, host), *_check_power(name, facts), *_check_clock(name, facts)]
@@ -88,7 +89,7 @@ def _check_gpus(context: CheckContext, name: str, facts: HostFacts) -> Iterator[
 # --- memory, disk, limits ----------------------------------------------------------------------------------------
 
 
-def _check_memory_and_disk(name: str, facts: HostFacts) -> Iterator[Finding]:
+def _check_memory_and_disk(context: CheckContext, name: str, facts: HostFacts) -> Iterator[Finding]:
     free = facts.memory_free_bytes
     if free is not None and free < MEMORY_LOW_BYTES:
         yield Finding(
@@ -120,6 +121,20 @@ def _check_memory_and_disk(name: str, facts: HostFacts) -> Iterator[Finding]:
             evidence=f"{format_bytes(facts.disk_free_bytes)} are free where {facts.workdir} is",
             fix=f'on {name}: du -xh {quote_word(facts.disk_folder or "/")} | sort -h | tail shows what takes it; or '
             f'[hosts.{name}] workdir = "…" on a larger disk',
+        )  # fmt: skip
+    if facts.stored_bytes is not None and facts.stored_bytes > STORED_LIMIT_BYTES:
+        yield Finding(
+            check="disk.stored", severity="info", host=name,
+            evidence=f"{format_bytes(facts.stored_bytes)} of runs, code and data are in {facts.workdir}, more than "
+            f"{format_bytes(STORED_LIMIT_BYTES)}",
+            fix=f"{context.prune_command(name)} lists what is old and fetched; with --yes it removes that",
+        )  # fmt: skip
+    if facts.partial_checkpoints:
+        yield Finding(
+            check="disk.stored", severity="info", host=name,
+            evidence=f"killed runs left {pluralize(facts.partial_checkpoints, 'half-written checkpoint')}, "
+            f"{format_bytes(facts.partial_checkpoint_bytes)}",
+            fix="a run removes its own at its next start (evener train --resume RUN)",
         )  # fmt: skip
     if facts.shm_bytes is not None and facts.shm_bytes < SHM_LOW_BYTES:
         yield Finding(

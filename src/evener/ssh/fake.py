@@ -14,9 +14,9 @@ from evener.ssh.session import CALL_TIMEOUT_S, RemoteError, Session
 class FakeSession(Session):
     """A host whose functions run in this process, or give the replies that are set for them.
 
-    >>> session = FakeSession("attic", {"firewall.read_nft_table": lambda table: {"has_nft": table == "evener"}})
-    >>> session.call("firewall", "read_nft_table", table="evener"), session.calls
-    ({'has_nft': True}, ['firewall.read_nft_table'])
+    >>> session = FakeSession("attic", {"facts.read_nft_table": lambda table: {"has_nft": table == "evener"}})
+    >>> session.call("facts", "read_nft_table", table="evener"), session.calls
+    ({'has_nft': True}, ['facts.read_nft_table'])
     """
 
     def __init__(self, name: str, replies: Mapping[str, Callable[..., Any]] | None = None) -> None:

@@ -109,7 +109,7 @@ def _fetch_missing(rundir: RunDir, plan: Plan, notify: Callable[[str], None],
             except RemoteError as error:
                 raise to_host_error(error, plan.fleet) from None
             wanted = _newest_and_best([one for one in saved if one.step not in skipped])
-            pending = [one for one in wanted if one.step not in fetched and not _is_intact(rundir, one.step)]
+            pending = [one for one in wanted if one.step not in fetched and not is_intact(rundir, one.step)]
             if not pending:
                 break
             try:
@@ -178,7 +178,7 @@ def _newest_and_best(saved: list[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
     return saved[-1:] + [one for one in best if one is not saved[-1]]
 
 
-def _is_intact(rundir: RunDir, step: int) -> bool:
+def is_intact(rundir: RunDir, step: int) -> bool:
     """Return whether the checkpoint is here and undamaged."""
     try:
         read_checkpoint(rundir.checkpoint_path(step))

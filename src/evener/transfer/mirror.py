@@ -206,13 +206,13 @@ class HostMirror:
             return {
                 path: [copy.there, local_path.stat().st_size]
                 for path, copy in self._read_copies().items()
-                if (local_path := self._local_path(path)) is not None and self._is_own_copy(path, local_path, copy)
+                if (local_path := self.local_path(path)) is not None and self._is_own_copy(path, local_path, copy)
             }
 
     def _append(self, header: dict[str, Any], content: bytes) -> None:
         """Append what lies beyond the end of the copy; replace the copy if the host's file is a different one now."""
         name, offset = header["path"], header["offset"]
-        path = self._local_path(name)
+        path = self.local_path(name)
         if path is None:
             return
         with self._locked():
@@ -257,7 +257,7 @@ class HostMirror:
                 )
             yield
 
-    def _local_path(self, path: str) -> Path | None:
+    def local_path(self, path: str) -> Path | None:
         """Return where a file of the host is copied to; None for a file that this host may not write."""
         if path == "events.jsonl":
             return self.plan.events_path(self._rundir)
@@ -294,14 +294,18 @@ class RunMirror:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for host in self.hosts.values():
             host.stop()
         deadline = time.monotonic() + 2.0
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        merge_events(self.rundir, self.plan)
-        choose_manifest(self.rundir, self.plan)
+        try:
+            merge_events(self.rundir, self.plan)
+            choose_manifest(self.rundir, self.plan)
+        except OSError:
+            if kind is None:
+                raise  # else the error that ends the block reports the full disk
 
     @property
     def is_done(self) -> bool:

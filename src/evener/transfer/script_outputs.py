@@ -20,7 +20,7 @@ from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
 from evener.ssh.session import RemoteError, Session, open_session, parallel_map
 from evener.transfer.checkpoint_transfer import exclusive_lock
-from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, FileFetcher
+from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, FileFetcher, RemoteFile
 from evener.transfer.mirror import SupervisorState, to_host_error
 
 MTIME_SETTLE_S = 2.0  # a file system may date the last writes this much after the run's end
@@ -59,6 +59,15 @@ def find_outputs(plan: Plan, states: Mapping[str, SupervisorState]) -> dict[str,
     }
 
 
+def unfetched_outputs(session: Session, rundir: RunDir, host: HostPlan, state: SupervisorState) -> list[str]:
+    """Return the files that the script wrote on a host and that are not here with the same content."""
+    if host.code is None or not state.get("started"):
+        return []
+    outputs = _find_host_outputs(session, host, state)
+    target, partials = _local_folders(rundir, host.name)
+    return [file.path for file in _missing_files(session, target, partials, outputs)[1]]
+
+
 def fetch_outputs(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState],
                   notify: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
     """Fetch the files that are not here yet; return the new files here, and the errors of those that failed."""
@@ -67,8 +76,7 @@ def fetch_outputs(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
         try:
             with _host_session(plan, name) as session:
                 outputs = _find_host_outputs(session, plan.host(name), states[name])
-                target, partials = rundir.inside("files", name), rundir.inside("files", f".{name}.arriving")
-                return _fetch_outputs(session, target, partials, outputs, notify)
+                return _fetch_outputs(session, *_local_folders(rundir, name), outputs, notify)
         except EvenerError as error:
             return [], [error]
 
@@ -112,12 +120,7 @@ def _find_host_outputs(session: Session, host: HostPlan, state: SupervisorState)
 def _fetch_outputs(session: Session, target: Path, partials: Path, outputs: ScriptOutputs,
            notify: Callable[[str], None]) -> tuple[list[Path], list[EvenerError]]:  # fmt: skip
     """Fetch file by file, so that one that a script is writing or has removed does not affect the others."""
-    names = [file.path for file in outputs.files]
-    entries = list(
-        session.stream("content_store", "hash_files", path=outputs.folder, names=names, timeout_s=REMOTE_WORK_TIMEOUT_S)
-    )
-    fetcher = FileFetcher(session, outputs.folder, target, partials)
-    missing = fetcher.missing(entries)
+    fetcher, missing = _missing_files(session, target, partials, outputs)
     if missing:
         total = format_bytes(sum(file.size for file in missing))
         notify(f"fetching {pluralize(len(missing), 'file')} from {session.name}, {total}")
@@ -135,3 +138,20 @@ def _fetch_outputs(session: Session, target: Path, partials: Path, outputs: Scri
             ) from None
     shutil.rmtree(partials, ignore_errors=True)
     return fetched, failed
+
+
+def _missing_files(
+    session: Session, target: Path, partials: Path, outputs: ScriptOutputs
+) -> tuple[FileFetcher, list[RemoteFile]]:
+    """Return the fetcher of a script's files, and those that are not in the folder `target` with the same content."""
+    names = [file.path for file in outputs.files]
+    entries = list(
+        session.stream("content_store", "hash_files", path=outputs.folder, names=names, timeout_s=REMOTE_WORK_TIMEOUT_S)
+    )
+    fetcher = FileFetcher(session, outputs.folder, target, partials)
+    return fetcher, fetcher.missing(entries)
+
+
+def _local_folders(rundir: RunDir, host: str) -> tuple[Path, Path]:
+    """Return the folder of a host's files here, and the one in which they arrive."""
+    return rundir.inside("files", host), rundir.inside("files", f".{host}.arriving")

@@ -63,8 +63,8 @@ def format_bytes(num_bytes: float) -> str:
     )
 
 
-def parse_bytes(text: str) -> int:
-    """Parse a size with its unit into bytes. Raise UsageError if the text is not a size.
+def parse_bytes(text: str, what: str = "memory") -> int:
+    """Parse a size with its unit into bytes. Raise UsageError, which says of `what`, if the text is not a size.
 
     >>> parse_bytes("24GB"), parse_bytes("1.5 GiB"), parse_bytes("900mb")
     (24000000000, 1610612736, 900000000)
@@ -73,7 +73,7 @@ def parse_bytes(text: str) -> int:
     power = "kmgt".index(matched[2].lower()) + 1 if matched else 0
     num_bytes = float(matched[1]) * (1024 if matched[3] else 1000) ** power if matched else 0.0
     if not 1 <= num_bytes < 1e18:
-        raise UsageError(f"memory {text}: expected a size with its unit", hint="for example 24GB")
+        raise UsageError(f"{what} {text}: expected a size with its unit", hint="for example 24GB")
     return round(num_bytes)
 
 

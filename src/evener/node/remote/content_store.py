@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -35,6 +36,8 @@ from evener.node.remote.file_io import (
 SEALED_NS = 946684800 * 10**9  # 1 January 2000: no write gives a file this time
 STALE_AGE_S = 24 * 3600  # a partial upload or half-built tree untouched for this long is removed
 WRITE_TURN_TIMEOUT_S = 300
+FOLDERS = ("blobs", "trees", "projects", "runs")  # of a WORKDIR
+OWN_ENTRIES = frozenset((*FOLDERS, "venv", "setup.lock"))
 
 _uploads: dict[str, _PartialUpload] = {}
 _uploads_lock = threading.Lock()
@@ -44,14 +47,30 @@ class ContentError(Exception):
     """Content does not match its hash."""
 
 
+def make_private_workdir(workdir: str) -> str:
+    """Make the working directory and its folders, for their owner alone, whatever mode they had; return its path.
+
+    A directory of another name that holds other things as well keeps its mode: others may need them.
+    """
+    root = absolute_path(workdir)
+    for folder in (root, *(os.path.join(root, name) for name in FOLDERS)):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    is_own = os.path.basename(root) == ".evener" or OWN_ENTRIES.issuperset(os.listdir(root))
+    for folder in [root] * is_own + [os.path.join(root, name) for name in FOLDERS]:
+        facts = os.stat(folder)
+        if facts.st_uid == os.geteuid() and stat.S_IMODE(facts.st_mode) != 0o700:
+            os.chmod(folder, 0o700)
+    return root
+
+
 def find_missing_blobs(workdir: str, digests: dict[str, int], tree: str) -> dict[str, Any]:
     """Return whether the tree exists and, if not, the blobs it lacks: {digest: bytes left by an interrupted upload}."""
-    root = absolute_path(workdir)
+    root = make_private_workdir(workdir)
     path = os.path.join(root, "trees", tree)
     if _is_tree_intact(path):
+        os.utime(path + ".json")  # when it was last used: prune.py keeps it
         return {"path": path, "missing": {}, "is_there": True, "free_bytes": None}
     blobs = os.path.join(root, "blobs")
-    os.makedirs(blobs, exist_ok=True)
     partial_bytes: dict[str, int] = {}
     for name in os.listdir(blobs):
         if name.endswith(".part"):
@@ -195,8 +214,9 @@ def build_tree(workdir: str, tree: str, linked: bool, body: bytes = b"") -> str:
     root = absolute_path(workdir)
     trees, blobs = os.path.join(root, "trees"), os.fsencode(os.path.join(root, "blobs"))
     path = os.path.join(trees, tree)
-    os.makedirs(trees, exist_ok=True)
-    _remove_stale_parts(trees, os.path.join(root, "blobs"))
+    for stale in list_stale_parts(root):
+        with contextlib.suppress(OSError):
+            remove_path(stale)
     if _is_tree_intact(path):
         return path
     if os.path.lexists(path):  # a program wrote into it; programs still running in it keep it
@@ -322,16 +342,17 @@ def _has_blob(folder: str, digest: str, size: int) -> bool:
     return False
 
 
-def _remove_stale_parts(trees: str, blobs: str) -> None:
-    """Remove partial uploads and half-built trees that interrupted senders left long ago."""
-    paths = [os.path.join(trees, name) for name in os.listdir(trees) if name.startswith("making-")]
-    paths += [os.path.join(blobs, name) for name in os.listdir(blobs) if name.endswith(".part")]
-    for path in paths:
-        try:
-            if time.time() - os.lstat(path).st_mtime > STALE_AGE_S:
-                remove_path(path)
-        except OSError:
-            pass
+def list_stale_parts(root: str) -> list[str]:
+    """Return the partial uploads and half-built trees that interrupted senders left in a WORKDIR long ago."""
+    stale = []
+    for folder, prefix, suffix in (("trees", "making-", ""), ("blobs", "", ".part")):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(os.path.join(root, folder)):
+                path = os.path.join(root, folder, name)
+                is_part = name.startswith(prefix) and name.endswith(suffix)
+                if is_part and time.time() - os.lstat(path).st_mtime > STALE_AGE_S:
+                    stale.append(path)
+    return stale
 
 
 def remove_path(place: str | os.PathLike[str]) -> None:

@@ -26,7 +26,8 @@ from evener.node.remote.file_io import read_link, read_text
 from evener.node.remote.login_environment import debug_variables, launcher_variables
 from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
 from evener.node.remote.programs import find_program, run_program, run_with_error
-from evener.node.remote.run_control import live_run_ports
+from evener.node.remote.prune import folder_bytes, measure_stored
+from evener.node.remote.run_control import is_supervised, list_partial_checkpoints, live_run_ports
 from evener.node.remote.secret_values import HIDDEN, hide_secrets, is_secret_variable
 
 LINUX = sys.platform.startswith("linux")
@@ -106,6 +107,7 @@ def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 2
         _collect_memory,
         _read_load,
         lambda: _collect_disk(home),
+        lambda: _collect_stored(home),
         _collect_limits,
         _collect_network,
         lambda: _check_port(port),
@@ -346,6 +348,19 @@ def _collect_disk(folder: str) -> Facts:
         "disk_folder": folder,  # the deepest existing folder of the working directory's path
         "disk_writable": os.access(folder, os.W_OK),
         "shm_bytes": shm[0] if shm else None,
+    }
+
+
+def _collect_stored(workdir: str) -> Facts:
+    """Return what earlier runs left: in the working directory, and in runs/ of the current folder of this machine."""
+    patterns = (os.path.join(glob.escape(workdir), "runs", "*"), "runs/*", "runs/*/*")
+    runs = [run for pattern in patterns for run in glob.glob(pattern)]
+    ended = [run for run in runs if not is_supervised(os.path.join(run, "host"))]
+    partial = [path for run in ended for path in list_partial_checkpoints(run)]
+    return {
+        "stored_bytes": measure_stored(workdir),
+        "partial_checkpoints": len(partial),
+        "partial_checkpoint_bytes": sum(map(folder_bytes, partial)),
     }
 
 
@@ -753,6 +768,33 @@ def _detect_firewall() -> Facts:
             if hooked[0]["table"] == "filter" and hooked[0]["name"] == "INPUT":
                 kind = "iptables"
     return {"firewall": kind, "firewall_chain": chain}
+
+
+def read_nft_table(table: str) -> dict[str, Any]:
+    """Return {"has_nft", "is_readable", "rules": nft's own JSON, empty without such a table, "ssh_port"}.
+
+    Reading takes root, or sudo without a password; else "is_readable" is false.
+    """
+    ssh_connection = os.environ.get("SSH_CONNECTION", "").split()
+    answer: dict[str, Any] = {"has_nft": False, "is_readable": False, "rules": [],
+                             "ssh_port": int(ssh_connection[3]) if len(ssh_connection) == 4 else None}  # fmt: skip
+    nft = find_program("nft")
+    if not sys.platform.startswith("linux") or nft is None:
+        return answer
+    answer["has_nft"] = True
+    privilege = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    try:
+        done = subprocess.run([*privilege, nft, "-j", "list", "table", "inet", table], stdin=subprocess.DEVNULL,
+                              capture_output=True, timeout=5, check=False)  # fmt: skip
+        if done.returncode == 0:
+            answer.update(is_readable=True, rules=json.loads(done.stdout.decode())["nftables"])
+        else:
+            answer["is_readable"] = (
+                b"No such file or directory" in done.stderr
+            )  # nft's message if there is no such table
+    except (OSError, subprocess.SubprocessError, ValueError, LookupError):
+        pass
+    return answer
 
 
 def _collect_gpus() -> Facts:

@@ -137,7 +137,7 @@ def live_run_ports(workdir: str) -> list[int]:
     """Return the ports of the runs in WORKDIR/runs that are alive here: a program that restarts does not listen now."""
     ports: set[int] = set()
     for folder in glob.iglob(os.path.join(glob.escape(absolute_path(workdir)), "runs", "*", "host")):
-        if not _is_supervised(folder):
+        if not is_supervised(folder):
             continue
         with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged file
             spec = _read_json(os.path.join(folder, "spec.json"), {}) or {}

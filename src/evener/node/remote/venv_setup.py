@@ -20,6 +20,7 @@ import time
 import urllib.request
 from typing import Any, Dict, Iterable, Iterator, Sequence, TextIO  # noqa: UP035  python 3.8
 
+from evener.node.remote.content_store import make_private_workdir
 from evener.node.remote.file_io import absolute_path, open_own_file, read_text, write_atomic
 from evener.node.remote.programs import end_with_parent, find_program
 
@@ -124,8 +125,7 @@ def inspect_setup(
 
 def lock_setup(workdir: str) -> str | None:
     """Lock the host for this setup, until `finish_setup` or the end of the connection; return None, or who holds it."""
-    home = absolute_path(workdir)
-    os.makedirs(home, exist_ok=True)
+    home = make_private_workdir(workdir)
     file = os.fdopen(open_own_file(os.path.join(home, "setup.lock"), os.O_RDWR | os.O_CREAT), "r+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
