@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 
@@ -31,7 +33,7 @@ from evener.cli import (
     watch,
 )
 from evener.cli.help import CliApp
-from evener.core.base.errors import EvenerError
+from evener.core.base.errors import EvenerError, NoRoomError
 from evener.core.base.version import __version__
 
 EXAMPLES = """
@@ -98,6 +100,8 @@ def main() -> None:
     """Run the `evener` command; print an error that the user can fix as one line and a hint, never as a traceback."""
     try:
         status = app(standalone_mode=False, prog_name="evener")
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk can still be reported
     except EvenerError as error:
         _print_error(str(error), error.hint, error.output)
         status = error.exit_status
@@ -113,7 +117,24 @@ def main() -> None:
     except BrokenPipeError:  # `evener … | head`
         sys.stdout = None
         status = 0
+    except OSError as error:
+        if (full := NoRoomError.from_os_error(error)) is None:
+            raise
+        status = full.exit_status
+        is_of_output = _discard_unwritten_output() and error.filename is None
+        _print_error(f"standard output: {full}" if is_of_output else str(full), full.hint)
     sys.exit(status or 0)
+
+
+def _discard_unwritten_output() -> bool:
+    """Discard text that cannot be written to standard output; return whether its disk is full."""
+    try:
+        is_full = os.fstatvfs(sys.stdout.fileno()).f_bavail == 0
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):  # ValueError, AttributeError: closed, or no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return True
+    return is_full
 
 
 def _rewrite_message(message: str) -> str:
@@ -128,8 +149,6 @@ def _rewrite_message(message: str) -> str:
 
 
 def _print_error(message: str, hint: str, output: str = "") -> None:
-    print(f"error: {message}", file=sys.stderr)
-    for line in output.splitlines():
-        print(f"  | {line}", file=sys.stderr)
-    if hint:
-        print(f"hint:  {hint}", file=sys.stderr)
+    lines = [f"error: {message}", *(f"  | {line}" for line in output.splitlines())]
+    with contextlib.suppress(OSError):  # standard error is a file on a full disk
+        print("\n".join(lines + [f"hint:  {hint}"] * bool(hint)), file=sys.stderr)

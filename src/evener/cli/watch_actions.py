@@ -13,7 +13,7 @@ from pathlib import Path
 from evener.cli.run_output import find_run, find_run_dirs, print_status
 from evener.cli.sample import generate_text
 from evener.cli.terminal import make_console
-from evener.core.base.errors import EvenerError, HostError, UsageError
+from evener.core.base.errors import EvenerError, HostError, NoRoomError, UsageError
 from evener.core.run.run_plan import read_plan, read_plan_if_present
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
@@ -203,7 +203,8 @@ def _follow_until_closed(reader: RunReader, closing: threading.Event) -> None:
         except Exception as error:  # whatever it is, the records must come home
             if is_copied and isinstance(error, EvenerError):
                 return  # the run has ended: that is how
-            why = str(error) if isinstance(error, EvenerError) else f"{type(error).__name__}: {error}"
+            full = NoRoomError.from_os_error(error) if isinstance(error, OSError) else None
+            why = str(full or error) if full or isinstance(error, EvenerError) else f"{type(error).__name__}: {error}"
         if reader.follow_error != why:
             print_status(f"warning: the records of {rundir} do not arrive: {why}; trying again")
             reader.follow_error = why

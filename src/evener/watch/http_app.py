@@ -36,7 +36,7 @@ from starlette.responses import (
 )
 from starlette.routing import Route
 
-from evener.core.base.errors import EvenerError
+from evener.core.base.errors import EvenerError, NoRoomError
 from evener.core.base.version import __version__
 from evener.report.draw.run_charts import CURVE_AXES
 from evener.report.pages.html_template import read_asset
@@ -235,6 +235,10 @@ class DashboardApp:
             return JSONResponse({"message": PENDING_MESSAGES[what]}, 202)
         except EvenerError as error:
             return JSONResponse({"message": f"{error}{'; ' if error.hint else ''}{error.hint}"}, 409)
+        except OSError as error:
+            if (full := NoRoomError.from_os_error(error)) is None:
+                raise
+            return JSONResponse({"message": str(full)}, 409)
 
     def _start_action(self, key: str, what: str, action: Callable[[RunReader], str]) -> Future[str]:
         """Start an action, or return the future of the same one if it is still running."""

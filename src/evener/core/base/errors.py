@@ -17,6 +17,7 @@ The command line catches EvenerError alone; any other traceback is a bug in even
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,6 +46,17 @@ class NoRoomError(UsageError):
     """A disk is too full for the request, which needs `needed_bytes`."""
 
     needed_bytes = 0
+
+    @classmethod
+    def from_os_error(cls, error: OSError) -> NoRoomError | None:
+        """Return the error that says which disk of this machine is full; None if `error` has another cause."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return None
+        where = f"{error.filename}: " if error.filename else ""
+        return cls(
+            f"{where}{error.strerror}",
+            hint="make room there, then run it again; a run that was started goes on, and evener runs lists it",
+        )
 
 
 class DataError(EvenerError):

@@ -81,8 +81,10 @@ def write_atomic(path: Path, content: bytes, *, mode: int = 0o666, is_durable: b
             rename_durably(temporary, path)
         else:
             temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a failed write does not say which file it was
         raise
 
 
