@@ -33,7 +33,8 @@ from evener.cli import (
     watch,
 )
 from evener.cli.help import CliApp
-from evener.core.base.errors import EvenerError, NoRoomError
+from evener.core.base.errors import EvenerError, NoRoomError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.base.version import __version__
 
 EXAMPLES = """
@@ -99,6 +100,7 @@ app.add_typer(lab.app, name="lab")
 def main() -> None:
     """Run the `evener` command; print an error that the user can fix as one line and a hint, never as a traceback."""
     try:
+        _require_utf8_names(sys.argv[1:])
         status = app(standalone_mode=False, prog_name="evener")
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a full disk can still be reported
@@ -135,6 +137,20 @@ def _discard_unwritten_output() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return True
     return is_full
+
+
+def _require_utf8_names(words: list[str]) -> None:
+    """Raise UsageError for an argument, or a current folder, whose name is not UTF-8, before a verb writes anything."""
+    names = list(words)
+    if words and not {"-h", "--help", "--version"} & {*words}:
+        with contextlib.suppress(FileNotFoundError):  # it was removed
+            names.append(os.getcwd())
+    for name in names:
+        if any("\udc80" <= character <= "\udcff" for character in name):  # how Python decodes other bytes
+            raise UsageError(
+                f"{name}: not UTF-8, as names must be that evener records in its files",
+                hint=f"rename it: mv {quote_word(name)} …",
+            )
 
 
 def _rewrite_message(message: str) -> str:

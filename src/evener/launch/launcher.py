@@ -110,6 +110,11 @@ def start(
         ) from None
     except OSError as os_error:
         raise UsageError(f"{rundir}: {os_error.strerror}", hint="another --out") from None
+    except UsageError:
+        attach_lock.__exit__(None, None, None)
+        if is_new:
+            shutil.rmtree(rundir.path)
+        raise
 
     def start_one(name: str) -> str | None:
         return start_on_host(rundir, plan, name, sessions[name], attached=attached, passed_env=passed_env)

@@ -191,8 +191,12 @@ def read_prediction(rundir: RunDir) -> Prediction | None:
 
 
 def write_plan(rundir: RunDir, plan: Plan) -> None:
-    """Replace plan.json atomically; only its owner may read it."""
-    write_atomic(_path(rundir), msgspec.json.format(msgspec.json.encode(plan), indent=2), mode=0o600)
+    """Replace plan.json atomically; only its owner may read it. UsageError for a path that is not UTF-8."""
+    try:
+        text = msgspec.json.encode(plan)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{error.object}: not UTF-8, as the paths of a run must be", hint="rename it") from None
+    write_atomic(_path(rundir), msgspec.json.format(text, indent=2), mode=0o600)
 
 
 def _path(rundir: RunDir) -> Path:
