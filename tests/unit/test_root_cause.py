@@ -190,3 +190,25 @@ def test_host_that_ended_its_ranks_on_timeout_is_reported(rundir: RunDir) -> Non
     log(rundir, "a", f"evener: ending the ranks on a: {why}")
     cut = state(status=143)
     assert named(rundir, a=cut, b=cut, c=cut) == f"run.cut-off: a ended its ranks: {why}"
+
+
+IMPORT_ERROR = "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'mine'"
+
+
+@pytest.mark.parametrize(
+    ("logs", "failures", "told"),
+    [  # the logs of a start that failed again and again, with the second of each part
+        ([("b.1", 60, IMPORT_ERROR), ("a.0", 62, PEER), ("b.1", 90, PEER)], {}, "b.1.log: ModuleNotFoundError: No mod"),
+        ([("b", 60, "error: rank.duplicate: b and x were both started as node 1")], {}, "b.log: error: rank.duplicate"),
+        ([("c.2", 55, "Fatal Python error: init_fs_encoding"), ("b.1", 70, IMPORT_ERROR)], {}, "c.2.log: Fatal Python"),
+        ([("b.1", 60, IMPORT_ERROR), ("b.1", 96, PEER)], {"b": died(1, 1, 96.0)}, "b.1.log: ModuleNotFoundError"),
+        ([("b.1", 40, IMPORT_ERROR)], {}, None),  # of an earlier start
+        ([("b.1", 60, "step 1: loss 3.2, ValueError never happened")], {}, None),
+    ],
+)
+def test_first_error_of_repeated_starts_is_in_the_message(rundir, logs, failures, told):
+    for name, second, text in logs:
+        log(rundir, name, text, second=second)
+    message = named(rundir, **{name: state(status=77, failures=failures.get(name)) for name in "abc"})
+    assert message is not None
+    assert (f"; the first error, in {told}" in message) if told else ("first error" not in message)

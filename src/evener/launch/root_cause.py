@@ -1,11 +1,13 @@
 """Find the root cause of a failed run: when one rank dies, others fail because of it, often louder, on other hosts.
 
 A rank that reported its error itself comes first; then an independent failure of a rank or a host; and last a rank
-that only lost its peers.
+that only lost its peers. If all that is known is a launcher's exit status or a lost peer, as after a start that failed
+again and again, the first error in the logs of all ranks and hosts is added.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -30,6 +32,11 @@ SHOWN_LINES = 15  # lines of a log that are shown
 TAIL_BYTES = 4 << 20  # of a log, in which its last lines are
 SEARCHED_LINES = 200  # a C++ stack is printed below its error message
 PARTITION_PATTERN = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
+# The line with which Python, libstdc++, or evener itself ends a program that failed.
+PRINTED_ERROR_PATTERN = re.compile(
+    r"(\[rank\d+\]: )?(error: |([\w.]+\.)?\w*(Error|Exception): |SystemExit: |Fatal Python error: |terminate called )"
+)
+MAX_ERROR_CHARS = 300
 STOP_RACE_S = 10.0  # a failure this long before a stop was not caused by it; host clocks differ
 DISK_FULL_PATTERN = re.compile("No space left on device|Disk quota exceeded")
 DISK_CHECK_S = 5.0  # between a rank's exit and the next check of the disk
@@ -81,9 +88,31 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
     failures = [*_rank_failures(rundir, plan, states), *_host_failures(rundir, plan, states)]
     if not failures or _has_training_finished(rundir, plan, states):
         return None
-    return _reported_failure(rundir, plan, states) or min(
-        failures, key=lambda failure: (not failure.is_independent, failure.time)
-    )
+    if reported := _reported_failure(rundir, plan, states):
+        return reported
+    first = min(failures, key=lambda failure: (not failure.is_independent, failure.time))
+    is_explained = first.hint or (first.is_independent and first.rank is not None)
+    if is_explained or (printed := _first_printed_error(rundir, plan, states)) is None:
+        return first
+    log, error = printed
+    return msgspec.structs.replace(first, message=f"{first.message}; the first error, in {log.name}: {error}", log=log)
+
+
+def _first_printed_error(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState]) -> tuple[Path, str] | None:
+    """Return (log, line) of the first error that a rank or launcher of any host printed since the run's start."""
+    found: list[tuple[str, Path, str]] = []
+    for host in plan.hosts:
+        since = _format_timestamp(_started_at(states.get(host.name, {})))
+        ranks = range(host.first_rank, host.first_rank + host.num_ranks)
+        for log in {host.log_path(rundir), *(rundir.log_path(host.name, rank) for rank in ranks)}:
+            with contextlib.suppress(FileNotFoundError), log.open(errors="replace") as lines:
+                for line in lines:
+                    timestamp, _, text = [*line.rstrip("\n").split(" ", 2), "", ""][:3]
+                    is_error = PRINTED_ERROR_PATTERN.match(text) and not PEER_FAILURE_PATTERN.search(text)
+                    if timestamp >= since and is_error:
+                        found.append((timestamp, log, text[:MAX_ERROR_CHARS]))
+                        break
+    return min(found)[1:] if found else None
 
 
 def has_exited_cleanly(host: HostPlan, state: SupervisorState) -> bool:
@@ -274,13 +303,18 @@ def missing_gpu_message(rundir: RunDir, plan: Plan, states: Mapping[str, Supervi
 
 def tail_log(log: Path, num: int, since: float) -> list[str]:
     """Return the last `num` lines of a log that were written after `since` (the host's clock), without time stamps."""
-    first = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(since)) + f".{int(since % 1 * 1000):03d}Z"
+    first = _format_timestamp(since)
     try:
         tail = read_last_lines(log, TAIL_BYTES)[-num:]
     except OSError:
         return []
     lines = (line.decode(errors="replace").split(" ", 2) for line in tail)
     return [line[-1] for line in lines if line[0] >= first]
+
+
+def _format_timestamp(at: float) -> str:
+    """Format a time as the supervisor stamps lines."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at)) + f".{int(at % 1 * 1000):03d}Z"
 
 
 def _started_at(state: SupervisorState) -> float:
