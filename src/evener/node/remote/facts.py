@@ -41,6 +41,9 @@ TRAINING_MODULES = (
 RANK_ENVIRONMENT = re.compile(r"(?:^|\0)(?:TORCHELASTIC_RUN_ID|EVENER_RUN)=|(?:^|\0)MASTER_ADDR=.*\0WORLD_SIZE=|"
                      r"(?:^|\0)WORLD_SIZE=.*\0MASTER_ADDR=", re.DOTALL)  # fmt: skip
 SUPERVISOR_SCRIPT = re.compile(r"/host/supervisor\.py$")
+SESSION_PROGRAM = (
+    "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"  # the end of ssh/transport.py's BOOTSTRAP
+)
 TERMINAL_MULTIPLEXERS = re.compile(r"^(tmux|screen|dtach|abduco|zellij|mosh-server|slurm)", re.IGNORECASE)
 SAMPLE_INTERVAL_S = 0.25  # between two readings of a counter
 IMPORT_TIMEOUT_S = 8.0  # timeout of importing torch, perhaps from a cold disk
@@ -644,6 +647,8 @@ def _find_training_processes() -> Facts:
         ancestors = _ancestors(table, table[pid].parent)
         if training.intersection(ancestors):
             continue  # judged with the training process that started it
+        if any(_is_evener(argvs[ancestor]) for ancestor in ancestors):
+            continue  # what an inspection of this host starts, ours or another user's
         commands = [os.path.basename(argvs[ancestor][0]) if argvs[ancestor] else "" for ancestor in ancestors]
         supervised = any(SUPERVISOR_SCRIPT.search(word) for ancestor in ancestors for word in argvs[ancestor])
         if supervised or any(TERMINAL_MULTIPLEXERS.match(command) for command in commands):
@@ -673,11 +678,16 @@ def kill_stale_processes() -> list[Facts]:
 
 
 def _is_training(pid: int, argv: list[str]) -> bool:
-    """Return whether a process is torchrun, an evener worker, or a rank started by one of them."""
+    """Return whether a process is torchrun, an evener worker, or a rank started by one of them.
+
+    A variable that this session has too is from the login environment, and tells nothing.
+    """
     program = os.path.basename(argv[0]) if argv else ""
     if program == "torchrun":
         return True
     if not re.match(r"python|pypy", program, re.IGNORECASE) or any(SUPERVISOR_SCRIPT.search(word) for word in argv):
+        return False
+    if _is_evener(argv):
         return False
     words = iter(argv[1:])
     for word in words:
@@ -691,7 +701,16 @@ def _is_training(pid: int, argv: list[str]) -> bool:
             break
         if word == "-c":
             break
-    return RANK_ENVIRONMENT.search(read_text(f"/proc/{pid}/environ") or "") is not None
+    login_environment = {f"{name}={value}" for name, value in os.environ.items()}
+    entries = (read_text(f"/proc/{pid}/environ") or "").split("\0")
+    own = "\0".join(entry for entry in entries if entry not in login_environment)
+    return RANK_ENVIRONMENT.search(own) is not None
+
+
+def _is_evener(argv: list[str]) -> bool:
+    """Return whether a process is the `evener` command, or what a session of it runs on this host."""
+    is_command = [os.path.basename(word) for word in argv[1:2]] == ["evener"] or argv[1:3] == ["-m", "evener"]
+    return is_command or any(SESSION_PROGRAM in word for word in argv)
 
 
 def _read_argv(pid: int, table: dict[int, Process]) -> list[str]:
