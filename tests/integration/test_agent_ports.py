@@ -17,7 +17,7 @@ from evener.node.agent.peer_links import PeerLinks
 from evener.node.remote.sockets import SPARE_PORTS, agent_ports
 from tests.conftest import free_port
 
-LOOPBACK, KEY = "127.0.0.1", "secret"
+LOOPBACK, KEY = "127.0.0.1", b"secret"
 
 
 class Clock:
@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 def agent_on(folder: Path, clock: Clock, port: int, address: str = LOOPBACK) -> HostAgent:
     (folder / "host").mkdir()
     hosts = {"a": HostEntry(address=address, num_ranks=1), "b": HostEntry(address="127.0.0.2", num_ranks=1)}
-    spec = AgentSpec(run="r1", host="a", hosts=hosts, first=["a", "b"], port=port, key=KEY, program=["rank.py"])
+    spec = AgentSpec(run="r1", host="a", hosts=hosts, first=["a", "b"], port=port, program=["rank.py"])
     return HostAgent(spec, folder, clock=clock)
 
 
@@ -50,9 +50,9 @@ def listening_port(agent: HostAgent) -> int:
     """Return the port on which an agent listens in the end."""
 
     async def main() -> int:
-        links = PeerLinks(KEY.encode(), agent.on_status)
+        links = PeerLinks(KEY, agent.on_status)
         try:
-            return await agent._listen(links)
+            return await agent._listen(links, agent_ports(agent._spec.port, KEY))
         finally:
             await links.close()
 
@@ -107,4 +107,4 @@ def test_agents_of_one_run_have_the_same_ports_and_of_two_runs_others():
     assert ports[0] == 29500
     assert len({*ports}) == len(ports)
     assert all(low <= port <= high for port in ports[1:])
-    assert not {*ports[1:]} & {*agent_ports(29500, "another")}
+    assert not {*ports[1:]} & {*agent_ports(29500, b"another")}

@@ -18,6 +18,7 @@ import pytest
 
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.cluster.host_info import usable_cores
+from evener.core.run.membership_epoch import RUN_KEY_BYTES
 from evener.core.run.rundir import code_hash
 from evener.doctor.facts import HostFacts, decode_facts
 from evener.node.remote import REMOTE_DIR, connectivity, rpc_server
@@ -106,14 +107,15 @@ def test_ports_of_live_runs_are_facts(session, tmp_path, has_agent):
         folder.mkdir(parents=True)
         argv = ["python", "--rdzv-endpoint=[fd00::1]:29511", "train.py"] if not has_agent else ["python"]
         (folder / "spec.json").write_text(json.dumps({"has_agent": has_agent, "argv": argv}) + text)
-        (folder / "agent.json").write_text('{"port": 29512, "key": "secret"}')
+        (folder / "agent.json").write_text('{"port": 29512}')
+        (folder / "key").write_text("5e" * RUN_KEY_BYTES)
         (folder / "lock").write_text("")
     with contextlib.ExitStack() as held:
         for name in ("live", "damaged"):
             lock = held.enter_context((tmp_path / "runs" / name / "host" / "lock").open())
             fcntl.flock(lock, fcntl.LOCK_EX)
         told = decode_facts(session.call("facts", "collect", workdir=str(tmp_path)))
-    assert told.run_ports == (sorted(agent_ports(29512, "secret")) if has_agent else [29511])
+    assert told.run_ports == (sorted(agent_ports(29512, b"\x5e" * RUN_KEY_BYTES)) if has_agent else [29511])
     assert decode_facts(session.call("facts", "collect", workdir=str(tmp_path))).run_ports == []
 
 

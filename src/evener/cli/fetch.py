@@ -55,6 +55,6 @@ def fetch(
     for error in errors:
         run_output.print_status(f"error: {error}\nhint:  {error.hint}")
     run_output.print_checkpoint(rundir, plan)
-    if (files := rundir.inside("files")).is_dir():
-        run_output.print_status(f"files written by the script: {files}")
+    if (folder := rundir.inside("files")).is_dir():
+        run_output.print_status(f"files written by the script: {folder}")
     return 1 if errors else 0

@@ -19,7 +19,7 @@ import msgspec
 
 from evener.core.base import errors
 from evener.core.base.errors import EvenerError, RunError, UsageError
-from evener.core.base.file_io import read_last_lines
+from evener.core.base.file_io import open_file, read_last_lines
 from evener.core.base.shell import quote_word
 from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, EXIT_TERMINATED
 from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
@@ -105,9 +105,9 @@ def _first_printed_error(rundir: RunDir, plan: Plan, states: Mapping[str, Superv
         since = _format_timestamp(_started_at(states.get(host.name, {})))
         ranks = range(host.first_rank, host.first_rank + host.num_ranks)
         for log in {host.log_path(rundir), *(rundir.log_path(host.name, rank) for rank in ranks)}:
-            with contextlib.suppress(FileNotFoundError), log.open(errors="replace") as lines:
+            with contextlib.suppress(OSError), open_file(log) as lines:
                 for line in lines:
-                    timestamp, _, text = [*line.rstrip("\n").split(" ", 2), "", ""][:3]
+                    timestamp, _, text = [*line.decode(errors="replace").rstrip("\n").split(" ", 2), "", ""][:3]
                     is_error = PRINTED_ERROR_PATTERN.match(text) and not PEER_FAILURE_PATTERN.search(text)
                     if timestamp >= since and is_error:
                         found.append((timestamp, log, text[:MAX_ERROR_CHARS]))

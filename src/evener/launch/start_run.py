@@ -79,7 +79,7 @@ def plan_training(
         if weights is not None:
             trees.append(describe_files({weights.name: weights}))
             init_from = {place.name: f"{_tree_path(trees[1], place)}/{weights.name}" for place in prepared.hosts}
-    plan = train_plan(prepared, spec, roster, data, init_from, resume=resume is not None, key=_new_key(prepared))
+    plan = train_plan(prepared, spec, roster, data, init_from, resume=resume is not None, key=new_run_key(prepared))
     return PlannedRun(
         rundir=resolved.rundir,
         plan=msgspec.structs.replace(plan, prediction=prediction),
@@ -108,7 +108,7 @@ def plan_script(
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
     passed_names = [] if prepared.is_local_run else list(passed_env)
-    plan = script_plan(prepared, program, environment, project, passed_names, key=_new_key(prepared))
+    plan = script_plan(prepared, program, environment, project, passed_names, key=new_run_key(prepared))
     withheld = []
     if trees and trees[0].withheld:
         names = summarize_names(trees[0].withheld)
@@ -143,7 +143,7 @@ def _variable(environment: Mapping[str, str], name: str) -> str:
     return environment[name]
 
 
-def _new_key(prepared: PreparedFleet) -> str:
+def new_run_key(prepared: PreparedFleet) -> str:
     """Return a key for a run, or "" if it has a single host, which authenticates itself to no other."""
     return make_run_key() if len(prepared.hosts) > 1 else ""
 

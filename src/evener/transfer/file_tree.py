@@ -89,9 +89,8 @@ def describe_project(
     sizes: dict[str, int] = {}
     links: dict[str, str] = {}
     for name in names:
-        path = root / name
         with contextlib.suppress(FileNotFoundError):  # tracked but removed
-            state = path.lstat()
+            state = (root / name).lstat()
             if stat.S_ISLNK(state.st_mode):
                 links[name] = _link_target(root, name)
             elif stat.S_ISREG(state.st_mode):

@@ -137,15 +137,14 @@ class HostAgent:
 
     async def run(self) -> int:
         """Take part until the run ends or continues without this host; return the exit status."""
-        peer_links = PeerLinks(read_run_key(self._folder / RUN_KEY_FILE), self.on_status)
-        began = self._clock()
-        self._port = await self._listen(peer_links)
+        key, began = read_run_key(self._folder / RUN_KEY_FILE), self._clock()
+        peer_links, ports = PeerLinks(key, self.on_status), agent_ports(self._spec.port, key)
+        self._port = await self._listen(peer_links, ports)
         self._consensus.delay_join(self._clock() - began)
         try:
             while (status := self.tick()) is None:
                 host_status = self.make_status()
                 if host_status is not None:
-                    ports = agent_ports(self._spec.port, self._spec.key)
                     others = {name: [(other.address, port) for port in ports]
                               for name, other in self._spec.hosts.items() if name != self._spec.host}  # fmt: skip
                     peer_links.broadcast(host_status, others)
@@ -158,13 +157,13 @@ class HostAgent:
             await peer_links.close()
             self.close()
 
-    async def _listen(self, peer_links: PeerLinks) -> int:
-        """Listen on the run's port or, if that stays taken, on the first free spare one; return the port.
+    async def _listen(self, peer_links: PeerLinks, ports: list[int]) -> int:
+        """Listen on the first of `ports` or, if that stays taken, on the next free one; return the port.
 
         Wait for this host's address to appear, as after a power failure. OSError if it does not within `join_s`.
         """
         spec, began, reported = self._spec, self._clock(), ""
-        address, ports = spec.hosts[spec.host].address, agent_ports(spec.port, spec.key)
+        address = spec.hosts[spec.host].address
         while True:
             waited_s = self._clock() - began
             for port in ports if waited_s >= PORT_TIMEOUT_S else ports[:1]:

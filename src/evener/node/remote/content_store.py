@@ -106,7 +106,7 @@ def open_upload(workdir: str, digest: str, size: int) -> dict[str, Any]:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            file = os.fdopen(open_own_file(path, os.O_RDWR), "r+b")  # stays open from call to call
+            file: BinaryIO = os.fdopen(open_own_file(path, os.O_RDWR), "r+b")  # stays open from call to call
         except OSError:
             continue
         if _try_lock(file) and _is_same_file(file, path):

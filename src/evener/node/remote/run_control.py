@@ -144,7 +144,8 @@ def live_run_ports(workdir: str) -> list[int]:
             ports.update(map(int, re.findall(r"--rdzv-endpoint=\S*:(\d+)", " ".join(spec["argv"]))))
             if spec["has_agent"]:
                 agent = _read_json(os.path.join(folder, "agent.json"), {}) or {}
-                ports.update(agent_ports(agent["port"], agent["key"]))
+                key = bytes.fromhex(read_text(os.path.join(folder, "key")) or "")
+                ports.update(agent_ports(agent["port"], key))
     return sorted(ports)
 
 

@@ -18,14 +18,14 @@ def address_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def agent_ports(port: int, key: str) -> list[int]:
+def agent_ports(port: int, key: bytes) -> list[int]:
     """Return the ports on which an agent of a run may listen: the run's `port`, then spare ones for when it is taken.
 
     Every host derives the same spare ports from the run's key, so an agent that had to move is called without anybody
     having to learn its port: also where all agents have moved or restarted.
     """
     low, high = SPARE_PORTS
-    digests = [hashlib.sha256(f"{key} spare port {i}".encode()).digest() for i in range(NUM_SPARE_PORTS)]
+    digests = [hashlib.sha256(b"%s spare port %d" % (key, i)).digest() for i in range(NUM_SPARE_PORTS)]
     return [port, *(low + int.from_bytes(digest[:8], "big") % (high - low + 1) for digest in digests)]
 
 
