@@ -151,7 +151,7 @@ def test_free_port_of_a_live_run_is_not_chosen():
 
 
 def test_secret_variables_are_not_reported():
-    code = "import runpy, sys, json; print(json.dumps(runpy.run_path(sys.argv[1])['_collect_environment']()))"
+    code = "import runpy, sys, json; print(json.dumps(runpy.run_path(sys.argv[1])['collect_environment']()))"
     env = os.environ | {"MASTER_ADDR": "attic", "TORCH_API_KEY": "sesame", "HOME_SWEET": "x"}
     done = subprocess.run(
         [sys.executable, "-c", code, str(REMOTE_DIR / "facts.py")], env=env, capture_output=True, text=True

@@ -30,24 +30,24 @@ OTHER_VARIABLES = {
 def test_secret_variable_is_neither_copied_nor_shown(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_secret_variable(name, value)
     forwarded = name if FORWARDED_ENV_PATTERN.match(name) else f"HF_{name}"
-    plan = script_plan(prepared([place("a")]), ["t.py"], {forwarded: value}, ScriptProject("/h", "c0de", "m"))
+    plan = script_plan(prepared([place("a")]), ["t.py"], {forwarded: value}, ScriptProject("/h", "c0de", "m"), key="")
     assert forwarded not in plan.hosts[0].env
     monkeypatch.setenv(f"TORCH_{name}", value)
-    assert facts._collect_environment()["environment"][f"TORCH_{name}"] == "(hidden)"
+    assert facts.collect_environment()["environment"][f"TORCH_{name}"] == "(hidden)"
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER_VARIABLES.items())
 def test_other_variable_is_copied_and_shown(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = script_plan(prepared([place("a")]), ["t.py"], {name: value}, ScriptProject("/h", "c0de", "m"))
+    plan = script_plan(prepared([place("a")]), ["t.py"], {name: value}, ScriptProject("/h", "c0de", "m"), key="")
     assert plan.hosts[0].env[name] == value
     monkeypatch.setenv(f"TORCH_{name}", value)
-    assert facts._collect_environment()["environment"][f"TORCH_{name}"] == value
+    assert facts.collect_environment()["environment"][f"TORCH_{name}"] == value
 
 
 def test_plan_holds_the_name_of_a_passed_variable_and_not_its_value() -> None:
     environment = {"HF_TOKEN": "sesame", "HF_HOME2": "sesame"}
     project = ScriptProject("/h", "c0de", "m")
-    [host] = script_plan(prepared([place("a")]), ["t.py"], environment, project, ["HF_TOKEN", "HF_HOME2"]).hosts
+    [host] = script_plan(prepared([place("a")]), ["t.py"], environment, project, ["HF_TOKEN", "HF_HOME2"], key="").hosts
     assert host.passed_env == ["HF_TOKEN", "HF_HOME2"]
     assert "sesame" not in repr(host)
     assert 'HF_TOKEN="$HF_TOKEN" HF_HOME2="$HF_HOME2" /a/python' in host.shell_command()

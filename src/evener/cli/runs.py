@@ -70,7 +70,9 @@ def runs(
     if fleet is None and (hosts is not None or max_size is not None):
         raise UsageError("--hosts and --max-size need --fleet", hint="evener runs --prune --fleet fleet.toml")
     if fleet is not None and (not prune or fewer_than is not None):
-        raise UsageError("--fleet needs --prune, without --fewer-than", hint=f"evener runs --prune --fleet {fleet}")
+        raise UsageError(
+            "--fleet needs --prune, without --fewer-than", hint=f"evener runs --prune --fleet {quote_word(fleet)}"
+        )
     folder, words = _split_folder(words or [])
     if fleet is not None:
         return _prune_fleet(folder, fleet, hosts, older_than, max_size, yes, as_json)

@@ -84,7 +84,7 @@ class CheckContext(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command that lists what a host stores of earlier runs."""
         if self.fleet.file is None:
             return "evener runs --prune --fleet local"
-        return f"evener runs --prune --fleet {self.fleet.file} --hosts {name}"
+        return f"evener runs --prune --fleet {quote_word(self.fleet.file)} --hosts {quote_word(name)}"
 
     def unset_command(self, name: str, *variables: str) -> str:
         """Return the command that removes variables from a host's environment for good: it comments out their lines."""

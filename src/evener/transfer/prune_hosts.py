@@ -18,6 +18,7 @@ import msgspec
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import CheckpointError, EvenerError, HostError
 from evener.core.base.file_io import file_digest
+from evener.core.base.shell import quote_word
 from evener.core.base.units import pluralize
 from evener.core.run.run_plan import Plan, read_plan_if_present
 from evener.core.run.rundir import RunDir, read_checkpoint
@@ -193,7 +194,7 @@ def _reason_to_keep(
         return f"another terminal is fetching from {rundir}, or is adding a host to it"
     except (EvenerError, OSError) as error:
         return f"{rundir}: {error}"
-    return None if missing is None else f"{missing}; evener fetch {rundir}"
+    return None if missing is None else f"{missing}; evener fetch {quote_word(rundir)}"
 
 
 def _missing_result(session: Session, run: StoredRun, rundir: RunDir, plan: Plan) -> str | None:

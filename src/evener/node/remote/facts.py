@@ -358,7 +358,7 @@ def _collect_stored(workdir: str) -> Facts:
     """Return what earlier runs left: in the working directory, and in runs/ of the current folder of this machine."""
     patterns = (os.path.join(glob.escape(workdir), "runs", "*"), "runs/*", "runs/*/*")
     runs = [run for pattern in patterns for run in glob.glob(pattern)]
-    ended = [run for run in runs if not is_supervised(os.path.join(run, "host"))]
+    ended = [run for run in runs if not is_supervised(f"{run}/host")]
     partial = [path for run in ended for path in list_partial_checkpoints(run)]
     return {
         "stored_bytes": measure_stored(workdir),

@@ -336,8 +336,8 @@ def list_checkpoints(run: str) -> list[Item]:
 
 def list_partial_checkpoints(run: str) -> list[str]:
     """Return the folders in which a checkpoint was being written when its writer was killed: .step-N.tmp."""
-    folder = os.path.join(run, "checkpoints")
     with contextlib.suppress(OSError):
+        folder = path_inside(run, "checkpoints")
         return [
             os.path.join(folder, name)
             for name in sorted(os.listdir(folder))
