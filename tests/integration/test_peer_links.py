@@ -10,6 +10,7 @@ import random
 import socket
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Coroutine, Iterator
 
 import msgspec
@@ -150,8 +151,8 @@ class Raw:
 def test_two_listeners_receive_messages_of_each_other(quietly):
     async def main() -> None:
         async with Listener() as a, Listener() as b:
-            assert a.links._server is not None
-            assert {one.getsockname()[0] for one in a.links._server.sockets} == {LOOPBACK}
+            assert a.links._listener is not None
+            assert a.links._listener.getsockname()[0] == LOOPBACK
             await asyncio.gather(a.receives(b.links, of("b", 1)), b.receives(a.links, of("a", 1)))
             await asyncio.gather(a.receives(b.links, of("b", 2)), b.receives(a.links, of("a", 2)))
 
@@ -400,6 +401,44 @@ def test_idle_connections_do_not_block_others(quietly):
                 assert len(listener.links._unauthenticated) <= MAX_UNAUTHENTICATED
                 assert await known.answer_to(line(known.nonce, 1, TEXT)) == b"."
             await until(lambda: not listener.links._unauthenticated)
+
+    quietly(main())
+
+
+FEW_FILES = """
+import asyncio, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from evener.node.agent.peer_links import PeerLinks
+
+async def main():
+    links = PeerLinks(sys.argv[1].encode(), lambda status: print(status.host, flush=True))
+    print(await links.listen(("127.0.0.1", 0)), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await links.close()
+
+asyncio.run(main())
+"""
+
+
+def test_host_is_heard_beside_idle_connections_where_few_files_may_be_open(quietly):
+    """And nothing is printed, however often accept() fails."""
+
+    async def main() -> None:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FEW_FILES, KEY.decode(), stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
+        assert process.stdout is not None
+        port = int(await process.stdout.readline())
+        with contextlib.ExitStack() as idle:
+            for _ in range(200):
+                idle.enter_context(socket.create_connection((LOOPBACK, port), WITHIN_S))
+            honest = PeerLinks(KEY, lambda _: None)
+            honest.broadcast(of("honest"), {"listener": [(LOOPBACK, port)]})
+            async with asyncio.timeout(WITHIN_S):
+                assert await process.stdout.readline() == b"honest\n"
+            await honest.close()
+        _, errors = await process.communicate(b"")
+        assert (process.returncode, errors) == (0, b"")
 
     quietly(main())
 

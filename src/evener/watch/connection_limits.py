@@ -5,15 +5,13 @@
     a valid token          no longer counted and never closed here, as an event stream lasts
     a refused request      answered, then closed (auth.py)
 
-Connections are accepted one at a time, and each is read while the next one is accepted. So a request that comes with
-its connection, as a browser's does, is read before a flood of newer connections can close it.
+A browser sends its request with its connection, so that the owner's is read before newer connections can close it
+(core/base/accept_connections.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import resource
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -21,30 +19,19 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from evener.core.base.accept_connections import max_strangers
 from evener.watch.auth import ON_AUTHENTICATED
 
 MAX_UNAUTHENTICATED = 64  # connections without a token at a time, or fewer if the process may open few files
 REQUEST_TIMEOUT_S = 10.0  # from accepting a connection until a request with a valid token has arrived
-ACCEPT_PAUSE_S = 0.2  # after accept() failed, as for lack of file descriptors
-WANTED_OPEN_FILES = 16_384
-
-
-def raise_open_files_limit() -> int:
-    """Raise this process's limit of open files to WANTED_OPEN_FILES, or as far as the system allows; return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return WANTED_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
 
 
 class UnauthenticatedConnections:
     """The connections on which no valid token has arrived yet, oldest first."""
 
-    def __init__(self, open_files: int, notify: Callable[[str], None]) -> None:
-        """`open_files`: how many the process may open; a quarter is left to strangers. `notify` receives a warning."""
-        self._max = min(MAX_UNAUTHENTICATED, max(1, open_files // 4))
+    def __init__(self, notify: Callable[[str], None]) -> None:
+        """`notify` receives a warning when there are too many, or none can be accepted."""
+        self._max = max_strangers(MAX_UNAUTHENTICATED)
         self._timers: dict[asyncio.Transport, asyncio.TimerHandle] = {}
         self._notify, self._warned = notify, set[str]()
 
@@ -52,9 +39,7 @@ class UnauthenticatedConnections:
         """Count a new connection; close the oldest one if there are too many."""
         if len(self._timers) >= self._max:
             self.close_oldest()
-            self.warn_once(
-                f"warning: over {self._max} connections without a valid token at a time: the oldest are closed"
-            )
+            self._warn_once(f"over {self._max} connections without a valid token at a time: the oldest are closed")
         timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self._close, transport)
         self._timers[transport] = timer
 
@@ -69,11 +54,16 @@ class UnauthenticatedConnections:
         for transport in [*self._timers][:1]:
             self._close(transport)
 
-    def warn_once(self, text: str) -> None:
+    def on_accept_failure(self, error: OSError) -> None:
+        """Make room for the next connection, where none could be accepted."""
+        self.close_oldest()
+        self._warn_once(f"no connection can be accepted now: {error.strerror}; trying again")
+
+    def _warn_once(self, text: str) -> None:
         """Pass a warning on, unless it was before: strangers must not fill a log."""
         if text not in self._warned:
             self._warned.add(text)
-            self._notify(text)
+            self._notify(f"warning: {text}")
 
     def _close(self, transport: asyncio.Transport) -> None:
         self.discard(transport)
@@ -101,24 +91,3 @@ class LimitedHTTPProtocol(H11Protocol):
 
     def _on_authenticated(self) -> None:
         self._waiting.discard(self.transport)
-
-
-async def accept_connections(
-    listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], waiting: UnauthenticatedConnections
-) -> None:
-    """Accept connections until cancelled; pause where the process or the system has no file descriptor left."""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            connection, _ = await loop.sock_accept(listener)
-        except ConnectionError:  # it was reset before it was accepted
-            continue
-        except OSError as error:
-            waiting.warn_once(f"warning: no connection can be accepted now: {error.strerror}; trying again")
-            waiting.close_oldest()
-            await asyncio.sleep(ACCEPT_PAUSE_S)
-            continue
-        try:
-            await loop.connect_accepted_socket(make_protocol, connection)
-        except OSError:  # it was reset meanwhile
-            connection.close()

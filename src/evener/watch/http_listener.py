@@ -9,19 +9,14 @@ from collections.abc import Callable
 
 import uvicorn
 
+from evener.core.base.accept_connections import BACKLOG, accept_connections, raise_open_files_limit
 from evener.core.base.errors import UsageError
 from evener.watch.auth import LOOPBACK, AuthMiddleware
-from evener.watch.connection_limits import (
-    LimitedHTTPProtocol,
-    UnauthenticatedConnections,
-    accept_connections,
-    raise_open_files_limit,
-)
+from evener.watch.connection_limits import LimitedHTTPProtocol, UnauthenticatedConnections
 from evener.watch.dashboard import Dashboard
 from evener.watch.http_app import DashboardApp, RunActions
 
 PORT = 7447
-BACKLOG = 1024  # connections that the kernel holds until they are accepted
 SHUTDOWN_TIMEOUT_S = 1  # for responses in progress
 
 
@@ -71,8 +66,8 @@ def serve_dashboard(
         ws="none",
         lifespan="on",
     )
-    waiting = UnauthenticatedConnections(raise_open_files_limit(), notify)
-    server = _DashboardServer(config, hub, waiting, on_started)
+    raise_open_files_limit()
+    server = _DashboardServer(config, hub, UnauthenticatedConnections(notify), on_started)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(server.serve(sockets=[sock]))
 
@@ -109,14 +104,11 @@ class _DashboardServer(uvicorn.Server):
         self._accepting: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, but accept connections ourselves, then call `on_started`.
-
-        asyncio would accept many at once and, without a file descriptor left, print a traceback for each
-        [Python 3.11, `BaseSelectorEventLoop._accept_connection`].
-        """
+        """Start as uvicorn does, but accept connections ourselves, then call `on_started`."""
         await super().startup(sockets=[])
         for sock in sockets or []:
-            self._accepting.append(asyncio.create_task(accept_connections(sock, self._make_protocol, self._waiting)))
+            accepting = accept_connections(sock, self._make_protocol, self._waiting.on_accept_failure)
+            self._accepting.append(asyncio.create_task(accepting))
         self._on_started()
 
     def _make_protocol(self) -> asyncio.Protocol:

@@ -19,12 +19,15 @@ import contextlib
 import hashlib
 import hmac
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import msgspec
 
+from evener.core.base.accept_connections import BACKLOG, accept_connections, max_strangers
 from evener.core.base.decoding import json_decoder
 from evener.node.agent.consensus import HostStatus
+from evener.node.remote.sockets import address_family
 
 MAX_LINE_BYTES = 1 << 16
 NONCE_BYTES = 16
@@ -33,7 +36,7 @@ NONCE_BYTES = 16
 ACK_TIMEOUT_S = 1.8
 RECONNECT_S = 0.5
 IDLE_TIMEOUT_S = 30.0  # that a receiver waits for a line
-MAX_UNAUTHENTICATED = 256  # connections not authenticated yet: bounds the memory that strangers can use
+MAX_UNAUTHENTICATED = 256  # connections not authenticated yet, or fewer if the process may open few files
 Endpoint = tuple[str, int]  # address, port
 
 
@@ -48,17 +51,22 @@ class PeerLinks:
     def __init__(self, key: bytes, on_status: Callable[[HostStatus], None]) -> None:
         self._key, self._on_status = key, on_status
         self._decoder = json_decoder(HostStatus)
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._senders: dict[str, asyncio.Task[None]] = {}
         self._endpoints: dict[str, list[Endpoint]] = {}  # of each peer: those to try, in this order
         self._receivers: set[asyncio.Task[None]] = set()
         self._status_changed, self._payload = asyncio.Event(), b""
         self._unauthenticated: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        self._max_unauthenticated = max_strangers(MAX_UNAUTHENTICATED)
 
     async def listen(self, endpoint: Endpoint) -> int:
         """Listen on this one address; return the port. OSError if it is taken."""
-        self._server = await asyncio.start_server(self._on_connection, *endpoint, limit=MAX_LINE_BYTES)
-        port: int = self._server.sockets[0].getsockname()[1]
+        self._listener = socket.create_server(endpoint, family=address_family(endpoint[0]), backlog=BACKLOG)
+        self._listener.setblocking(False)
+        accepting = accept_connections(self._listener, self._make_protocol, lambda error: self._end_oldest())
+        self._accepting = asyncio.create_task(accepting)
+        port: int = self._listener.getsockname()[1]
         return port
 
     def broadcast(self, status: HostStatus, peers: Mapping[str, Sequence[Endpoint]]) -> None:
@@ -75,12 +83,12 @@ class PeerLinks:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._server is not None:
-            self._server.close()
-        tasks = [*self._senders.values(), *self._receivers]
+        tasks = [*self._senders.values(), *self._receivers, *([self._accepting] if self._accepting else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
 
     async def _send_to_peer(self, name: str) -> None:
         num_failures = 0  # tries in a row without an answer
@@ -128,6 +136,9 @@ class PeerLinks:
             number += 1
             await changed.wait()
 
+    def _make_protocol(self) -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(MAX_LINE_BYTES), self._on_connection)
+
     def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve the connection in a task of our own: cancelling one of asyncio's prints a traceback [Python 3.11]."""
         task = asyncio.create_task(self._serve_connection(reader, writer))
@@ -135,10 +146,8 @@ class PeerLinks:
         task.add_done_callback(self._receivers.discard)
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-            oldest = next(iter(self._unauthenticated))
-            del self._unauthenticated[oldest]
-            oldest.transport.abort()
+        if len(self._unauthenticated) >= self._max_unauthenticated:
+            self._end_oldest()
         self._unauthenticated[writer] = None
         try:
             await self._receive_statuses(reader, writer)
@@ -148,6 +157,12 @@ class PeerLinks:
         finally:
             self._unauthenticated.pop(writer, None)
             writer.transport.abort()
+
+    def _end_oldest(self) -> None:
+        """End the oldest connection that has not authenticated itself, if there is one."""
+        for oldest in [*self._unauthenticated][:1]:
+            del self._unauthenticated[oldest]
+            oldest.transport.abort()
 
     async def _receive_statuses(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Receive statuses until the connection ends, or a line with an invalid MAC arrives."""
