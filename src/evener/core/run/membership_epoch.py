@@ -146,7 +146,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     hosts: dict[str, HostEntry]  # all hosts that may take part, in the order of their ranks
     version: int = msgspec.field(default=0, name="edition")  # version of `hosts`: the highest one is valid
     first: list[str]  # the hosts of the first epoch; the others were added during the run
-    port: int  # on which the agents receive each other's messages
+    port: int  # on which the agents listen for each other, or on a spare one: see node/remote/sockets.py, agent_ports
     program: list[str]  # ["-m", "evener.worker", …] or ["train.py", …]
     # heartbeat timeout: a host that sends nothing for so long is lost
     host_timeout_s: float = msgspec.field(default=HOST_TIMEOUT_S, name="silent_s")
