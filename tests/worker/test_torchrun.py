@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class Agents:
         return (self.folder / f"{name}.log").read_text()
 
     def is_listening(self) -> bool:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             socket.create_connection(("127.0.0.1", self.port)).close()
             return True
         return False
@@ -180,12 +180,13 @@ def test_stranger_reaches_no_store(agents: Agents) -> None:
     with pytest.raises(RuntimeError):
         TCPStore("127.0.0.1", agents.port, None, False, timedelta(seconds=2), wait_for_workers=False)
     before = process.memory_info().rss
-    # what a client of torch begins with, and a key with a value of 64 MiB
-    message = bytes([7]) + bytes(4) + bytes([0]) + struct.pack("=Q", 3) + b"key" + struct.pack("=Q", 64 << 20)
-    with socket.create_connection(("127.0.0.1", agents.port)) as stranger, contextlib.suppress(ConnectionError):
-        stranger.sendall(message)
-        for _ in range(64):
-            stranger.sendall(bytes(1 << 20))
+    # what torch's own client sends: VALIDATE with its magic number, and SET with 64 values of 1 MiB
+    with socket.create_connection(("127.0.0.1", agents.port), TIMEOUT_S) as stranger, suppress(ConnectionError):
+        stranger.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
+        for i in range(64):
+            stranger.sendall(struct.pack("=BQ2sQ", 1, 2, b"%02d" % i, 1 << 20) + bytes(1 << 20))
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.recv(1 << 16)
     assert process.memory_info().rss - before < 8 << 20
     assert all(process.poll() is None for process in agents.processes.values())
 

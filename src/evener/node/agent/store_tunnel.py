@@ -50,7 +50,8 @@ class _Handshake:
 
     def __init__(self, key: bytes, run_id: str, gate: tuple[Any, ...], gate_nonce: bytes, proxy_nonce: bytes) -> None:
         self._key, self._nonces = key, gate_nonce + proxy_nonce
-        self._context = f"{run_id}\0{gate[0]}\0{gate[1]}".encode()
+        address = gate[0].partition("%")[0]  # each host has its own name for the scope of an IPv6 address
+        self._context = f"{run_id}\0{address}\0{gate[1]}".encode()
 
     def mac(self, purpose: str) -> bytes:
         """Return the MAC for a purpose: the proof of one role, or the session key of one direction."""
