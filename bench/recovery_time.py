@@ -1,7 +1,7 @@
 """What does it cost a run to lose hosts and ranks? Emulated hosts, real ssh, faults by a seed; fp32.
 
     python bench/recovery_time.py kills --data FOLDER [--times 100] [--seed 1]   a rank is killed, at random moments
-    python bench/recovery_time.py power --data FOLDER [--times 20]               a random host, the first among them
+    python bench/recovery_time.py power --data FOLDER [--times 20]               a random host, and its unflushed writes
     python bench/recovery_time.py lid --data FOLDER [--seconds 600]              all of a host is stopped, and goes on
     python bench/recovery_time.py night --data FOLDER [--minutes 60] [--seed 1]  everything in `evener lab chaos --list`
     python bench/recovery_time.py cost --data FOLDER [--turns 8]                 what an undisturbed run pays for it
@@ -63,6 +63,7 @@ COMMON_FLAGS = {
     "checkpoint-every": 20,
 }
 REJOIN_TIMEOUT_S = 180.0  # until all hosts are in the world again
+WRITEBACK_S = 5.0  # power: what was written since and not flushed is lost; ext4 commits as often
 PAUSE_WINDOW_S = 30.0  # of a fault, in which the longest pause counts as its own
 
 
@@ -71,7 +72,8 @@ class FaultRun:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options, self.run = folder, options, RunDir(folder / "run")
-        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6, disk="2GB") for name in "abc"}
+        writeback_s = WRITEBACK_S if options.kind == "power" else None
+        hosts = {name: HostSpec(rate="1Gbit", cpus=0.6, disk="2GB", writeback_s=writeback_s) for name in "abc"}
         self.lab = EmulatedLab.up(LabSpec(name="chaos", hosts=hosts), out=folder / "fleet.toml")
         flags = COMMON_FLAGS | {"model": options.model, "data": options.data.absolute(), "steps": 10**6,
                           "membership": options.membership, "shares": "equal"}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -159,6 +160,70 @@ def test_killed_host_closes_its_connections(make_lab: MakeLab) -> None:
     one.boot()
     assert lab.is_alive()
     reaches(other, one.address)
+
+
+# Writes in each of the ways in which a file survives a power loss, or does not.
+WRITE = """
+import os
+
+def write(path, text, sync):
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
+
+def sync(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+os.mkdir("run")
+sync(".")
+write("run/whole", "kept", True)
+write("run/empty", "lost", False)
+write("run/promise", "first", True)
+sync("run")
+for text in ("second", "third"):
+    write("run/draft", text, True)
+    os.replace("run/draft", "run/promise")
+write("run/nameless", "lost", True)
+os.mkdir("run/new")
+write("run/new/file", "lost", True)
+sync("run/new")
+"""
+LIST = "import pathlib; print({path.name: path.read_text() for path in pathlib.Path('run').rglob('*')})"
+
+
+def test_power_off_loses_what_was_not_flushed(make_lab: MakeLab) -> None:
+    """A flushed file whose name was not flushed is lost, too, and a rename that was not flushed is taken back."""
+    host = make_lab(a=HostSpec(writeback_s=3600.0, disk="64MB")).host("a")
+    host.exec([sys.executable, "-c", WRITE])
+    assert host.exec(["cat", "run/promise"]).stdout == "third"
+    host.power_off()
+    host.boot()
+    kept = {"whole": "kept", "empty": "", "promise": "first"}
+    assert ast.literal_eval(host.exec([sys.executable, "-c", LIST]).stdout) == kept
+    host.exec(["sh", "-c", "echo more >run/more; sync"])
+    host.power_off()
+    host.boot()
+    assert ast.literal_eval(host.exec([sys.executable, "-c", LIST]).stdout) == kept | {"more": "more\n"}
+
+
+def test_write_older_than_the_writeback_interval_survives_power_off(make_lab: MakeLab) -> None:
+    lab = make_lab(a=HostSpec(writeback_s=0.1))
+    host, disk = lab.host("a"), lab.path / "hosts" / "a" / "disk"
+    host.exec(["sh", "-c", "echo kept >file"])
+
+    def is_written_back() -> bool:
+        """Of content and name."""
+        records = [record.read_bytes() for record in disk.glob("[df]*")]
+        return b"kept\n" in records and any(b"\0file\0" in record for record in records)
+
+    wait_until(is_written_back, "no writeback")
+    host.power_off()
+    host.boot()
+    assert host.exec(["cat", "file"]).stdout == "kept\n"
 
 
 @exhaustive

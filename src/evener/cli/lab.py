@@ -41,6 +41,14 @@ def up(
     cores: Annotated[str | None, typer.Option(help="cores that each host is pinned to: 0,1", metavar="N,N")] = None,
     memory: Annotated[str | None, typer.Option(help="memory limit of a host: 2GB [unlimited]")] = None,
     disk: Annotated[str | None, typer.Option(help="size of a host's home: 2GB [this machine's]")] = None,
+    writeback_s: Annotated[
+        float | None,
+        typer.Option(
+            "--writeback",
+            metavar="SECONDS",
+            help="power-off loses the unflushed writes of up to so many seconds; needs gcc [it loses none]",
+        ),
+    ] = None,
     interface: Annotated[str | None, typer.Option(help="name of a host's interface [eth0]")] = None,
     more_interfaces: Annotated[
         str | None,
@@ -71,6 +79,7 @@ def up(
         "cpus": cpus,
         "memory": memory,
         "disk": disk,
+        "writeback_s": writeback_s,
         "interface": interface,
         "cores": _parse_cores(cores),
         "more_interfaces": _split_names(more_interfaces),
@@ -161,7 +170,11 @@ def exec_(
 def power_off(
     host: Annotated[str, typer.Argument(help="which host")], name: LabName = None, as_json: AsJson = False
 ) -> None:
-    """Power a host off without warning: its processes end, and the others receive nothing. Its home stays."""
+    """Power a host off without warning: its processes end, and the others receive nothing. Its home stays.
+
+    With `evener lab up --writeback SECONDS` the home loses the latest writes that were not flushed by fsync, as a disk
+    does.
+    """
     from evener.lab.emulated_lab import EmulatedLab
 
     lab = EmulatedLab.find(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.core.base.errors import EvenerError
-from evener.lab import cgroup, disk, host_files, state
+from evener.lab import cgroup, disk, host_files, state, writeback
 from evener.lab.lab_requirements import find_programs
 from evener.lab.lab_spec import LAN, LAN6, OVERLAY, HostSpec, LabSpec
 from evener.lab.network_process import NetworkProcess
@@ -34,6 +34,8 @@ def create(path: Path, spec: LabSpec, fleet_file: Path | None) -> LabState:
             (path / "hosts" / name / "home").mkdir(parents=True, mode=0o700)
             if (size := spec.hosts[name].disk_bytes) is not None and not rootless:
                 disk.mount(path / "hosts" / name / "home", size)
+            if spec.hosts[name].writeback_s is not None:
+                writeback.prepare(path / "hosts" / name)
         host_files.make_keys([path / "id_ed25519", *(path / "hosts" / name / "host_key" for name in spec.hosts)])
         (path / "known_hosts").write_text(host_files.known_hosts(path, addresses))
         config = {
@@ -77,7 +79,11 @@ def _host_init_config(
     (folder / "cgroups").write_text(json.dumps(cgroups))
     (folder / "sshd_config").write_text(host_files.sshd_config(folder))
     [sshd] = find_programs("sshd")
+    etc = host_files.etc_files(name, host, addresses, folder / "home", rootless)
     services = []
+    if host.writeback_s is not None:
+        etc["ld.so.preload"] = writeback.preload_text(folder)
+        services.append(writeback.service_argv(folder, host.writeback_s))
     for interface in host.interfaces_of_kind("overlay"):
         peers = {_overlay_address(address): address for other, address in addresses.items()
                  if other != name and spec.hosts[other].interfaces_of_kind("overlay")}  # fmt: skip
@@ -95,7 +101,7 @@ def _host_init_config(
     return {
         "cgroups": cgroups,
         "cores": list(host.cores or ()),
-        "etc": host_files.etc_files(name, host, addresses, folder / "home", rootless),
+        "etc": etc,
         "services": services,
         "sshd": [sshd, "-D", "-f", str(folder / "sshd_config"), "-E", str(folder / "sshd.log")],
     }

@@ -14,7 +14,7 @@ import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.shell import quote_word
-from evener.lab import disk, power, state
+from evener.lab import disk, power, state, writeback
 from evener.lab.create_lab import wiring_config
 from evener.lab.lab_requirements import find_programs
 from evener.lab.lab_spec import HostSpec
@@ -91,12 +91,15 @@ class LabHost:
     def power_off(self) -> None:
         """Cut the power: peers receive nothing from now on, no FIN and no RST, and every process is killed at once.
 
-        Its home stays. What a lab keeps in memory is reset by the next boot: /tmp, /run, /etc, overridden files.
+        Its home stays; with `writeback_s` without the writes that were not flushed. What a lab keeps in memory is reset
+        by the next boot: /tmp, /run, /etc, overridden files.
         """
         self._change_network("unplug", host=wiring_config(self.spec, self._state))
         with state.lock_labs():
             self._lab.update_host(self.name, is_off=True)
             self.kill()
+            if self.spec.writeback_s is not None:
+                writeback.lose_unsynced(self._lab.host_folder(self.name))
 
     def boot(self) -> None:
         """Boot the host with its former addresses, home, host key and limits; raise UsageError if it is on."""

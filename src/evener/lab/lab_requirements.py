@@ -15,7 +15,7 @@ TUN_DEVICE = "/dev/net/tun"
 PACKAGES = {
     "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client",
     "nsenter": "util-linux", "setpriv": "util-linux", "taskset": "util-linux",
-    "mount": "mount", "umount": "mount", "nft": "nftables",
+    "mount": "mount", "umount": "mount", "nft": "nftables", "gcc": "gcc libc6-dev",
 }  # fmt: skip
 
 
@@ -26,7 +26,9 @@ def check_machine(spec: LabSpec) -> None:
     if importlib.util.find_spec("pyroute2") is None:
         raise EvenerError("a lab needs pyroute2, which is not installed", hint="pip install 'evener[lab]'")
     firewalled = any(host.firewall for host in spec.hosts.values())
-    find_programs("sshd", "ssh", "ssh-keygen", "nsenter", "setpriv", "taskset", *["nft"] * firewalled)
+    loses_writes = any(host.writeback_s is not None for host in spec.hosts.values())
+    programs = [*["nft"] * firewalled, *["gcc"] * loses_writes]
+    find_programs("sshd", "ssh", "ssh-keygen", "nsenter", "setpriv", "taskset", *programs)
     usable = os.sched_getaffinity(0)
     for name, host in spec.hosts.items():
         if missing := sorted(set(host.cores or ()) - usable):

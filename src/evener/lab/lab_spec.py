@@ -28,6 +28,7 @@ LAN, LAN6, OVERLAY, CONTROLLER_NUMBER = "10.77.0", "fd77:", "100.64.0", 254
 MTU_MIN, MTU_MAX = 1280, 9216  # IPv6 needs 1280
 
 CpuShare = Annotated[float, Meta(ge=0.05, le=1024)]
+WritebackInterval = Annotated[float, Meta(ge=0.1, le=3600)]
 Mtu = Annotated[int, Meta(ge=MTU_MIN, le=MTU_MAX)]
 
 
@@ -45,6 +46,10 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     memory: Annotated[str | None, Meta(description="memory limit: 2GB, 512MB")] = None
     disk: Annotated[
         str | None, Meta(description="size of its home, a file system of its own: 2GB [this machine's]")
+    ] = None
+    writeback_s: Annotated[
+        WritebackInterval | None,
+        Meta(description="power-off loses the unflushed writes of up to so many seconds; needs gcc [it loses none]"),
     ] = None
     interface: Annotated[str, Meta(description="name of its interface")] = "eth0"
     more_interfaces: Annotated[
