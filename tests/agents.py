@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import psutil
+import pytest
 
 from evener.core.base.json_files import read_json
 from evener.core.run.hang_detector import ProcessSample
@@ -33,6 +34,7 @@ from evener.node.agent.__main__ import HostAgent
 from evener.node.agent.consensus import TICK_INTERVAL_S, HostStatus
 
 from .conftest import ENV, TIMEOUT_S, free_port
+from .volatile_disk import VolatileDisk
 
 # A rank: it says which world it is in, and what its pulse is to say, and lasts until there is a file or no launcher.
 RANK = """
@@ -217,7 +219,8 @@ class AgentProcesses(Agents):
 class SimulatedAgents(Agents):
     """The same agents in this process, by a clock of their own: between two looks at everybody ROUND_S pass.
 
-    Statements take one round, and one in ten is lost. Ranks are no more than their exit status.
+    Statements take one round, and one in ten is lost. Ranks are no more than their exit status. A host that is killed
+    loses what its agent did not flush to disk.
     """
 
     DEADLINE_S = 600.0
@@ -228,6 +231,7 @@ class SimulatedAgents(Agents):
         self.statuses: dict[str, int] = {}  # of agents that have ended
         self.ranks: dict[str, SimulatedRanks] = {}
         self._frozen: set[str] = set()
+        self._monkeypatch, self._disks = pytest.MonkeyPatch(), dict[str, VolatileDisk]()
         self._under_way: list[tuple[str, bytes]] = []
         self._logs = {name: io.StringIO() for name in names}
         self._told = dict.fromkeys(names, "")
@@ -240,6 +244,9 @@ class SimulatedAgents(Agents):
         self._told.setdefault(name, "")
         self.statuses.pop(name, None)
         self._under_way = [message for message in self._under_way if message[0] != name]  # sent while it was off
+        if name not in self._disks:
+            self._disks[name] = VolatileDisk(home, self._monkeypatch)
+        self._disks[name].flush()
 
         def start_ranks(spec: AgentSpec, folder: Path, meeting: Rendezvous) -> Any:
             self.ranks[name] = SimulatedRanks(self, name, meeting)
@@ -293,6 +300,7 @@ class SimulatedAgents(Agents):
         """All at once, as when its power goes."""
         del self.agents[name]
         self.ranks.pop(name, None)
+        self._disks[name].lose_power()
 
     def kill_rank(self, name: str) -> None:
         """Kill its first rank."""
@@ -317,6 +325,9 @@ class SimulatedAgents(Agents):
     def close(self) -> None:
         """End all that is left."""
         self.agents.clear()
+        self._monkeypatch.undo()
+        for disk in self._disks.values():
+            disk.close()
 
 
 class SimulatedRanks:

@@ -24,9 +24,10 @@ class VolatileDisk:
         self._pins: dict[int, int] = {}  # descriptors of these inodes: the kernel uses no inode number again meanwhile
         self._real_fsync = os.fsync
         monkeypatch.setattr(os, "fsync", self._fsync)
-        self._record_all()
+        self.flush()
 
-    def _record_all(self) -> None:
+    def flush(self) -> None:
+        """Make all of it durable."""
         for folder, _, files in os.walk(self._root):
             for path in (folder, *(os.path.join(folder, name) for name in files)):
                 descriptor = os.open(path, os.O_RDONLY)
@@ -80,7 +81,7 @@ class VolatileDisk:
         for child in restored.iterdir():
             child.rename(self._root / child.name)
         restored.rmdir()
-        self._record_all()
+        self.flush()
 
     def _restore(self, folder: int, to: Path) -> None:
         to.mkdir()

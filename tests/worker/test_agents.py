@@ -79,6 +79,23 @@ def test_restarted_agent_rejoins(hosts: MakeHosts) -> None:
     assert [fleet.wait(name) for name in "ab"] == [0, 0]
 
 
+def test_power_loss_of_all_hosts_takes_no_promise_back(hosts: MakeHosts) -> None:
+    """b has promised epoch 1 with a, and so decides none with c."""
+    fleet = hosts("abc")
+    fleet.until_in(0, "abc")
+    fleet.kill("c")
+    fleet.until_in(1, "ab")
+    fleet.kill("a")
+    fleet.kill("b")
+    fleet.start("c")
+    fleet.start("b")
+    fleet.until(lambda: "epoch 1 is a, b" in fleet.log("c"))
+    fleet.start("a")
+    fleet.until_in(2, "abc")
+    fleet.end_ranks("")
+    assert [fleet.wait(name) for name in "abc"] == [0, 0, 0]
+
+
 def test_split_brain_is_reported_and_the_smaller_side_rejoins(hosts: MakeHosts, tmp_path: Path) -> None:
     """The disk of b loses in a power loss that it was in epoch 1 with a; b and c decide another epoch 1, without a."""
     fleet = hosts("abc")
