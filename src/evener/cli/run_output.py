@@ -84,7 +84,7 @@ def print_detached(rundir: RunDir) -> None:
         print_outputs(rundir, plan)
         return
     print_status(
-        f"the run goes on without this terminal\nfollow:  evener logs -f {quote_word(rundir)}\n"
+        f"the run goes on without this terminal; its id is {plan.id}\nfollow:  evener logs -f {quote_word(rundir)}\n"
         f"stop:    evener stop {quote_word(rundir)}"
     )
     if not plan.is_local_run:

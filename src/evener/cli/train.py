@@ -48,23 +48,26 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     from evener.corpus.token_check import check_token_ids
     from evener.launch.follow_run import follow_run
     from evener.launch.prepare_hosts import connect_hosts
-    from evener.launch.resume import ResumedRun
+    from evener.launch.resume import ResumedRun, lock_resume
     from evener.launch.start_run import started
     from evener.launch.start_training import check_out, choose_fleet, plan_on_hosts
     from evener.report.read.run_summary import summarize_run, summary_json
 
     logged = logger_processes.select_loggers(log, None if resume is None else RunDir(resume))
-    resumed = None if resume is None else ResumedRun(RunDir(resume))
-    chosen = choose_fleet(fleet, hosts, resumed)
-    resolved = _resolve_spec(spec_file, resumed, flags)
-    check_token_ids(resolved.corpus)
-    if resolved.resume is not None:
-        where = "this machine" if chosen is None else ", ".join(chosen.hosts)
-        run_output.print_status(f"resuming from step {resolved.resume.step} on {where}")
-    else:
-        check_out(resolved.rundir)
     with contextlib.ExitStack() as attachment:
-        with connect_hosts(chosen) as connected:
+        with contextlib.ExitStack() as preparation:
+            if resume is not None:
+                preparation.enter_context(lock_resume(RunDir(resume)))
+            resumed = None if resume is None else ResumedRun(RunDir(resume))
+            chosen = choose_fleet(fleet, hosts, resumed)
+            resolved = _resolve_spec(spec_file, resumed, flags)
+            check_token_ids(resolved.corpus)
+            if resolved.resume is not None:
+                where = "this machine" if chosen is None else ", ".join(chosen.hosts)
+                run_output.print_status(f"resuming from step {resolved.resume.step} on {where}")
+            else:
+                check_out(resolved.rundir)
+            connected = preparation.enter_context(connect_hosts(chosen))
             run = plan_on_hosts(connected, resolved, run_output.print_status, resumed=resumed)
             run_output.print_warnings(run)
             if dry_run:

@@ -104,6 +104,9 @@ def start(
         if attached:
             attach_lock = _take_attach_lock(rundir)
         write_plan(rundir, plan)
+        if not plan.is_local_run:
+            for host in plan.hosts:  # the state of an earlier start, after which the run would seem to have ended
+                host.supervisor_state_path(rundir).unlink(missing_ok=True)
     except BlockingIOError:
         raise RunError(
             f"{rundir}: this run is running here already", hint=f"evener logs -f {quote_word(rundir)}"

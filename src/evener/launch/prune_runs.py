@@ -10,7 +10,12 @@ from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import lock_file
 from evener.core.run.rundir import RunDir
 
-LOCKS = ("host/attached", "hosts/carry.lock", "hosts/add.lock")  # of the programs that start, fetch or change a run
+LOCKS = (
+    "host/attached",
+    "hosts/carry.lock",
+    "hosts/add.lock",
+    "resume.lock",
+)  # of the programs that start, fetch or change a run
 BENCH_FILES = ("bench.json", "compare.json")  # their pages need the runs that they name
 RUN_MARKER_FILES = ("plan.json", "manifest.json")  # without them a folder is not a run
 

@@ -7,13 +7,16 @@ stop, so everything that decides the order of summation is kept, unless the user
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from evener.core.base.errors import EvenerError, HostError, UsageError
+from evener.core.base.errors import EvenerError, HostError, NoRoomError, RunError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, load_fleet
+from evener.core.cluster.host_info import local_host_info
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import NO_SYNC, RankSlot, Roster, requested_sync
@@ -23,6 +26,31 @@ from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.launcher import Notify
 from evener.transfer.checkpoint_transfer import fetch_checkpoints
+
+RESUME_LOCK_FILE = "resume.lock"
+
+
+@contextlib.contextmanager
+def lock_resume(rundir: RunDir) -> Iterator[None]:
+    """Lock a run while it is being resumed. RunError names the host and process that resume it already."""
+    if not rundir.path.is_dir():  # reported by whoever reads it
+        yield
+        return
+    path = rundir.path / RESUME_LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise NoRoomError.from_os_error(error) or UsageError(f"{path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "r+b") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read(1000).decode(errors="replace").strip() or "another process"
+            raise RunError(f"{rundir}: {holder} is resuming it", hint=f"evener logs -f {rundir} follows it") from None
+        lock.truncate(0)
+        lock.write(f"{local_host_info().host} (pid {os.getpid()})\n".encode())
+        lock.flush()
+        yield
 
 
 class ResumedRun:
@@ -52,8 +80,9 @@ class ResumedRun:
             raise UsageError(f"{rundir}: a program of your own, which evener cannot resume", hint="evener launch again")
         for name, state in launcher.query_states(rundir, plan).items():
             if not isinstance(state, HostError) and state["state"] == "running":
+                pid = f" (pid {state['supervisor']})" if state.get("supervisor") else ""
                 raise UsageError(
-                    f"{rundir}: still running on {name}",
+                    f"{rundir}: still running on {name}{pid}",
                     hint=f"evener logs -f {quote_word(rundir)}, or evener stop {quote_word(rundir)}",
                 )
         launcher.mirror_once(rundir, plan)
