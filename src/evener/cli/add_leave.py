@@ -54,7 +54,7 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     """Add a host to a running job: one that left, was down, or is new to the run.
 
     A new host must be in the fleet file and set up (evener setup). It receives the corpus and starts its ranks while
-    the others train, and joins between two steps.
+    the others train, and joins between two steps. A host of the run that has a new disk receives all that it lacks.
     """
     from evener.cli import run_output
     from evener.core.base.errors import UsageError
@@ -63,7 +63,7 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
 
     rundir, plan = _load_elastic_run(run)
     if any(one.name == host for one in plan.hosts):
-        add_remove_hosts.rejoin_host(rundir, plan, host)
+        add_remove_hosts.rejoin_host(rundir, plan, host, run_output.print_status)
     else:
         known = load_fleet(fleet or plan.fleet_file or DEFAULT_FLEET)
         if host not in known.hosts:

@@ -14,6 +14,7 @@ from evener.core.base.errors import HostError, RunError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import load_corpus
+from evener.core.run.resolve import find_weights_file
 from evener.core.run.run_plan import Plan, read_plan, write_plan
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
@@ -21,10 +22,11 @@ from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with
 from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
 from evener.launch.start_run import withheld_data
+from evener.node.remote.prune import TREE_PATH
 from evener.ssh.session import RemoteError, Session, Sessions, connect, open_session
-from evener.transfer.checkpoint_transfer import exclusive_lock
+from evener.transfer.checkpoint_transfer import exclusive_lock, restore_records
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
-from evener.transfer.file_tree import describe_data
+from evener.transfer.file_tree import describe_data, describe_files
 from evener.transfer.mirror import GONE_STATE, SupervisorState, to_host_error
 
 LEAVE_TIMEOUT_S = 660.0  # for a step, which may take minutes, and a checkpoint
@@ -45,14 +47,72 @@ def remove_host(rundir: RunDir, plan: Plan, name: str) -> SupervisorState:
     return state
 
 
-def rejoin_host(rundir: RunDir, plan: Plan, name: str) -> None:
-    """Let a host that left the run or went down take part again. RunError if it already does."""
-    host = plan.host(name)
+def rejoin_host(rundir: RunDir, plan: Plan, name: str, notify: Notify) -> None:
+    """Let a host that left the run or went down take part again; send what it lacks, such as after a change of disk.
+
+    RunError if it already takes part, or is not set up.
+    """
+    host, run = plan.host(name), plan.host(name).run_folder(rundir)
     try:
         with contextlib.closing(open_session(name, host.host)) as session:
-            session.call("run_control", "restart_run", run=host.run_folder(rundir), timeout_s=REMOTE_WORK_TIMEOUT_S)
+            has_run = session.call("run_control", "status", run=run) is not None
+            if not has_run:
+                _check_rejoining_host(rundir, plan, name)
+            _send_missing_trees(rundir, plan, name, session, notify)
+            if has_run:
+                session.call("run_control", "restart_run", run=run, timeout_s=REMOTE_WORK_TIMEOUT_S)
+                return
+            restore_records(rundir, host, session)
+            if (reason := launcher.start_on_host(rundir, plan, name, session)) is not None:
+                raise RunError(
+                    f"{name} did not start: {reason}", hint=f"evener doctor{plan.fleet.cli_flag} looks closer"
+                )
     except RemoteError as error:
         raise RunError(f"{name}: {error.message}", hint=f"evener runs; evener logs -f {quote_word(rundir)}") from None
+
+
+def _check_rejoining_host(rundir: RunDir, plan: Plan, name: str) -> None:
+    """Run the preflight for a host that has nothing of the run. RunError if it cannot take part as the plan says."""
+    host = plan.host(name)
+    others = msgspec.structs.replace(plan, hosts=[other for other in plan.hosts if other.name != name])
+    with connect(plan.fleet) as (sessions, errors):
+        if name in errors or len(sessions) < 2:
+            raise errors.get(name) or next(iter(errors.values()))
+        place = _preflight_newcomer(rundir, others, plan.fleet, sessions, name)
+    if (place.address, place.run_dir) != (host.address, host.run):
+        raise RunError(
+            f"{name} was at {host.address} with {host.run}, and is at {place.address} with {place.run_dir} now",
+            hint=f"evener stop {rundir}, then evener train --resume {rundir} --fleet FILE",
+        )
+
+
+def _send_missing_trees(rundir: RunDir, plan: Plan, name: str, session: Session, notify: Notify) -> None:
+    """Send the corpus and the initial weights that a host's ranks read, if they are not there."""
+    host, spec = plan.host(name), plan.spec
+    assert spec is not None
+    assert host.agent is not None
+    wanted = {tree for word in host.agent.program for tree in TREE_PATH.findall(word)}
+    workdir, digests = host.host.workdir, dict[str, int]()
+
+    def is_there(tree: str) -> bool:
+        found = session.call("content_store", "find_missing_blobs", workdir=workdir, digests=digests, tree=tree)
+        return bool(found["is_there"])
+
+    missing = [tree for tree in wanted if not is_there(tree)]
+    if not missing:
+        return
+    _check_corpus(rundir, spec.data.data)
+    trees = [describe_data(spec.data.data)]
+    if spec.model.init_from is not None:
+        weights = find_weights_file(spec.model.init_from)
+        trees.append(describe_files({weights.name: weights}))
+    if gone := set(missing) - {tree.digest for tree in trees}:
+        raise UsageError(
+            f"{name} lacks the tree {min(gone)}, and {spec.data.data} or the initial weights have changed since",
+            hint=f"evener train --resume {rundir}, once it has ended, sends what is here now",
+        )
+    part = msgspec.structs.replace(plan, hosts=[host])
+    launcher.stage_files([tree for tree in trees if tree.digest in missing], part, {name: session}, notify)
 
 
 def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:

@@ -224,6 +224,32 @@ def exclusive_lock(
         yield
 
 
+def _host_records(rundir: RunDir, host: HostPlan) -> dict[str, Path]:
+    """Return the copies here of the records and logs of a host's part of the run, by their path on the host."""
+    paths = [rundir.manifest_path, rundir.log_path(host.name, None), rundir.vitals_path(host.name)]
+    for rank in range(host.first_rank, host.first_rank + host.num_ranks):
+        paths += [rundir.steps_path(rank), rundir.spans_path(rank), rundir.log_path(host.name, rank)]
+    return {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
+
+
+def _install_files(session: Session, host: HostPlan, run: str, files: dict[str, Path]) -> None:
+    """Send files, by their path in the run's folder on a host, and install them there."""
+    if files:
+        sent = send_to_host(session, host.host.workdir, describe_files(files))
+        session.call("run_control", "install_tree", run=run, tree=sent.path, timeout_s=REMOTE_WORK_TIMEOUT_S)
+
+
+def restore_records(rundir: RunDir, host: HostPlan, session: Session) -> None:
+    """Send a host that lost its disk the copies of its records that are here, as it will append to them.
+
+    Otherwise the mirror would replace the copies by the shorter files there.
+    """
+    files = _host_records(rundir, host)
+    if host.events_path(rundir).exists():
+        files["events.jsonl"] = host.events_path(rundir)
+    _install_files(session, host, host.run_folder(rundir), files)
+
+
 def restore_to_hosts(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, notify: Callable[[str], None]) -> None:
     """Restore every host's part of a resumed run from the files here.
 
@@ -239,11 +265,7 @@ def restore_to_hosts(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, 
     def put(name: str) -> None:
         host, session = plan.host(name), sessions[name]
         run = host.run_folder(rundir)
-        ranks = range(host.first_rank, host.first_rank + host.num_ranks)
-        paths = [rundir.manifest_path, rundir.log_path(name, None), rundir.vitals_path(name)]
-        for rank in ranks:
-            paths += [rundir.steps_path(rank), rundir.spans_path(rank), rundir.log_path(name, rank)]
-        files = {path.relative_to(rundir.path).as_posix(): path for path in paths if path.exists()}
+        files = _host_records(rundir, host)
         try:
             rollback = session.call(
                 "run_control",
@@ -263,9 +285,7 @@ def restore_to_hosts(rundir: RunDir, plan: Plan, sessions: Sessions, step: int, 
             if rollback != "whole":
                 names = [f"checkpoints/{checkpoint.name}/{part}" for part in parts]
                 files |= {name: rundir.inside(name) for name in names}
-            if files:
-                sent = send_to_host(session, host.host.workdir, describe_files(files))
-                session.call("run_control", "install_tree", run=run, tree=sent.path, timeout_s=REMOTE_WORK_TIMEOUT_S)
+            _install_files(session, host, run, files)
         except RemoteError as error:
             raise to_host_error(error, plan.fleet) from None
 
