@@ -77,10 +77,10 @@ def describe_project(
     git_files = _git_files(root)
     named: set[str] = set()
     deliberate: set[str] = set()  # secrets that the user names
-    for path in include:
-        files = _included_files(root, path)
+    for given in include:
+        files = _included_files(root, given)
         named.update(files)
-        if (root / path).is_file() or has_secret_name(f"{path.rstrip('/')}/"):
+        if (root / given).is_file() or has_secret_name(f"{given.rstrip('/')}/"):
             deliberate.update(files)
     found = {*(git_files if git_files else _visible_files(root)), *named}
     withheld = {name for name in found - deliberate if is_secret_file(name, root / name)}
