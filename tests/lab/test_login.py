@@ -20,6 +20,7 @@ from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec
 from tests.conftest import SlowedDown
 from tests.lab.conftest import MakeLab
+from tests.tiers import exhaustively
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +63,21 @@ def doctor(lab: EmulatedLab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     ("bashrc", "told"),
     [
         ("echo hello; exit 0", "the login shell there ended (exit status 0) before it ran a command: hello"),
-        ("exec sh", "the login shell there ended (exit status"),
+        ("exec sh", "line 1 of ~/.bashrc: exec sh"),
+        *exhaustively(
+            ("exec 1>&2", "sends what commands print to stderr; line 1 of ~/.bashrc: exec 1>&2"),
+            ("exec >>~/log", "runs commands, and what they print is lost; line 1 of ~/.bashrc: exec >>~/log"),
+        ),
     ],
 )
 def test_login_shell_that_breaks_commands_is_reported(b: LabHost, doctor: Any, bashrc: str, told: str) -> None:
     (b.home / ".bashrc").write_text(f"{bashrc}\n")
     found = doctor()
-    assert (found["check"], found["severity"]) == ("ssh.shell", "error")
+    assert (found["check"], found["severity"]) == ("ssh.shell", "error"), found
     assert told in found["evidence"]
-    assert "[[ $- == *i* ]] || return" in found["fix"]
+    assert ("[[ $- == *i* ]] || return" if "exit" in bashrc else "1i case $- in *i*) ;; *) return ;; esac") in found[
+        "fix"
+    ]
     (b.home / ".bashrc").write_text(f"[[ $- == *i* ]] || return\n{bashrc}\n")  # as it says
     with pytest.raises(ValueError, match="not enough values"):
         doctor()

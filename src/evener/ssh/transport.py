@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,24 @@ AUTHENTICATED = "Authenticated to"  # printed by ssh -v
 SMALL_PACKET_OPTIONS = ("-o", "KexAlgorithms=curve25519-sha256", "-o", "Ciphers=aes128-ctr", "-o", "MACs=hmac-sha2-256")
 LOGIN_DISABLED = re.compile(r"account is (?:currently )?not available", re.IGNORECASE)  # nologin(8)
 LOGIN_MARKER = "evener-logged-in"  # printed by a login shell that runs our command
+STDOUT_REDIRECTED = "sends what commands print to stderr"
+STDOUT_LOST = "runs commands, and what they print is lost"
+# Files that a shell reads when sshd starts it for a command, and what in them keeps the command from answering.
+STARTUP_FILES = (
+    "~/.bashrc ~/.bash_profile ~/.bash_login ~/.profile ~/.zshenv ~/.zshrc ~/.ssh/rc /etc/bash.bashrc /etc/profile "
+    "/etc/zsh/zshenv"
+)
+STARTUP_COMMANDS = (
+    r"(^|[[:space:];&|])(exec|exit|logout|read|sleep|cat|tmux|screen|byobu|zellij|bash|zsh|fish)([[:space:];]|$)"
+)
+INTERACTIVE_GUARD = "case $- in *i*) ;; *) return ;; esac"  # for sh, bash and zsh
+STARTUP_LINE_MARKER, DIAGNOSED = "evener-startup-line", 57
+# Prints the suspicious lines. It is passed as the command and on stdin: a shell that .bashrc starts reads stdin.
+DIAGNOSIS = (
+    f'for file in {STARTUP_FILES}; do case $file in "$HOME"/*) name="~${{file#"$HOME"}}" ;; *) name=$file ;; esac; '
+    f"grep -nE '{STARTUP_COMMANDS}' \"$file\" 2>/dev/null "
+    f'| while read -r line; do echo "{STARTUP_LINE_MARKER} $name:$line" >&2; done; done; exit {DIAGNOSED}'
+)
 STDIN_CONSUMED = "read what was meant for the program"
 PYTHON_TOO_OLD = "evener needs another python than "
 # Reads a program's length and text from stdin and runs it. It sees no PYTHON… variables, no user packages and no files
@@ -121,7 +140,7 @@ class SSHTransport:
     def explain_failure(self, status: int | None, stderr: str, stdout: str) -> HostError:
         if LOGIN_MARKER in stdout:
             if "invalid literal for int()" in stderr:
-                return explain_login_failure(self.name, STDIN_CONSUMED, stderr)
+                return explain_login_failure(self.name, STDIN_CONSUMED, stderr, self._find_startup_line(r"read|cat"))
             if status is None:
                 return explain_login_failure(
                     self.name, f"has started {self._python}, which has not answered yet", stderr
@@ -138,22 +157,37 @@ class SSHTransport:
         if status not in (255, None):
             output = " ".join(f"{stdout}\n{stderr}".split())[-200:] or "it printed nothing"
             error = explain_login_failure(
-                self.name, f"ended (exit status {status}) before it ran a command: {output}", stderr
+                self.name,
+                f"ended (exit status {status}) before it ran a command: {output}",
+                stderr,
+                self._find_startup_line(r"exec|exit|logout|tmux|screen|byobu|zellij|bash|zsh|fish"),
             )
             if LOGIN_DISABLED.search(f"{stdout}\n{stderr}"):
                 error.hint = f"on {self.name}: sudo usermod --shell /bin/bash {quote_word(self._host.user or 'USER')}"
             return error
         if AUTH_REFUSED.search(stderr):
             return explain_ssh_refusal(self.name, self._host, stderr, self._retry_verbose(VERBOSE_TIMEOUT_S))
+        if LOGIN_MARKER in stderr:
+            return explain_login_failure(
+                self.name, STDOUT_REDIRECTED, stderr, self._find_startup_line(r"exec\s+\S*[<>]")
+            )
         if status is None:
             with ThreadPoolExecutor() as pool:
+                diagnosis = pool.submit(self._diagnose_login)
                 attempts = [
                     pool.submit(self._retry_verbose, VERBOSE_TIMEOUT_S),
                     pool.submit(self._retry_verbose, SMALL_PACKETS_TIMEOUT_S, *SMALL_PACKET_OPTIONS),
                 ]
             verbose, small_packets = (attempt.result() for attempt in attempts)
+            ran, lines = diagnosis.result()
+            if AUTHENTICATED in verbose and ran:
+                return explain_login_failure(
+                    self.name, STDOUT_LOST, verbose, _select_startup_line(lines, r"exec\s+\S*[<>&]")
+                )
             if AUTHENTICATED in verbose:
-                return explain_login_failure(self.name, "has not run a command yet", verbose)
+                return explain_login_failure(
+                    self.name, "has not run a command yet", verbose, _select_startup_line(lines, ".")
+                )
             if (
                 AUTHENTICATED in small_packets
                 and "SSH2_MSG_KEXINIT sent" in verbose
@@ -161,6 +195,21 @@ class SSHTransport:
             ):
                 return self._mtu_black_hole_error(verbose)
         return explain_ssh_failure(self.name, self._host, stderr)
+
+    def _find_startup_line(self, pattern: str) -> str | None:
+        """Return the line of a shell's startup file that contains such a command, as "FILE:NUMBER:TEXT"."""
+        return _select_startup_line(self._diagnose_login()[1], pattern)
+
+    def _diagnose_login(self) -> tuple[bool, list[str]]:
+        """Return whether a command runs there, and the suspicious lines of startup files: "FILE:NUMBER:TEXT"."""
+        argv = [*self.argv()[:-1], f"sh -c {shlex.quote(DIAGNOSIS)}"]
+        try:
+            result = subprocess.run(argv, input=DIAGNOSIS + "\n", capture_output=True, text=True,
+                                    timeout=VERBOSE_TIMEOUT_S, errors="replace", check=False)  # fmt: skip
+        except (subprocess.TimeoutExpired, OSError):
+            return False, []
+        lines = [line.partition(f"{STARTUP_LINE_MARKER} ")[2] for line in result.stderr.splitlines()]
+        return result.returncode == DIAGNOSED, [line for line in lines if line]
 
     def _retry_verbose(self, within_s: float, *options: str) -> str:
         """Return what `ssh -v` prints, always in English, about each step of another attempt."""
@@ -272,16 +321,46 @@ def explain_ssh_refusal(name: str, host: HostConfig, stderr: str, verbose: str) 
     return HostError(f"{name}: ssh was refused: {reason}: {refused}", check=check, host=name, hint=hint, output=stderr)
 
 
-def explain_login_failure(name: str, problem: str, output: str) -> HostError:
-    """Return the error for a login that worked and ran no command: due to the account's shell, or its startup files."""
-    return HostError(
-        f"{name}: ssh logs in, and the login shell there {problem}",
-        check="ssh.shell",
-        host=name,
-        hint=f"on {name}: getent passwd $(id -un) names the shell; ~/.bashrc and ~/.profile must do nothing but set "
-        "variables where no terminal is ([[ $- == *i* ]] || return), and sshd_config must force no command on you",
-        output=output,
-    )
+def explain_login_failure(name: str, problem: str, output: str, startup_line: str | None = None) -> HostError:
+    """Return the error for a login that worked and ran no command: due to the account's shell, or its startup files.
+
+    `startup_line` is the line of a startup file, "FILE:NUMBER:TEXT", that is the likely cause.
+    """
+    message = f"{name}: ssh logs in, and the login shell there {problem}"
+    if startup_line is not None:
+        file, number, text = startup_line.split(":", 2)
+        home, path = ("~/", file[2:]) if file.startswith("~/") else ("", file)
+        sudo = "sudo " if file.startswith("/") else ""
+        message += f"; line {number} of {file}: {' '.join(text.split())[:80]}"
+        hint = (
+            f"on {name}: {sudo}sed -i.old {quote_word(f'{number}i {INTERACTIVE_GUARD}')} {home}{quote_word(path)}  "
+            "# what follows is then for terminals alone"
+        )
+    else:
+        hint = (
+            f"on {name}: getent passwd $(id -un) names the shell; ~/.bashrc and ~/.profile must do nothing but set "
+            "variables where no terminal is ([[ $- == *i* ]] || return), and sshd_config must force no command on you"
+        )
+    return HostError(message, check="ssh.shell", host=name, hint=hint, output=output)
+
+
+def _select_startup_line(lines: Sequence[str], pattern: str) -> str | None:
+    """Return the first line "FILE:NUMBER:TEXT" whose text matches a command, and is no comment.
+
+    The files come from the host: a number that is none, or a file that was not asked for, is not taken.
+
+    >>> _select_startup_line(["~/.bashrc:3:# exec zsh", "~/.bashrc:9:exec 1>&2"], "exec")
+    '~/.bashrc:9:exec 1>&2'
+    """
+    for line in lines:
+        file, number, text = [*line.split(":", 2), "", ""][:3]
+        if (
+            file in STARTUP_FILES.split()
+            and number.isdigit()
+            and re.search(rf"(^|[\s;&|])({pattern})", text.partition("#")[0])
+        ):
+            return line
+    return None
 
 
 def _login_arguments(host: HostConfig) -> tuple[str, str]:
