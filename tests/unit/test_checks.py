@@ -425,6 +425,13 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
         ),
     ),
     ("env.shadowed", "error", "laptop", None, lambda w: w.change("laptop", python_error="SyntaxError: sitecustomize")),
+    (
+        "env.shadowed",
+        "error",
+        "laptop",
+        None,
+        lambda w: w.change("laptop", breaking_variable="PYTHONHOME", torch_version=None, evener_hash=None),
+    ),
     ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash="other")),
     ("version.evener", "error", "laptop", None, lambda w: w.change("laptop", evener_hash=None, evener_version=None)),
     ("rank.duplicate", "error", "laptop", "attic", lambda w: w.change("laptop", machine_id="boot-attic")),

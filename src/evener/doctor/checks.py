@@ -91,7 +91,16 @@ def _check_duplicate_machines(context: CheckContext) -> Iterator[Finding]:
 def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
     """Check that python starts with the variables of a session, and that no other file shadows its modules or torch."""
     for name, facts in context.facts.items():
-        if facts.shadowed:
+        variable = facts.breaking_variable
+        if variable is not None and not (facts.shadowed and variable == "PYTHONPATH"):
+            what = f"does not start: {_last_line(facts.python_error)}" if facts.python_error else "finds no torch"
+            yield Finding(
+                check="env.shadowed", severity="error", host=name,
+                evidence=f"{variable}={facts.environment.get(variable, '')} in its environment: with it "
+                f"{facts.python} {what}",
+                fix=context.unset_command(name, variable),
+            )  # fmt: skip
+        elif facts.shadowed:
             module, path = next(iter(facts.shadowed.items()))
             others = f", and {len(facts.shadowed) - 1} more" if len(facts.shadowed) > 1 else ""
             error = facts.python_error or facts.torch_error
@@ -162,7 +171,11 @@ def _check_versions(context: CheckContext) -> Iterator[Finding]:
             "warning",
             context.setup_command(),
         )
-    no_torch = [name for name, host_facts in facts.items() if host_facts.torch_version is None and name not in outdated]
+    no_torch = [
+        name
+        for name, host_facts in facts.items()
+        if host_facts.torch_version is None and host_facts.breaking_variable is None and name not in outdated
+    ]
     if no_torch:
         yield finding_for_hosts(
             no_torch,
@@ -179,7 +192,9 @@ def _check_versions(context: CheckContext) -> Iterator[Finding]:
     no_evener = [
         name
         for name, host_facts in facts.items()
-        if host_facts.evener_hash is None and name not in [*no_torch, *outdated]
+        if host_facts.evener_hash is None
+        and host_facts.breaking_variable is None
+        and name not in [*no_torch, *outdated]
     ]
     if no_evener:
         yield finding_for_hosts(

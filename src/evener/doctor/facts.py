@@ -72,6 +72,13 @@ class ResourceLimit(FactsRecord, frozen=True, kw_only=True):
     hard: int | None
 
 
+class StartupLine(FactsRecord, frozen=True, kw_only=True):
+    """A line of a file that a login shell reads."""
+
+    file: str  # "~/.bashrc"
+    line: int  # from 1
+
+
 class HostProcess(FactsRecord, frozen=True, kw_only=True):
     """A process that holds the port, is left over from a run, or ends with its terminal."""
 
@@ -135,6 +142,7 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     python: str  # absolute path of the interpreter that runs the ranks
     python_version: str | None = None
     python_error: str | None = None  # its output, if it cannot start in its environment
+    breaking_variable: str | None = None  # without this PYTHON… variable it starts, and has torch
     shadowed: dict[str, str] = {}  # standard modules, or torch: the file imported instead of them
     torch_error: str | None = None  # its output, if importing torch fails; None also where that was not tried
     torch_version: str | None = None
@@ -161,6 +169,7 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     disk_writable: bool | None = None
     shm_bytes: int | None = None
     limits: dict[str, ResourceLimit | None] = {}
+    limits_set_in: dict[str, StartupLine] = {}  # the lines that set them, by limit
 
     gpu_driver: str | None = None
     gpu_error: str | None = None

@@ -14,7 +14,7 @@ from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.roster import rank_without_gpu
 from evener.doctor.context import CheckContext, describe_by_host, finding_for_hosts, join_names
-from evener.doctor.facts import HostFacts
+from evener.doctor.facts import HostFacts, StartupLine
 
 GIB = 2**30
 MEMORY_LOW_BYTES, MEMORY_NEEDED_BYTES = GIB, 400e6  # a worker that has only imported torch takes 300 MB
@@ -158,15 +158,29 @@ def _check_resource_limits(context: CheckContext, name: str, facts: HostFacts) -
         yield Finding(
             check="limit.nofile", severity="warning", host=name,
             evidence=f"{files.soft} open files are allowed, and {world_size} ranks may need {needed}",
-            fix=f"on {name}: echo {quote_word(f'{user} - nofile 65536')} | {limits}",
+            fix=_remove_ulimit_command(context, name, facts.limits_set_in.get("nofile"))
+            or f"on {name}: echo {quote_word(f'{user} - nofile 65536')} | {limits}",
         )  # fmt: skip
     locked = facts.limits.get("memlock")
     if facts.has_infiniband and locked is not None and locked.soft is not None and locked.soft < MIN_MEMLOCK_BYTES:
         yield Finding(
             check="limit.memlock", severity="warning", host=name,
             evidence=f"{format_bytes(locked.soft)} of memory may be locked: InfiniBand needs more",
-            fix=f"on {name}: echo {quote_word(f'{user} - memlock unlimited')} | {limits}",
+            fix=_remove_ulimit_command(context, name, facts.limits_set_in.get("memlock"))
+            or f"on {name}: echo {quote_word(f'{user} - memlock unlimited')} | {limits}",
         )  # fmt: skip
+
+
+def _remove_ulimit_command(context: CheckContext, name: str, line: StartupLine | None) -> str | None:
+    """Return the command that replaces a line's ulimit by a command without effect, as the line may be all of a block.
+
+    limits.d would have no effect: the shell reads its files later. None if no line is known.
+    """
+    if line is None:
+        return None
+    home, path = ("~/", line.file[2:]) if line.file.startswith("~/") else ("", line.file)
+    sudo = "" if home else context.sudo_prefix(name)
+    return f"on {name}: {sudo}sed -i.old '{line.line}s/ulimit [^;&|#]*/: /' {home}{quote_word(path)}"
 
 
 # --- processor, power, clock -------------------------------------------------------------------------------------

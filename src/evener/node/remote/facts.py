@@ -32,7 +32,7 @@ from evener.node.remote.secret_values import HIDDEN, hide_secrets, is_secret_var
 
 LINUX = sys.platform.startswith("linux")
 RELEVANT_VARIABLES = re.compile(
-    r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK|PYTHONPATH)$"
+    r"^(GLOO|NCCL|TP|OMP|MKL|KMP|TORCH|CUDA|MASTER|UCX|FI)_|^(RANK|WORLD_SIZE|LOCAL_RANK|PYTHON[A-Z0-9]+)$"
 )
 # after python -m
 TRAINING_MODULES = (
@@ -49,6 +49,11 @@ SAMPLE_INTERVAL_S = 0.25  # between two readings of a counter
 IMPORT_TIMEOUT_S = 8.0  # timeout of importing torch, perhaps from a cold disk
 CPU_BUSY_S = 0.05  # for which one core is kept busy before its frequency is read
 
+# Files in which a shell that sshd starts may set limits.
+LIMIT_FILES = (
+    "/etc/profile", "/etc/profile.d/*.sh", "/etc/bash.bashrc", "/etc/zsh/zshenv", "~/.zshenv", "~/.bash_profile",
+    "~/.bash_login", "~/.profile", "~/.bashrc",
+)  # fmt: skip
 DECLARATION = r"((export|declare -x|typeset -x) +([^#]* )?)?"  # what may stand before NAME= in a shell's file
 Facts = Dict[str, Any]  # noqa: UP006
 
@@ -178,9 +183,23 @@ def _collect_versions(python: str) -> Facts:
             "evener_version": versions["evener"],
             "evener_hash": versions["hash"],
             "python_error": start_error if isolation else None,
+            "breaking_variable": _find_breaking_variable(python) if isolation or not versions["torch"] else None,
             "shadowed": _find_shadowed_modules(),
         }
     return {"python_version": None, "python_error": start_error}
+
+
+def _find_breaking_variable(python: str) -> str | None:
+    """Return the PYTHON… variable without which a python starts and has torch; None if there is none."""
+    for name in sorted(name for name in os.environ if name.startswith("PYTHON")):
+        without = {other: value for other, value in os.environ.items() if other != name}
+        output, _ = run_with_error([python, "-c", VERSIONS_PROGRAM], timeout_s=12, env=without)
+        try:
+            if json.loads(output.strip().splitlines()[-1])["torch"]:
+                return name
+        except (ValueError, IndexError):
+            continue
+    return None
 
 
 def _find_shadowed_modules() -> dict[str, str]:
@@ -384,7 +403,25 @@ def _collect_limits() -> Facts:
             limits_by_name[name] = {"soft": soft, "hard": hard}
         except (AttributeError, ValueError, OSError):
             limits_by_name[name] = None
-    return {"limits": limits_by_name}
+    return {"limits": limits_by_name, "limits_set_in": _find_limit_lines(limits_by_name)}
+
+
+def _find_limit_lines(limits_by_name: Facts) -> Facts:
+    """Return {limit: {"file", "line"}} of the lines of startup files that set the soft limits in force."""
+    found: Facts = {}
+    paths = [path for pattern in LIMIT_FILES for path in sorted(glob.glob(os.path.expanduser(pattern)))]
+    for path in paths:
+        for number, line in enumerate((read_text(path) or "").splitlines(), start=1):
+            for name, option in (("nofile", "n"), ("memlock", "l")):
+                command = rf"(?:^|[\s;&|])ulimit\s[^#;&|]*-[SH]*{option}\s+(\d+)"
+                match = re.search(command, line.partition("#")[0])
+                limit = limits_by_name.get(name)
+                unit = 1024 if name == "memlock" else 1
+                if match and limit is not None and int(match.group(1)) * unit == limit["soft"]:
+                    home = os.path.expanduser("~")
+                    shown = "~" + path[len(home) :] if path.startswith(home + "/") else path
+                    found[name] = {"file": shown, "line": number}
+    return found
 
 
 # --- network -----------------------------------------------------------------------------------------------------

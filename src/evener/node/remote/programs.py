@@ -25,11 +25,14 @@ def run_program(argv: list[str], timeout_s: float = 5) -> str | None:
     return output if error is None else None
 
 
-def run_with_error(argv: list[str], timeout_s: float) -> tuple[str, str | None]:
-    """Return (a program's output, its error); one that takes too long counts as no failure with empty output."""
+def run_with_error(argv: list[str], timeout_s: float, env: dict[str, str] | None = None) -> tuple[str, str | None]:
+    """Return (a program's output, its error); one that takes too long counts as no failure with empty output.
+
+    `env` is its environment [this program's].
+    """
     try:
         process = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, cwd="/", check=False
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, cwd="/", check=False, env=env
         )
     except subprocess.TimeoutExpired:
         return "", None
