@@ -82,7 +82,7 @@ def _check_rejoining_host(rundir: RunDir, plan: Plan, name: str) -> None:
     if (place.address, place.run_dir) != (host.address, host.run):
         raise RunError(
             f"{name} was at {host.address} with {host.run}, and is at {place.address} with {place.run_dir} now",
-            hint=f"evener stop {rundir}, then evener train --resume {rundir} --fleet FILE",
+            hint=f"evener stop {quote_word(rundir)}, then evener train --resume {quote_word(rundir)} --fleet FILE",
         )
 
 
@@ -109,7 +109,7 @@ def _send_missing_trees(rundir: RunDir, plan: Plan, name: str, session: Session,
     if gone := set(missing) - {tree.digest for tree in trees}:
         raise UsageError(
             f"{name} lacks the tree {min(gone)}, and {spec.data.data} or the initial weights have changed since",
-            hint=f"evener train --resume {rundir}, once it has ended, sends what is here now",
+            hint=f"evener train --resume {quote_word(rundir)}, once it has ended, sends what is here now",
         )
     part = msgspec.structs.replace(plan, hosts=[host])
     launcher.stage_files([tree for tree in trees if tree.digest in missing], part, {name: session}, notify)

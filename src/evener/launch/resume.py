@@ -7,13 +7,13 @@ stop, so everything that decides the order of summation is kept, unless the user
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from evener.core.base.errors import EvenerError, HostError, NoRoomError, RunError, UsageError
+from evener.core.base.file_io import lock_file, open_file
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, load_fleet
 from evener.core.cluster.host_info import local_host_info
@@ -36,20 +36,20 @@ def lock_resume(rundir: RunDir) -> Iterator[None]:
     if not rundir.path.is_dir():  # reported by whoever reads it
         yield
         return
-    path = rundir.path / RESUME_LOCK_FILE
+    path = rundir.inside(RESUME_LOCK_FILE)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = lock_file(path, is_blocking=False)
+    except BlockingIOError:
+        with open_file(path) as held:
+            holder = held.read(1000).decode(errors="replace").strip() or "another process"
+        raise RunError(
+            f"{rundir}: {holder} is resuming it", hint=f"evener logs -f {quote_word(rundir)} follows it"
+        ) from None
     except OSError as error:
         raise NoRoomError.from_os_error(error) or UsageError(f"{path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "r+b") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = lock.read(1000).decode(errors="replace").strip() or "another process"
-            raise RunError(f"{rundir}: {holder} is resuming it", hint=f"evener logs -f {rundir} follows it") from None
+    with lock:
         lock.truncate(0)
         lock.write(f"{local_host_info().host} (pid {os.getpid()})\n".encode())
-        lock.flush()
         yield
 
 
