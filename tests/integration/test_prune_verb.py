@@ -14,7 +14,8 @@ HERE = ("--hosts", "here")
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    monkeypatch.setenv("COLUMNS", "160")  # so that no cell of a table is wrapped
     host = Host(tmp_path)
     host.add_run("old", trees=("own",))
     host.add_run("new", days=1, trees=("used",))

@@ -35,7 +35,7 @@ def test_finished_requests_leave_no_pending_replies(session: Session) -> None:
 def test_imported_modules_are_sent_once_and_first(session: Session) -> None:
     session.call("run_control", "status", run="/nowhere")
     session.call("project_sync", "list_script_outputs", folder="/nowhere", since=0)
-    assert session._loaded_modules == {"run_control", "project_sync", "file_io", "process_table"}
+    assert session._loaded_modules == {"run_control", "project_sync", "file_io", "process_table", "sockets"}
 
 
 def test_python_that_reads_nothing_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

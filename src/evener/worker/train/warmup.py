@@ -177,7 +177,7 @@ def classify_loss_reduction(trials: Sequence[tuple[float, float]]) -> LossReduct
     >>> (classify_loss_reduction([(2.3, 2.3)]), classify_loss_reduction([(147.2, 294.4)]),
     ...  classify_loss_reduction([(0.0, 0.0)]), classify_loss_reduction([(2.3, 2.5)]))
     ('mean', 'sum', 'sum', None)
-    >>> classify_loss_reduction([(2.5, 4.5)] * 5), classify_loss_reduction([(147.2, 588.8)])
+    >>> classify_loss_reduction([(2.5, 4.5)] * 5), classify_loss_reduction([(147.2, 588.8)] * 5)
     ('mix of a sum and a mean', 'sum multiplied by a count')
     """
     if not trials:
