@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_records_arrive_after_local_error_is_removed(
     with watch_actions.background_followers() as follow:
         follow(reader)
         wait_until(lambda: reader.follow_error != "")
-        health = assess_health(reader, 0.0)
+        health = assess_health(reader, time.time())
         assert "Its records do not arrive: the records of b cannot be written here" in health.message
         obstacle.unlink()
         wait_until(lambda: (obstacle / "b.0.log").is_file())

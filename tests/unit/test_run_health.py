@@ -267,3 +267,17 @@ def test_comparison_shows_energy_cost_only_when_known(run):
     told = comparison_fragments({"one": read(run)}, "step", SOON)["figures"]
     assert f"{400 * 60 * STEP_S / 3.6e6:.3g} kWh" in told
     assert f">{36 * 60 * STEP_S / 3600:.2f}<" in told
+
+
+def test_records_that_do_not_arrive_are_no_reason_to_suspect_the_run(tmp_path, write_run):
+    """Its silence is then of this machine: the page says what is wrong here, until the run is over."""
+    reader = read(write_run(tmp_path / "one", [{}, {}], verdict="running", sync_s=0.02))
+    reader.follow_error = "the disk is full"
+    silent, healthy = assess_health(reader, STARTED + 1e6), assess_health(reader, STARTED + 1)
+    assert silent.message == "Its records do not arrive: the disk is full; trying again."
+    assert (silent.state, silent.hint) == ("unresponsive", "")
+    assert healthy.state != "unresponsive"
+    assert healthy.message.endswith(f" {silent.message}")
+    ended = read(write_run(tmp_path / "two", [{}, {}], verdict="finished", sync_s=0.02))
+    ended.follow_error = "the disk is full"
+    assert "do not arrive" not in assess_health(ended, STARTED + 1e6).message

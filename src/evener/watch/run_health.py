@@ -47,7 +47,10 @@ def assess_health(reader: RunReader, now: float) -> RunHealth:
     health = _assess_records(reader, now)
     if not reader.follow_error or health.is_over:
         return health
-    return replace(health, message=f"{health.message} Its records do not arrive: {reader.follow_error}; trying again.")
+    why = f"Its records do not arrive: {reader.follow_error}; trying again."
+    if health.state == "unresponsive":  # for that reason, as far as is known here
+        return replace(health, message=why, hint="", command="")
+    return replace(health, message=f"{health.message} {why}")
 
 
 def _assess_records(reader: RunReader, now: float) -> RunHealth:
