@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import sys
 
 import typer
@@ -131,7 +132,8 @@ def main() -> None:
 def _discard_unwritten_output() -> bool:
     """Discard text that cannot be written to standard output; return whether its disk is full."""
     try:
-        is_full = os.fstatvfs(sys.stdout.fileno()).f_bavail == 0
+        descriptor = sys.stdout.fileno()
+        is_full = stat.S_ISREG(os.fstat(descriptor).st_mode) and os.fstatvfs(descriptor).f_bavail == 0
         sys.stdout.flush()
     except (OSError, ValueError, AttributeError):  # ValueError, AttributeError: closed, or no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -126,10 +126,14 @@ def append_file(path: Path) -> FileIO:
 
 
 def append_bytes(path: Path, content: bytes) -> None:
-    """Append to a file. Raise OSError if the content could not be written completely."""
-    with append_file(path) as file:
-        while content:
-            content = content[file.write(content) or 0 :]
+    """Append to a file. Raise OSError, which names it, if the content could not be written completely."""
+    try:
+        with append_file(path) as file:
+            while content:
+                content = content[file.write(content) or 0 :]
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def lock_file(path: Path, *, is_blocking: bool) -> FileIO:
