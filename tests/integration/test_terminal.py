@@ -9,6 +9,8 @@ import subprocess
 
 import pytest
 
+from evener.launch import torch_subprocess
+
 from ..sample_runs import write_run
 from ..tiers import exhaustive, exhaustively
 from .pseudo import COLOUR, ESCAPE, argv, environment, in_pipe, in_terminal
@@ -124,6 +126,13 @@ def test_a_pipe_gets_no_escape_codes(tmp_path, place):
         text = in_pipe(*args, cwd=place)
         assert text.strip()
         assert "\x1b" not in text
+
+
+def test_stderr_of_a_worker_program_is_escaped(tmp_path, monkeypatch, capfd):
+    (tmp_path / "talking.py").write_text(r"import sys; print('out'); print('a\x1b]0;title\x07b', file=sys.stderr)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert list(torch_subprocess.program_lines("talking")) == ["out"]
+    assert capfd.readouterr().err == r"a\x1b]0;title\x07b" + "\n"
 
 
 def test_color_can_be_forced_on_pipe():

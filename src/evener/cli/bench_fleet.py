@@ -15,6 +15,7 @@ from evener.bench.fleet_bench import FleetBench
 from evener.cli import follow_output, probe, run_output
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.errors import UsageError
+from evener.core.base.plain_output import print_plain
 from evener.core.cluster.fleet_file import Fleet, load_fleet, select_hosts
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.run_plan import Plan
@@ -110,7 +111,7 @@ def _print_results(bench: FleetBench, console: Console, as_json: bool) -> int:
             "failed": bench.failed,
             "explanation": sentences,
         }
-        print(json.dumps(result))
+        print_plain(json.dumps(result))
         return int(bool(bench.failed))
     console.print()
     print_comparison(console, bench.kind, bench.runs, bench.runs.get(bench.base) if bench.base else None)
@@ -120,5 +121,5 @@ def _print_results(bench: FleetBench, console: Console, as_json: bool) -> int:
     for sentence in sentences:
         print_text(console, sentence)
     console.print(f"\npicture: {picture}\nreport:  ", end="", soft_wrap=True)
-    print(page)
+    print_plain(page)
     return int(bool(bench.failed))

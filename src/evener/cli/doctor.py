@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from evener.core.cluster.finding import Finding
     from evener.doctor.connectivity import PairConnectivity
@@ -54,9 +57,9 @@ def doctor(
         with connect(known, connect_timeout_s=CONNECT_TIMEOUT_S) as (sessions, errors):
             preflight = run_preflight(known, sessions, errors, quick=quick, port=port, machine=machine, notify=notify)
     if as_json:
-        print(json.dumps(preflight_to_dict(preflight), ensure_ascii=False))
+        print_plain(json.dumps(preflight_to_dict(preflight)))
     else:
-        print_preflight(make_console(markup=True), preflight)
+        print_preflight(make_console(), preflight)
     return 1 if preflight.blocking_findings else 0
 
 
@@ -90,12 +93,14 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet or not screen.is_interactive:
         yield lambda text: None
         return
+    from rich.text import Text
+
     with screen.status("looking") as status:
-        yield lambda text: status.update(f"{text} …")
+        yield lambda text: status.update(Text(f"{text} …"))  # a str would be markup
 
 
 def print_preflight(console: Console, preflight: PreflightReport) -> None:
-    """Print hosts, connectivity, findings and verdict on a console with markup."""
+    """Print hosts, connectivity, findings and verdict."""
     from evener.cli.terminal import print_text
 
     _print_hosts(console, preflight)
@@ -205,21 +210,24 @@ def _connectivity_summary(preflight: PreflightReport) -> list[str]:
 
 def _print_finding(screen: Console, finding: Finding) -> None:
     """Print severity, check and hosts; the evidence; the fix on one line, so that it can be pasted."""
-    from rich.markup import escape
+    from rich.text import Text
 
     from evener.cli.terminal import SEVERITY_COLORS, line_width, wrap_words
 
     where = f"{finding.host} ↔ {finding.peer}" if finding.host and finding.peer else finding.host or "all hosts"
     color = SEVERITY_COLORS[finding.severity]
-    screen.print(f"[bold {color}]{finding.severity}[/]: {finding.check}  [bold]{escape(where)}[/]", soft_wrap=True)
+    title = Text.assemble((finding.severity, f"bold {color}"), f": {finding.check}  ", (where, "bold"))
+    screen.print(title, soft_wrap=True)
     width = line_width(screen)
     for line in [finding.evidence] if width is None else wrap_words(finding.evidence, width - 2):
-        screen.print(f"  {escape(line)}", soft_wrap=True)
+        screen.print(f"  {line}", soft_wrap=True)
     if finding.fix:
-        screen.print(f"  [green]fix:[/] {escape(finding.fix)}", soft_wrap=True)
+        screen.print(Text.assemble("  ", ("fix:", "green"), f" {finding.fix}"), soft_wrap=True)
 
 
-def _format_verdict(preflight: PreflightReport) -> str:
+def _format_verdict(preflight: PreflightReport) -> Text:
+    from rich.text import Text
+
     from evener.cli.terminal import SEVERITY_COLORS
 
     counts = {severity: sum(one.severity == severity for one in preflight.findings) for severity in SEVERITY_COLORS}
@@ -233,4 +241,4 @@ def _format_verdict(preflight: PreflightReport) -> str:
         verdict = "a run can start; the warnings above may make it slow or end it early"
     else:
         verdict = "these machines can train together" if many else "this machine can train"
-    return f"[bold]{verdict}[/]" + (f": {totals}" if totals else "")
+    return Text.assemble((verdict, "bold"), f": {totals}" if totals else "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 EXAMPLES = "evener fetch runs/mine"
 
 
@@ -50,7 +52,7 @@ def fetch(
     if as_json:
         result = {"run_dir": str(rundir), "came": copied, "files": [str(path) for path in files]}
         failures = [{"host": getattr(error, "host", None), "error": str(error), "hint": error.hint} for error in errors]
-        print(json.dumps(result | run_output.checkpoint_info(rundir, plan) | {"errors": failures}))
+        print_plain(json.dumps(result | run_output.checkpoint_info(rundir, plan) | {"errors": failures}))
         return 1 if errors else 0
     for error in errors:
         run_output.print_status(f"error: {error}\nhint:  {error.hint}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evener.cli.help import CliApp
+from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,7 +84,7 @@ def init(
     except OSError as error:
         raise UsageError(f"{out}: not written: {error.strerror}", hint="--out FILE in another folder") from None
     if as_json:
-        print(json.dumps(_result_to_dict(out, hosts, host_list, fleet)))
+        print_plain(json.dumps(_result_to_dict(out, hosts, host_list, fleet)))
     else:
         _print_result(out, text, host_list, fleet, _hints(fleet) if listed else [])
 
@@ -123,7 +124,7 @@ def _prompt_hosts(out: Path) -> HostList:
     try:
         return prompt_hosts(out, local_host_name())
     except (KeyboardInterrupt, EOFError):
-        print("\nnothing was written", file=sys.stderr)
+        print_plain("\nnothing was written", file=sys.stderr)
         raise typer.Abort from None
 
 
@@ -150,8 +151,8 @@ def _print_result(out: Path, text: str, host_list: HostList, fleet: Fleet, advic
     screen = make_console(stderr=True)
     for line in _import_warnings(host_list):
         print_text(screen, line)
-    print(f"{out}: {pluralize(len(fleet.hosts), 'host')}\n", file=sys.stderr)
-    print(text if len(fleet.hosts) <= MAX_PRINTED_HOSTS else "\n".join([*fleet.hosts, ""]), end="", flush=True)
+    print_plain(f"{out}: {pluralize(len(fleet.hosts), 'host')}\n", file=sys.stderr)
+    print_plain(text if len(fleet.hosts) <= MAX_PRINTED_HOSTS else "\n".join([*fleet.hosts, ""]), end="", flush=True)
     screen.print()
     for line in advice:
         print_text(screen, line)

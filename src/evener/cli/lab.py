@@ -14,6 +14,7 @@ import typer
 from evener.cli.chaos import chaos
 from evener.cli.drill import drill
 from evener.cli.help import CliApp
+from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -91,12 +92,16 @@ def up(
     lab = EmulatedLab.up(spec, out=out)
     took_s = time.monotonic() - started
     if lab.rootless and any(host.cpus or host.memory or host.disk for host in spec.hosts.values()):
-        print("warning: without root a lab limits no cpus, no memory and no disks; cores are pinned", file=sys.stderr)
+        print_plain(
+            "warning: without root a lab limits no cpus, no memory and no disks; cores are pinned", file=sys.stderr
+        )
     if as_json:
-        print(json.dumps(_lab_to_dict(lab)))
+        print_plain(json.dumps(_lab_to_dict(lab)))
         return
-    print(f"lab {lab.name} is up after {format_seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}")
-    print(f"next: evener lab exec {quote_word(lab.hosts[0].name)} -- ip -brief address", file=sys.stderr)
+    print_plain(
+        f"lab {lab.name} is up after {format_seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}"
+    )
+    print_plain(f"next: evener lab exec {quote_word(lab.hosts[0].name)} -- ip -brief address", file=sys.stderr)
 
 
 @app.command(epilog="evener lab status")
@@ -110,10 +115,10 @@ def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] =
     labs = {key: EmulatedLab.find(key) if name or state.load(state.labs_root() / key) else None for key in names}
     if as_json:
         described = [_lab_to_dict(lab) if lab else {"name": key, "state": "half made"} for key, lab in labs.items()]
-        print(json.dumps(described[0] if name is not None else {"labs": described}))
+        print_plain(json.dumps(described[0] if name is not None else {"labs": described}))
         return
     if not labs:
-        print("no lab is up; `evener lab up` makes one", file=sys.stderr)
+        print_plain("no lab is up; `evener lab up` makes one", file=sys.stderr)
     screen = make_console()
     for key, lab in labs.items():
         if lab is None:
@@ -179,9 +184,9 @@ def power_off(
 
     lab = EmulatedLab.find(name)
     lab.host(host).power_off()
-    print(json.dumps({"off": host}) if as_json else f"{host} is off")
+    print_plain(json.dumps({"off": host}) if as_json else f"{host} is off")
     if not as_json:
-        print(f"next: evener lab boot {quote_word(host)} --name {quote_word(lab.name)}", file=sys.stderr)
+        print_plain(f"next: evener lab boot {quote_word(host)} --name {quote_word(lab.name)}", file=sys.stderr)
 
 
 @app.command(epilog="evener lab boot b")
@@ -192,7 +197,7 @@ def boot(
     from evener.lab.emulated_lab import EmulatedLab
 
     EmulatedLab.find(name).host(host).boot()
-    print(json.dumps({"booted": host}) if as_json else f"{host} accepts logins")
+    print_plain(json.dumps({"booted": host}) if as_json else f"{host} accepts logins")
 
 
 @app.command(epilog="evener lab down")
@@ -217,9 +222,9 @@ def down(
         raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
     ended = [lab for lab in names if take_down(lab)]
     if as_json:
-        print(json.dumps({"down": ended}))
+        print_plain(json.dumps({"down": ended}))
     else:
-        print(f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do")
+        print_plain(f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do")
 
 
 app.command("drill", epilog="evener lab drill --list\nevener lab drill net.firewall")(drill)

@@ -35,6 +35,7 @@ from evener.cli import (
 )
 from evener.cli.help import CliApp
 from evener.core.base.errors import EvenerError, NoRoomError, UsageError
+from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
 from evener.core.base.version import __version__
 
@@ -69,9 +70,9 @@ def _root(
     context: typer.Context, version: bool = typer.Option(False, "--version", help="print the version and exit")
 ) -> None:
     if version:
-        print(f"evener {__version__}")
+        print_plain(f"evener {__version__}")
     elif context.invoked_subcommand is None:
-        print(context.get_help())
+        print_plain(context.get_help())
 
 
 train.register(app)
@@ -167,6 +168,9 @@ def _rewrite_message(message: str) -> str:
 
 
 def _print_error(message: str, hint: str, output: str = "") -> None:
-    lines = [f"error: {message}", *(f"  | {line}" for line in output.splitlines())]
     with contextlib.suppress(OSError):  # standard error is a file on a full disk
-        print("\n".join(lines + [f"hint:  {hint}"] * bool(hint)), file=sys.stderr)
+        print_plain(f"error: {message}", file=sys.stderr)
+        for line in output.splitlines():
+            print_plain(f"  | {line}", file=sys.stderr)
+        if hint:
+            print_plain(f"hint:  {hint}", file=sys.stderr)

@@ -6,6 +6,8 @@ from typing import Any
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 EXAMPLES = (
     "evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500\n"
     "evener plan --gpu 4090,3090 --link 2.5GbE --tokens 2.5B --rent 1xh100@2.5\n"
@@ -119,7 +121,7 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
     prediction = answer_request(request)
     extras = plan_output.compute_extras(prediction, request, **of_bill)
     if as_json:
-        print(json.dumps(plan_output.plan_to_dict(prediction, request, extras), allow_nan=False))
+        print_plain(json.dumps(plan_output.plan_to_dict(prediction, request, extras), allow_nan=False))
     else:
         plan_output.print_plan(prediction, request, extras)
     return 0

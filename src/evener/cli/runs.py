@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def runs(
     if prune:
         return _prune(rows, fewer_than, older_than, yes, as_json)
     if as_json:
-        print(json.dumps({"runs": msgspec.to_builtins(rows)}))
+        print_plain(json.dumps({"runs": msgspec.to_builtins(rows)}))
         return 0
     screen = make_console()
     if not rows:
@@ -241,7 +242,7 @@ def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | N
         for row in prunable:
             prune_runs.delete_run(RunDir(row.run))
     if as_json:
-        print(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in prunable],
+        print_plain(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in prunable],
                           "removed": yes}))  # fmt: skip
         return 0
     screen = make_console()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -39,7 +41,7 @@ def sample(
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
             shown = text
-    print(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
+    print_plain(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
     return 0
 
 

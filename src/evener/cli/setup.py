@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 if TYPE_CHECKING:
     from evener.transfer.host_setup import SetupProgress
 
@@ -61,19 +63,19 @@ def setup(
              "evidence": str(error), "fix": error.hint}
             for name, error in errors.items()
         ]  # fmt: skip
-        print(
+        print_plain(
             json.dumps({"hosts": [msgspec.to_builtins(one) for one in done], "findings": findings}, ensure_ascii=False)
         )
         return 1 if errors else 0
     for one in done:
-        print(one.summary)
+        print_plain(one.summary)
     for name, error in errors.items():
         text = str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
-        print(f"error: {text}", file=sys.stderr)
+        print_plain(f"error: {text}", file=sys.stderr)
         for line in error.output.splitlines()[-15:]:
-            print(f"  | {line}", file=sys.stderr)
+            print_plain(f"  | {line}", file=sys.stderr)
         if error.hint:
-            print(f"hint:  {error.hint}", file=sys.stderr)
+            print_plain(f"hint:  {error.hint}", file=sys.stderr)
     return 1 if errors else 0
 
 

@@ -6,12 +6,15 @@ COLUMNS sets a width. Colors come from rich, which respects NO_COLOR, FORCE_COLO
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from evener.core.base.plain_output import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,13 +30,30 @@ MAX_RULE_WIDTH = 80  # columns of the rule below titles in a pipe, at most
 UNLIMITED_WIDTH = 10_000
 
 
+@functools.cache
+def escaped_console_class() -> type[Console]:
+    """Return a class of rich consoles that escape the control characters of all text, but not those that rich adds."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class EscapedConsole(Console):
+        def print(self, *objects: Any, **settings: Any) -> None:
+            # rich itself drops some control characters without a trace
+            texts = (escape_controls(item) if isinstance(item, str) else item for item in objects)
+            super().print(*texts, **settings)
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+
+    return EscapedConsole
+
+
 def make_console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) -> Console:
     """Make a rich console that prints text verbatim: without highlighting, emoji or, by default, markup."""
-    from rich.console import Console
-
     dumb = os.environ.get("TERM", "") in ("dumb", "unknown")  # rich assumes 80 columns for these
     size = shutil.get_terminal_size() if dumb else None
-    return Console(
+    return escaped_console_class()(
         stderr=stderr,
         quiet=quiet,
         width=size and size.columns,

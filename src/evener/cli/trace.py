@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 EXAMPLES = """
 evener trace runs/mine
 evener trace runs/mine --steps 100:110
@@ -44,7 +46,7 @@ def trace(
     num_events = write_trace(rundir, timeline, path, profiles)
     missing = missing_ranges(timeline.recorded_ranges, timeline.num_steps)
     if as_json:
-        print(
+        print_plain(
             json.dumps(
                 {
                     "trace": str(path),
@@ -67,7 +69,7 @@ def trace(
         if error_s != 0:
             print_text(screen, f"clock of {names.rank_label(rank)}: {format_clock_error(error_s)}")
     print_text(screen, "open https://ui.perfetto.dev and drop the file there; it stays in your browser")
-    print(path)
+    print_plain(path)
     return 0
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 if TYPE_CHECKING:
     from evener.core.run.resolve import ResolvedRun
     from evener.launch.resume import ResumedRun
@@ -93,7 +95,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
         return 130
     summary, plan = summarize_run(run.rundir), read_plan_if_present(run.rundir)
     if as_json:
-        print(json.dumps(summary_json(summary) | run_output.checkpoint_info(run.rundir, plan)))
+        print_plain(json.dumps(summary_json(summary) | run_output.checkpoint_info(run.rundir, plan)))
     else:
         follow_output.print_summary(summary)
         run_output.print_checkpoint(run.rundir, plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from evener.core.base.plain_output import print_plain
+
 EXAMPLES = """
 evener watch runs/mine
 evener watch runs/a runs/b
@@ -39,7 +41,7 @@ def watch(
         watch_actions.print_shared_warning(one.getsockname()[1])
 
     def begin() -> None:
-        print(dashboard_url(one, host, token), flush=True)
+        print_plain(dashboard_url(one, host, token), flush=True)
         print_status("Ctrl-C ends the page; the runs go on")
 
     with watch_actions.background_followers() as follow:

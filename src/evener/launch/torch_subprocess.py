@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from evener.core.base import errors
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, RunError
+from evener.core.base.plain_output import print_plain
 
+PRINT_TIMEOUT_S = 5.0  # for what a program has written to stderr before its end
 ERROR_PREFIX = '{"error"'  # start of the line by which a worker reports an EvenerError
 
 
@@ -22,14 +25,25 @@ def raise_reported_error(line: str) -> NoReturn:
     raise kind(error["error"], hint=error["hint"])
 
 
+def _print_lines(pipe: TextIO) -> None:
+    """Print the lines of a pipe on stderr."""
+    for line in pipe:
+        print_plain(line, end="", file=sys.stderr, flush=True)
+
+
 def program_lines(module: str, *args: str) -> Iterator[str]:
     """Yield the lines that `python -m module args` prints, as they are printed.
 
     Raises the EvenerError that the program reports, or RunError if it fails otherwise.
     """
     argv = [sys.executable, "-m", module, *args]
-    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
+        printer = threading.Thread(target=_print_lines, args=(process.stderr,), daemon=True)
+        printer.start()
         error_line = ""
         try:
             for line in process.stdout:
@@ -40,6 +54,8 @@ def program_lines(module: str, *args: str) -> Iterator[str]:
         except BaseException:
             process.terminate()  # the consumer stopped early
             raise
+        finally:
+            printer.join(PRINT_TIMEOUT_S)
     if error_line:
         raise_reported_error(error_line)
     if process.returncode != 0:
