@@ -91,6 +91,9 @@ def runs(
         print_text(screen, f"no runs in {folder}" + (f" with {' and '.join(words)}" if words else ""))
         return 0
     _print_table(screen, rows)
+    for row in rows:
+        if row.error is not None:
+            print_text(screen, row.error if row.error.startswith(row.run) else f"{row.run}: {row.error}")
     if remote := [row.run for row in rows if row.newer_checkpoint]:
         print_text(screen, f"to copy weights from a host: evener fetch {quote_word(remote[0])}")
     return 0
@@ -143,7 +146,7 @@ def _print_table(screen: Console, rows: Sequence[RunRow]) -> None:
         list(zip(*columns.values(), strict=True)),
         left_aligned=("state", "model", "data", "hosts", "weights"),
         droppable=("weights", "ranks", "data", "val", "hosts", "size", "best", "model", "age"),
-        styles={"failed": "red", "running": "green"},
+        styles={"failed": "red", "damaged": "red", "running": "green"},
     )
 
 
@@ -176,7 +179,19 @@ def _format_hosts(states: dict[str, str], run_state: str) -> str:
 
 
 def _load_row(rundir: RunDir) -> RunRow:
-    """Load one row of the table from a run directory, its plan and, if it has not ended, its hosts."""
+    """Load one row of the table; that of a run whose files cannot be read says so, and the others are listed."""
+    from evener.report.read.run_table import RunRow, disk_bytes
+
+    try:
+        return _load_sound_row(rundir)
+    except Exception as error:  # a file that came from elsewhere may cause any
+        return RunRow(
+            run=str(rundir), state="damaged", bytes=disk_bytes(rundir.path), error=str(error) or type(error).__name__
+        )
+
+
+def _load_sound_row(rundir: RunDir) -> RunRow:
+    """Load one row from a run directory, its plan and, if it has not ended, its hosts."""
     from evener.cli import run_output
     from evener.core.run.run_plan import read_plan_if_present
     from evener.launch.launcher import query_run_state

@@ -34,6 +34,7 @@ class RunRow(msgspec.Struct, kw_only=True):
     bytes: int = 0  # on this machine's disk
     checkpoint: str | None = None  # the newest on this machine
     newer_checkpoint: dict[str, Any] | None = None  # a newer one on another host only
+    error: str | None = None  # why its files cannot be read, in the state "damaged"
 
 
 # (sort key, whether the largest value comes first) by column.
