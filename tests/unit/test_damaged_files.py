@@ -1,4 +1,4 @@
-"""Verbs given damaged files succeed or report an error that the user can fix.
+"""Verbs given damaged or hostile files succeed or report an error that the user can fix, and touch nothing else.
 
 10,000 of them: python -m tests.unit.test_damaged_files 10000 [seed]
 """
@@ -11,7 +11,9 @@ import io
 import json
 import os
 import random
+import re
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
@@ -42,13 +44,15 @@ from evener.core.run.step_spans import (
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.verbs import make_verb_corpus
 from evener.launch import launcher, prepare_hosts, torch_subprocess
+from evener.report.export.dataframes import read_run
 from evener.ssh.fake import FakeSession
 from evener.transfer import checkpoint_transfer, mirror
+from evener.watch.run_reader import RunReader
 from tests.in_process import time_limit
 from tests.sample_runs import write_run
 from tests.tiers import num_examples
 
-NUM, SEED = num_examples(100, 300), 20261123
+NUM, SEED = num_examples(300, 10_000), 20261123
 HANGS_S = 60  # by the clock, of a machine as busy as it likes
 LONG = 600  # times the median processor time of a verb: 2 s where that is 3 ms
 RECORD = Path(__file__).parent / "records" / "two-hosts"
@@ -85,20 +89,26 @@ lr = 1e-3
 [machine]
 ranks = 1
 """
+WATCH, READ = "(the live page)", "(read_run)"  # no verbs, but they read a run, too
 RUN_VERBS = [["report", "RUN"], ["report", "RUN", "--json"], ["runs", "--json"], ["logs", "RUN"], ["verify", "RUN"],
              ["verify", "RUN", "--replay", "2"], ["sample", "RUN"], ["export", "RUN"], ["stop", "RUN"],
-             ["fetch", "RUN"], ["plan", "--from", "RUN"], ["train", "--resume", "RUN"], ["trace", "RUN"]]  # fmt: skip
+             ["fetch", "RUN"], ["plan", "--from", "RUN"], ["train", "--resume", "RUN"], ["trace", "RUN"],
+             ["runs", "--prune", "--json"], ["runs", "runs"], ["report", "RUN", "--format", "md"], [WATCH, "RUN"],
+             [READ, "RUN"]]  # fmt: skip
 FLEET_VERBS = [["plan", "--model", "tiny"], ["train", "--data", "data/verbs", "--model", "tiny", "--hosts", "laptop"],
                ["train", "--data", "data/verbs", "--model", "tiny", "--hosts", "nobody"]]  # fmt: skip
 TARGETS: list[tuple[str, list[list[str]]]] = [
     *((f"runs/here/{name}", RUN_VERBS) for name in (
         "manifest.json", "plan.json", "events.jsonl", "steps/rank-0.jsonl", "steps/rank-1.jsonl", "spans/rank-1.jsonl",
         "profile/rank-1.json", "tokenizer.json",
-        "host/state.json", "host/spec.json", "host/lock", "logs/here.0.log", "checkpoints/step-000003/state.json",
+        "host/state.json", "host/spec.json", "host/lock", "host/attached", "host/ranks/begun.json", "report.html",
+        "trace.json", "watch.summary", "loggers/tensorboard.json", "loggers/tensorboard.lock", "export/config.json",
+        "logs/here.0.log", "checkpoints/step-000003/state.json",
         "checkpoints/step-000003/weights.safetensors")),
     *((f"runs/away/{name}", RUN_VERBS) for name in (
         "manifest.json", "plan.json", "events.jsonl", "steps/rank-1.jsonl", "hosts/attic/state.json",
-        "hosts/attic/events.jsonl", "hosts/attic/mirror.json")),
+        "hosts/attic/events.jsonl", "hosts/attic/mirror.json", "hosts/carry.lock", "hosts/laptop/mirror.lock",
+        "hosts/.controller/events.jsonl", "files/attic/out.txt")),
     ("runs/bench/compare.json", [["report", "runs/bench"], ["report", "runs/bench", "--json"]]),
     ("runs/lab01/bench.json", [["report", "runs/lab01"]]),
     ("fleet.toml", FLEET_VERBS),
@@ -191,17 +201,21 @@ def make_world(folder: Path) -> None:
         "format": 1,
         "kind": "fleet",
         "base": "a",
-        "runs": {"a": "../here", "b": "../away"},
+        "runs": {"a": "here", "b": "away"},
         "failed": {"c": "why"},
     }
+    for bench in ("bench", "lab01"):
+        for name in ("here", "away"):
+            shutil.copytree(folder / "runs" / name, folder / "runs" / bench / name)
     write_atomic(folder / "runs" / "bench" / "compare.json", json.dumps(compared).encode())
-    write_atomic(folder / "runs" / "lab01" / "bench.json", b'{"format":1,"series":{"verbs":["../here","../away"]}}')
+    write_atomic(folder / "runs" / "lab01" / "bench.json", b'{"format":1,"series":{"verbs":["here","away"]}}')
 
 
 STATE = {"state": "ended", "supervisor": 1, "pid": 2, "started": 1.5, "ended": 2.5, "status": 0, "signal": None,
          "stopped": False, "failures": [], "left": [], "oom_at": None, "full_at": None}  # fmt: skip
 ODD: list[Any] = [None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 10**30, 1e300, -1e300, 0.5, 1e-320, "", "x",
-                  "../..", "\0", "nan", "é" * 300, [], [[]], {}, {"a": 1}, [1, "a", None]]  # fmt: skip
+                  "../..", "\0", "nan", "é" * 300, "../../../outside/file", "/dev/zero", "\x1b]0;title\x07", "[link=http://host]text[/]",
+                  "\u202e", [], [[]], {}, {"a": 1}, [1, "a", None]]  # fmt: skip
 
 
 def swap(tree: Any, dice: random.Random) -> Any:
@@ -294,22 +308,41 @@ def cut(content: bytes, dice: random.Random) -> bytes:
 CHANGES = [flip, move_lines, insert, whole, cut, swap_word, *[swap_json] * 5]
 
 
-def damage(path: Path, dice: random.Random) -> str:
-    """How it was damaged."""
-    content = path.read_bytes()
-    how = dice.random()
-    if how > 0.06:
+def damage(path: Path, dice: random.Random, outside: Path) -> str:
+    """How it was damaged. Links lead to the folder `outside`, and to the file in it."""
+    if path.exists() and dice.random() > 0.25:
         change = dice.choice(CHANGES)
-        path.write_bytes(change(content, dice))
+        path.write_bytes(change(path.read_bytes(), dice))
         return change.__name__
-    path.unlink()
-    kinds: list[Callable[[], object]] = [
-        lambda: path.mkdir(), lambda: os.mkfifo(path), lambda: path.symlink_to(path),
-        lambda: path.symlink_to("/dev/zero"), lambda: path.symlink_to("/nowhere"), lambda: None,
-    ]  # fmt: skip
-    num = dice.randrange(len(kinds))
-    kinds[num]()
-    return ("folder", "FIFO", "loop", "device", "dangling", "gone")[num]
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = outside / "file"
+    kinds: dict[str, Callable[[], object]] = {
+        "folder": path.mkdir, "FIFO": lambda: os.mkfifo(path), "socket": lambda: bind(path),
+        "loop": lambda: path.symlink_to(path), "device": lambda: path.symlink_to("/dev/zero"),
+        "dangling": lambda: path.symlink_to("/nowhere"), "gone": lambda: None,
+        "link": lambda: path.symlink_to(target), "hard link": lambda: path.hardlink_to(target),
+        "new file": lambda: path.symlink_to(outside / "new"),
+    }  # fmt: skip
+    if path.suffix not in (".bin", ".safetensors"):  # those may be as large as a disk
+        kinds["terabyte"] = lambda: (path.touch(), os.truncate(path, 1 << 40))
+    folders = [folder for folder in path.parents if "runs" in folder.parent.parent.parts[-2:]]
+    if folders:
+        kinds["linked folder"] = lambda: link_folder(dice.choice(folders), outside)
+    kind = dice.choice([*kinds])
+    kinds[kind]()
+    return kind
+
+
+def bind(path: Path) -> None:
+    """Make a socket file. Its name is longer than an address may be."""
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)
+
+
+def link_folder(folder: Path, outside: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(outside)
 
 
 def remove(path: Path) -> None:
@@ -320,12 +353,16 @@ def look_of(path: Path) -> object:
     """What a person who wants to mend a file would find."""
     if path.is_symlink():
         return os.readlink(path)
+    if path.is_file() and path.stat().st_size > 1 << 30:
+        return path.stat().st_size
     return path.read_bytes() if path.is_file() else path.exists() and path.lstat().st_mode
 
 
 def is_kept(path: Path, before: object) -> bool:
-    """Is a file as it was? Events are put in the order of their time; none goes."""
+    """Is a file as it was? Events are put in the order of their time; none goes. What a verb writes is new."""
     after = look_of(path)
+    if path.name in ("report.html", "trace.json", "watch.summary", "config.json") or before is False:
+        return True
     if path.name == "events.jsonl" and isinstance(after, bytes):
         return not isinstance(before, bytes) or set(before.split(b"\n")[:-1]) <= set(after.split(b"\n"))
     return after == before
@@ -336,8 +373,14 @@ def outcome(args: list[str]) -> tuple[str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = EVENER(args, standalone_mode=False, prog_name="evener")
-            return f"status {status or 0}", err.getvalue()
+            if args[0] == WATCH:
+                status: Any = RunReader(RunDir(args[1])).read_new(1.0) and 0
+            elif args[0] == READ:
+                status = read_run(args[1]) and 0
+            else:
+                status = EVENER(args, standalone_mode=False, prog_name="evener")
+            raw = re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", out.getvalue() + err.getvalue())
+            return f"status {status or 0}", err.getvalue() if raw is None else f"Traceback: {raw[0]!r} is printed"
         except EvenerError as error:
             return "refused", f"error: {error}\n{error.hint}\n{error.output}"
         except typer.TyperException as error:
@@ -365,13 +408,18 @@ def fuzz(folder: Path, num: int, seed: int) -> tuple[collections.Counter[str], l
     wrong: list[str] = []
     took_s: dict[str, float] = {}
     make_world(folder)
+    outside = folder.with_name("outside")
+    (outside / "folder").mkdir(parents=True)
+    (outside / "file").write_bytes(b"precious\nunfinished")
+    (outside / "state.json").write_bytes(b"{}")
+    before_all = snapshot(outside)
     pristine = folder.with_name(f"{folder.name}-whole")
     shutil.copytree(folder, pristine)
     with contextlib.chdir(folder), nothing_begins():
         for case in range(num):
             dice = random.Random(f"{seed} {case}")
             name, verbs = dice.choice(TARGETS)
-            how = damage(folder / name, dice)
+            how = damage(folder / name, dice, outside)
             run = "/".join(name.split("/")[:2])
             args = [run if word == "RUN" else word for word in dice.choice(verbs)]
             before, began = look_of(folder / name), time.process_time()
@@ -390,10 +438,18 @@ def fuzz(folder: Path, num: int, seed: int) -> tuple[collections.Counter[str], l
             took_s[told_case] = time.process_time() - began
             if not is_kept(folder / name, before):
                 wrong.append(f"{told_case}: the file is another one now")
+            if snapshot(outside) != before_all:
+                wrong.append(f"{told_case}: the files outside are others now")
+                break
             restore(folder, pristine)
     median_s = statistics.median(took_s.values())
     wrong += [f"{told_case}: took {one:.1f} s" for told_case, one in took_s.items() if one > LONG * median_s]
     return counts, wrong
+
+
+def snapshot(folder: Path) -> dict[str, object]:
+    """What a folder holds."""
+    return {str(path.relative_to(folder)): look_of(path) for path in sorted(folder.rglob("*"))}
 
 
 def written(path: Path) -> tuple[int, int]:
@@ -405,7 +461,7 @@ def restore(folder: Path, pristine: Path) -> None:
     """As it was before the case."""
     for path in sorted(folder.rglob("*"), reverse=True):
         twin = pristine / path.relative_to(folder)
-        is_plain = not path.is_symlink() and (path.is_dir() or path.is_file())
+        is_plain = not path.is_symlink() and (path.is_dir() or (path.is_file() and path.stat().st_nlink == 1))
         if not is_plain or not twin.exists() or twin.is_dir() != path.is_dir():
             remove(path)
     for twin in pristine.rglob("*"):

@@ -16,10 +16,18 @@ from evener.core.base.file_io import write_atomic
 from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE
 from evener.core.run.rundir import RunDir, read_checkpoint
 from evener.core.run.runwriter import RunWriter
-from evener.worker.state.checkpoint import load, load_weights, named_weights, save
+from evener.worker.state.checkpoint import (
+    load,
+    load_weights,
+    named_weights,
+    read_safetensors,
+    save,
+    write_safetensors,
+)
 from evener.worker.state.replica_hashes import hash_tensors
 
 from ..conftest import ENV, wait_until
+from ..in_process import time_limit
 from ..tiers import exhaustive
 
 
@@ -141,6 +149,17 @@ def test_nan_running_mean_is_refused_but_infinite_mask_is_not(tmp_path):
     module.running_mean[0] = float("nan")
     with pytest.raises(RunError, match="running_mean is not finite: 1 of 2 values"):
         write(tmp_path, named_weights(module), step=20)
+
+
+def test_tensors_are_not_written_through_a_link_and_a_pipe_is_not_waited_for(tmp_path):
+    kept, link, pipe = tmp_path / "kept", tmp_path / "link", tmp_path / "pipe"
+    kept.write_bytes(b"kept")
+    link.symlink_to(kept)
+    write_safetensors(link, {"a": torch.ones(3)})
+    assert (kept.read_bytes(), link.is_symlink()) == (b"kept", False)
+    os.mkfifo(pipe)
+    with time_limit(60), pytest.raises(OSError, match="not a file"):
+        read_safetensors(pipe)
 
 
 def test_unsaveable_state_leaves_no_partial_checkpoint(tmp_path):
