@@ -327,7 +327,7 @@ def _prune_fleet(folder: Path, file: str, names: str | None, older_than: float |
     freed_bytes = sum(freed for _, freed in pruned)
     if as_json:
         failures = [{"host": name, "error": str(error), "hint": error.hint} for name, error in errors.items()]
-        print(json.dumps({"pruned": msgspec.to_builtins(prunable), "kept": msgspec.to_builtins(kept),
+        print_plain(json.dumps({"pruned": msgspec.to_builtins(prunable), "kept": msgspec.to_builtins(kept),
                           "removed": yes, "freed_bytes": freed_bytes, "errors": failures}))  # fmt: skip
         return 1 if errors else 0
     for error in errors.values():
