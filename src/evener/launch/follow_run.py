@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from evener.core.base.decoding import json_decoder
-from evener.core.base.errors import EvenerError, NoRoomError, RunError
+from evener.core.base.errors import EvenerError
 from evener.core.base.file_io import follow_lines
-from evener.core.base.shell import quote_word
 from evener.core.run.run_plan import Plan, read_plan
 from evener.core.run.rundir import RunDir, parse_event
 from evener.core.run.step_cost import StepRecord
@@ -109,11 +108,7 @@ def _follow_plan(rundir: RunDir, plan: Plan, events: Mapping[str, Iterator[list[
                 return None
             for name, host in mirror.hosts.items():
                 if host.local_error is not None:
-                    full = isinstance(host.local_error, OSError) and NoRoomError.from_os_error(host.local_error)
-                    raise (NoRoomError if full else RunError)(
-                        f"the records of {name} cannot be written here: {full or host.local_error}",
-                        hint=f"the run goes on; evener logs -f {quote_word(rundir)} follows it again",
-                    )
+                    raise host.unwritable_error(host.local_error)
                 if (host.error is not None) != (name in lost):
                     lost ^= {name}
                     if not plan.is_local_run:

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.decoding import from_builtins, from_json
-from evener.core.base.errors import CheckpointError, EvenerError, HostError, RunError
+from evener.core.base.errors import CheckpointError, EvenerError, HostError, NoRoomError, RunError
 from evener.core.base.file_io import append_bytes, lock_file, read_file, read_lines, write_atomic
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
@@ -157,7 +157,7 @@ class HostMirror:
         return bool(is_wanted)
 
     def copy_once(self) -> None:
-        """Copy once what is new on the host. HostError if it cannot be reached."""
+        """Copy once what is new on the host. HostError if it cannot be reached, RunError if nothing can be written here."""
         for attempt in range(3):
             try:
                 with contextlib.closing(open_session(self.name, self.plan.host)) as session:
@@ -168,6 +168,16 @@ class HostMirror:
                     return  # another program copies it faster
             except RemoteError as error:
                 raise to_host_error(error, self._fleet) from None
+            except OSError as error:
+                raise self.unwritable_error(error) from None
+
+    def unwritable_error(self, error: Exception) -> EvenerError:
+        """Return the error that says why the host's records cannot be written on this machine."""
+        full = NoRoomError.from_os_error(error) if isinstance(error, OSError) else None
+        return (NoRoomError if full else RunError)(
+            f"the records of {self.name} cannot be written here: {full or error}",
+            hint=f"the run goes on; evener logs -f {quote_word(self._rundir)} follows it again",
+        )
 
     def stop(self) -> None:
         """Stop following."""
