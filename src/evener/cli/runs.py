@@ -179,11 +179,17 @@ def _format_hosts(states: dict[str, str], run_state: str) -> str:
 
 
 def _load_row(rundir: RunDir) -> RunRow:
-    """Load one row of the table; that of a run whose files cannot be read says so, and the others are listed."""
+    """Load one row of the table; that of a run whose files cannot be read says so, and the others are listed.
+
+    A full disk of this machine is no fault of the run: NoRoomError.
+    """
+    from evener.core.base.errors import NoRoomError
     from evener.report.read.run_table import RunRow, disk_bytes
 
     try:
         return _load_sound_row(rundir)
+    except NoRoomError:
+        raise
     except Exception as error:  # a file that came from elsewhere may cause any
         return RunRow(
             run=str(rundir), state="damaged", bytes=disk_bytes(rundir.path), error=str(error) or type(error).__name__

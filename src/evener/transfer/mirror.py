@@ -157,7 +157,10 @@ class HostMirror:
         return bool(is_wanted)
 
     def copy_once(self) -> None:
-        """Copy once what is new on the host. HostError if it cannot be reached, RunError if nothing can be written here."""
+        """Copy once what is new on the host.
+
+        HostError if it cannot be reached, RunError or NoRoomError if nothing can be written here.
+        """
         for attempt in range(3):
             try:
                 with contextlib.closing(open_session(self.name, self.plan.host)) as session:
