@@ -191,9 +191,6 @@ def _preflight_newcomer(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sess
         if address != host.address:
             hint = f'interface = "{host.interface}" under [hosts.{host.name}], if {name} is in that network too'
             raise RunError(f"{name} reaches {host.name} at {address}, and the run is at {host.address}", hint=hint)
-    if _find_free_port(sessions[name], places[name].address, plan.port) != plan.port:
-        raise RunError(f"{name}: port {plan.port} is taken, which the run's agents use",
-                       hint=f"evener doctor{whole.cli_flag} names who holds it")  # fmt: skip
     return places[name]
 
 
