@@ -80,7 +80,8 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
     ) -> None:
         super().__init__(address, port, rank, num_nodes, run_id, timeout_s)
         self._key = key  # of the run; a single host needs none
-        self._store_port = 0  # of 127.0.0.1: of the store itself, or of the proxy to it
+        self._proxy = StoreProxy((address, port), key, run_id) if rank > 0 else None
+        self._store_port = 0 if self._proxy is None else self._proxy.port  # of 127.0.0.1
         self._has_ended = False
         self._store_deadline = 0.0  # deadline for the next successful store operation
         self._refused_since: float | None = None
@@ -97,7 +98,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         self._store_deadline = time.monotonic() + self.timeout.total_seconds() + REFUSED_TIMEOUT_S
         threading.Thread(target=self._failure_detector_loop, daemon=True).start()
         try:
-            self._store = self._serve_store() if self.rank == 0 else self._join_store()
+            self._store = self._serve_store() if self._proxy is None else self._join_store(self._proxy)
         except RuntimeError as error:
             raise self._no_store_error(str(error).splitlines()[0]) from None
         self._register_node(self._namespaced(self._store))
@@ -114,10 +115,8 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
             StoreGate(gate_listener, self._key, self.run_id, self._store_port)
         return store
 
-    def _join_store(self) -> Store:
+    def _join_store(self, proxy: StoreProxy) -> Store:
         """Wait for the first host's gate, and connect to its store. SystemExit if it lets nothing through in time."""
-        proxy = StoreProxy((self.master_addr, self.master_port), self._key, self.run_id)
-        self._store_port = proxy.port
         if not proxy.wait_ready(self.timeout.total_seconds()):
             raise self._no_store_error(proxy.problem)
         return self._open_store(self.timeout.total_seconds(), None)
@@ -186,8 +185,10 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
     def _connect(self, timeout_s: float) -> Store:
         """Connect to the store, once per thread. Raise OSError, or RuntimeError where torch finds the store gone."""
         # torch would retry a refused connection, and log each attempt; a proxy does not refuse when the store is gone.
-        first_host = (LOOPBACK, self._store_port) if self.rank == 0 else (self.master_addr, self.master_port)
+        first_host = (LOOPBACK, self._store_port) if self._proxy is None else (self.master_addr, self.master_port)
         socket.create_connection(first_host, timeout_s).close()
+        if self._proxy is not None and not self._proxy.wait_ready(timeout_s):
+            raise TimeoutError(self._proxy.problem)
         return self._namespaced(self._open_store(timeout_s, None))
 
     def _open_store(self, timeout_s: float, listener: socket.socket | None) -> Store:
