@@ -352,3 +352,8 @@ def test_drifting_replicas_get_no_gradient_accumulation_advice(tmp_path, write_r
     assert "the mean over 10 steps, of which one exchanges" in told
     assert "backward" not in told.split("average what they learned")[1].split("All-reduces")[1].split(".")[0]
     assert "add their gradients up" not in told
+
+
+def test_split_brain_is_reported(one):
+    twice = "split brain: membership epoch 3 was decided twice"
+    assert f"S{twice[1:]}." in explain_run(msgspec.structs.replace(one(), split_brains=[twice]))

@@ -109,6 +109,7 @@ def test_split_brain_is_reported_and_the_smaller_side_rejoins(hosts: MakeHosts, 
     fleet.start("b")
     fleet.start("c")
     fleet.until(lambda: "epoch 1 is b, c" in fleet.log("b") and "epoch 1 is b, c" in fleet.log("c"))
+    fleet.until_in(1, "bc")
     saved = RunDir(tmp_path / "a").checkpoint_path(649)
     saved.mkdir(parents=True)
     (saved / "state.json").write_text("{}")

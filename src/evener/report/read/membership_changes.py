@@ -93,7 +93,8 @@ def split_brains(events: Sequence[Mapping[str, Any]]) -> list[str]:
             continue
         if by_number.get(number, {}).get("kept") is not False:
             by_number[number] = event
-    return [f"{event.get('error')}. {event.get('hint') or ''}".strip() for _, event in sorted(by_number.items())]
+    texts = [(str(event.get("error")), str(event.get("hint") or "")) for _, event in sorted(by_number.items())]
+    return [f"{error}. {hint[:1].upper()}{hint[1:]}".strip() for error, hint in texts]
 
 
 def explain_membership_changes(changes: Sequence[MembershipChange], elapsed_s: float | None) -> str:
