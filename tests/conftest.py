@@ -32,6 +32,8 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 300  # of a machine as busy as it likes
 GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
+# What is trusted is remembered for this test process alone, never in the home folder.
+os.environ["XDG_STATE_HOME"] = str(guard.log_dir() / "state")
 # Tests share the cores: a thread that waits must not keep one busy.
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1",
                     guard.VARIABLE: guard.MARK}  # fmt: skip

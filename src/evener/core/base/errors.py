@@ -2,7 +2,8 @@
 
     EvenerError                  one line for the user: what, where, the evidence; `hint` is the next step
     ├── UsageError               a wrong flag, file or value from the user                  (exit status 2)
-    │   └── NoRoomError          the disk is too full                                       (exit status 2)
+    │   ├── NoRoomError          the disk is too full                                       (exit status 2)
+    │   └── UntrustedError       a run or a fleet file from elsewhere names what would run  (exit status 2)
     ├── DataError                a corpus that cannot be read or made                       (exit status 2)
     ├── CheckpointError          a damaged or unsuitable checkpoint or run directory        (exit status 2)
     ├── HostError                a host that cannot be reached or cannot do what is needed  (exit status 1)
@@ -57,6 +58,10 @@ class NoRoomError(UsageError):
             f"{where}{error.strerror}",
             hint="make room there, then run it again; a run that was started goes on, and evener runs lists it",
         )
+
+
+class UntrustedError(UsageError):
+    """A run or a fleet file from elsewhere would have hosts contacted or programs started; `output` shows which."""
 
 
 class DataError(EvenerError):

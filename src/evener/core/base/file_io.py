@@ -46,8 +46,12 @@ def path_inside(folder: Path, *names: str) -> Path:
 
 
 def state_folder() -> Path:
-    """Return the folder for what evener remembers on this machine, for this user."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "evener"
+    """Return the folder of what evener remembers of this user on this machine. OSError if there is no home folder."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        return (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "evener"
+    except RuntimeError as error:
+        raise OSError(errno.ENOENT, str(error)) from None
 
 
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
@@ -109,14 +113,14 @@ def create_file(path: Path, *, mode: int = 0o666) -> BufferedWriter:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
 
 
-def append_file(path: Path) -> FileIO:
+def append_file(path: Path, *, mode: int = 0o666) -> FileIO:
     """Open a file for reading and appending, unbuffered; create it and its folder if missing.
 
     Raise OSError for anything but a regular file with one name that this user, or the owner of its folder, owns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, flags, mode)
     try:
         _check_is_own(descriptor, path)
         return FileIO(descriptor, "a+")
@@ -136,12 +140,12 @@ def append_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def lock_file(path: Path, *, is_blocking: bool) -> FileIO:
+def lock_file(path: Path, *, is_blocking: bool, mode: int = 0o666) -> FileIO:
     """Lock a file until it is closed, however this process ends; create it if missing. Its content is not changed.
 
     Raise BlockingIOError if another process holds the lock and `is_blocking` is false.
     """
-    file = append_file(path)
+    file = append_file(path, mode=mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
     except BaseException:
