@@ -14,14 +14,13 @@ import os
 import re
 import resource
 import subprocess
-import unicodedata
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
-from evener.core.cluster.fleet_file import HostConfig
+from evener.core.cluster.fleet_file import HostConfig, sanitize_host_name
 
 MAX_FILE_BYTES = 1_000_000  # of a list; a larger file is something else
 MAX_HOSTS = 4096
@@ -156,17 +155,6 @@ def is_ssh_address(text: str) -> bool:
             return False
         return True
     return len(text) <= MAX_TARGET_CHARS and bool(HOSTNAME_PATTERN.fullmatch(text))
-
-
-def sanitize_host_name(text: str) -> str:
-    """Return a valid name in fleet.toml, as similar to the text as possible.
-
-    >>> (sanitize_host_name("gpu-1.lab"), sanitize_host_name("büro 2"), sanitize_host_name("fe80::1"),
-    ...  sanitize_host_name("中央"))
-    ('gpu-1.lab', 'buro-2', 'fe80-1', 'host')
-    """
-    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("-._")[:63].rstrip("-") or "host"
 
 
 def merge_host_lists(listings: Iterable[HostList]) -> tuple[dict[str, HostConfig], HostList]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -39,7 +40,10 @@ RENDEZVOUS_PORT = 29500
 DEFAULT_SSH_PORT = 22
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-HostName = Annotated[str, Meta(pattern=f"^{HOST_NAME.pattern}$")]
+HostName = Annotated[str, Meta(pattern=rf"^{HOST_NAME.pattern}\Z")]
+# ssh puts address and user into the commands that its configuration names (ProxyCommand with %h, Match exec), and newer
+# versions refuse these characters for that reason.
+SHELL_CHARACTERS = frozenset("'`\"$\\;&<>|(){}")
 Rate = Annotated[float, Meta(ge=1e-6, le=1e30)]
 Bandwidth = Annotated[float, Meta(ge=1, le=1e15)]
 Duration = Annotated[float, Meta(ge=0, le=1e6)]
@@ -76,6 +80,14 @@ class HostConfig(FleetSection, frozen=True, kw_only=True):
     def is_local(self) -> bool:
         """Return whether the host is the machine that runs this program."""
         return self.address == "local"
+
+    @property
+    def names_programs(self) -> bool:
+        """Return whether connecting to the host, or using it, may start a program that these settings name.
+
+        An ssh option may be a ProxyCommand, and WORKDIR/venv/bin/python is the default of `python`.
+        """
+        return bool(self.ssh_options) or self.python is not None or self.workdir != DEFAULT_WORKDIR
 
 
 class TuningGain(FleetSection, frozen=True, kw_only=True):
@@ -143,7 +155,8 @@ class Fleet(FleetSection, frozen=True, kw_only=True):
     """The whole fleet file."""
 
     hosts: dict[HostName, HostConfig]
-    file: str | None = None  # the path as given by the user; not a key of the file
+    # the path as given by the user, not a key of the file; None: evener composed the fleet, "": of a run without a file
+    file: str | None = None
     link: str | None = None  # between any two hosts without an entry in `links`: "1GbE", "wifi:200Mbit"
     links: dict[HostName, dict[HostName, HostLink]] = {}
     rates: dict[HostName, dict[str, Rates]] = {}  # by host, then by device: "cpu", "cuda:0"
@@ -152,7 +165,7 @@ class Fleet(FleetSection, frozen=True, kw_only=True):
     @property
     def cli_flag(self) -> str:
         """The flag that selects this fleet in a command: " --fleet lab.toml"; "" for the default file."""
-        return "" if self.file in (None, DEFAULT_FLEET) else f" --fleet {quote_word(self.file)}"
+        return "" if self.file in (None, "", DEFAULT_FLEET) else f" --fleet {quote_word(self.file)}"
 
 
 def fleet_path(given: str | None) -> str | None:
@@ -218,6 +231,17 @@ def format_fleet(hosts: Mapping[str, HostConfig], head: str = "") -> str:
         tables.append(name, table)
     document["hosts"] = tables
     return tomlkit.dumps(document)
+
+
+def sanitize_host_name(text: str) -> str:
+    """Return a valid name in fleet.toml, as similar to the text as possible.
+
+    >>> (sanitize_host_name("gpu-1.lab"), sanitize_host_name("büro 2"), sanitize_host_name("fe80::1"),
+    ...  sanitize_host_name("中央"))
+    ('gpu-1.lab', 'buro-2', 'fe80-1', 'host')
+    """
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("-._")[:63].rstrip("-") or "host"
 
 
 def select_hosts(fleet: Fleet, names: str | None) -> Fleet:
@@ -303,12 +327,7 @@ def _check_table(file: Path, name: str, table: dict[str, Any], kind: type[FleetS
 
 def _check(file: Path, fleet: Fleet) -> None:
     for name, host in fleet.hosts.items():
-        if not host.address or host.address.startswith("-") or not host.address.isprintable() or " " in host.address:
-            raise UsageError(f"{file}: hosts.{name}: address {host.address!r}: expected a name or an IP address")
-        if host.user is not None and (host.user.startswith("-") or "@" in host.user or not host.user.isprintable()):
-            raise UsageError(f"{file}: hosts.{name}: user {host.user!r}: expected a login name")
-        if host.is_local and (host.user or host.port or host.identity_file or host.ssh_options):
-            raise UsageError(f"{file}: hosts.{name}: address is local, so ssh settings do not apply")
+        check_host(f"{file}: hosts.{name}", host)
         for key, text, parse in (("gpu", host.gpu, parse_hardware), ("memory", host.memory, parse_bytes),
                                  ("node_link", host.node_link, parse_link)):  # fmt: skip
             if text is not None:
@@ -320,6 +339,26 @@ def _check(file: Path, fleet: Fleet) -> None:
         raise UsageError(
             f"{file}: {' and '.join(local_hosts)} are both local: one machine is one host", hint="ranks = 2"
         )
+
+
+def check_host(where: str, host: HostConfig) -> None:
+    """Raise UsageError, which begins with `where`, if ssh or a program would misread a setting of a host."""
+    if not host.address or " " in host.address or _is_unsafe(host.address, SHELL_CHARACTERS):
+        raise UsageError(f"{where}: address {host.address!r}: expected a name or an IP address")
+    if host.user is not None and ("@" in host.user or _is_unsafe(host.user, SHELL_CHARACTERS - set("$\\"))):
+        raise UsageError(f"{where}: user {host.user!r}: expected a login name")
+    if host.is_local and (host.user or host.port or host.identity_file or host.ssh_options):
+        raise UsageError(f"{where}: address is local, so ssh settings do not apply")
+    texts = [("ssh_options", option) for option in host.ssh_options]
+    texts += [(key, getattr(host, key) or "") for key in ("identity_file", "python", "workdir", "interface")]
+    for key, text in texts:
+        if not text.isprintable():
+            raise UsageError(f"{where}: {key} {text!r}: it contains control characters")
+
+
+def _is_unsafe(text: str, special: Collection[str]) -> bool:
+    """Return whether ssh could take a text for an option, or a shell that it starts for more than one word."""
+    return text.startswith("-") or not text.isprintable() or any(character in special for character in text)
 
 
 def _validation_message(error: msgspec.ValidationError) -> str:

@@ -211,7 +211,11 @@ class RunDir:
             ) from None
         except OSError as error:
             raise CheckpointError(f"{self.manifest_path}: {error.strerror}") from None
-        return decode_versioned_json(text, Manifest, RUN_FORMAT, self.manifest_path, OLD_FORMAT_HINTS)
+        manifest = decode_versioned_json(text, Manifest, RUN_FORMAT, self.manifest_path, OLD_FORMAT_HINTS)
+        for name in (*(host.host for host in manifest.hosts), *manifest.roster.hosts):
+            if "/" in name or "\0" in name:  # hosts' names are those of files here
+                raise CheckpointError(f"{self.manifest_path}: damaged: it names the host {name!r}")
+        return manifest
 
     def records(self, rank: int, tail_bytes: int | None = None) -> list[StepRecord]:
         """Read a rank's records in order: all, or those in the last `tail_bytes`; ignore a half-written last line."""
