@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -50,11 +49,10 @@ class Watched:
         """Return when it answers."""
         out = self._folder / "watch.out"
         out.write_bytes(b"")
-        env = os.environ | {"XDG_STATE_HOME": str(self._folder / "state")}
         with out.open("ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "evener", "watch", *self._args, "--port", str(self.port)],
-                stdout=file, stderr=subprocess.STDOUT, env=env, cwd=self._folder,
+                stdout=file, stderr=subprocess.STDOUT, cwd=self._folder,
             )  # fmt: skip
         wait_until(lambda: b"\n" in out.read_bytes() or self.process.poll() is not None, out.read_text)
         self.url = out.read_text().split("\n")[0]

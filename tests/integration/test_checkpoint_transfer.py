@@ -14,7 +14,7 @@ import pytest
 from evener.core.base.errors import HostError, UsageError
 from evener.core.base.file_io import file_digest, write_atomic
 from evener.core.cluster.fleet_file import Fleet, HostConfig
-from evener.core.run.run_plan import HostPlan, Plan
+from evener.core.run.run_plan import HostPlan, Plan, write_plan
 from evener.core.run.run_spec import CheckpointSpec, RunSpec
 from evener.core.run.rundir import Checkpoint, RunDir, read_checkpoint
 from evener.ssh.session import connect
@@ -57,7 +57,9 @@ def plan_of(home: RunDir, there: RunDir) -> Plan:
         name="a", host=host, node_rank=0, first_rank=0, num_ranks=1, address="", interface="", run=str(there.path),
         code=None, cwd="", argv=[], env={},
     )  # fmt: skip
-    return Plan(kind="train", spec=RunSpec(checkpoint=CheckpointSpec(keep=1)), hosts=[part])
+    plan = Plan(kind="train", spec=RunSpec(checkpoint=CheckpointSpec(keep=1)), hosts=[part])
+    write_plan(home, plan)
+    return plan
 
 
 def restored(home: RunDir, there: RunDir, step: int) -> None:

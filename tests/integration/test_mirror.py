@@ -177,8 +177,8 @@ def test_returning_host_is_restarted_when_run_continues_elsewhere(
     states = iter(
         [running | {"state": "ended", "lost": "the host went down"}, running | {"state": "ended", "status": 0}]
     )
-    known, there = iter([None, None, True]), FakeSession("there", {"run_control.restart_run": lambda run: running})
-    monkeypatch.setattr("evener.transfer.mirror.open_session", lambda *args: there)
+    known, there = iter([None, None, True]), FakeSession("there", {"run_control.restart_run": lambda **sent: running})
+    monkeypatch.setattr("evener.ssh.session.open_session", lambda *args: there)
     monkeypatch.setattr(HostMirror, "_copy", lambda self, *args, **more: setattr(self, "state", next(states)))
     mirror = make()
     mirror._is_restart_wanted = lambda: next(known)

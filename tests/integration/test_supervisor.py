@@ -86,7 +86,7 @@ class Started:
 
     def stop(self) -> dict[str, Any]:
         """Its last state."""
-        return list(self.session.stream("run_control", "stop", run=str(self.run)))[-1]
+        return list(self.session.stream("run_control", "stop", run=str(self.run), run_id=self.id))[-1]
 
     def printed(self, name: str = "here") -> dict[str, bytes]:
         """What was written to stdout and stderr, put together again from the log."""
@@ -341,7 +341,7 @@ def test_immediate_stop_kills_unresponsive_rank_without_grace_period(session: Se
     wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
     os.kill(started.state["pid"], signal.SIGSTOP)
     began = time.monotonic()
-    last = list(session.stream("run_control", "stop", run=str(started.run), now=True))[-1]
+    last = list(session.stream("run_control", "stop", run=str(started.run), run_id=started.id, now=True))[-1]
     assert time.monotonic() - began < DEADLINE_S
     assert (last["signal"], last["stopped"], last["left"]) == ("SIGKILL", True, [])
 
@@ -383,7 +383,7 @@ def test_stalled_supervisor_is_killed(session: Session, tmp_path: Path, monkeypa
     started = Started(session, tmp_path / "run", python(SLEEP), grace_s=0.2)
     os.kill(started.state["supervisor"], signal.SIGSTOP)
     monkeypatch.setattr(run_control, "KILL_TIMEOUT_S", 0.05)
-    *waiting, last = run_control.stop(str(started.run))
+    *waiting, last = run_control.stop(str(started.run), started.id)
     assert waiting == [{"waiting": True}] * len(waiting)
     assert (last["state"], last["lost"], last["left"]) == ("ended", "the supervisor was killed", [])
     assert started.processes() == []
@@ -564,12 +564,73 @@ def test_missing_working_directory_is_named(session: Session, tmp_path: Path) ->
     assert f"{tmp_path / 'gone'}: No such file".encode() in started.printed()["E"]
 
 
+def test_stop_does_not_kill_the_run_that_the_files_name(session: Session, tmp_path: Path) -> None:
+    """A directory that came from elsewhere may hold the id of another run of this user."""
+    other = Started(session, tmp_path / "other", python(SLEEP))
+    started = Started(session, tmp_path / "run", python(""))
+    started.wait()
+    wait_until(lambda: not run_control._is_supervised(str(started.run / "host")))
+    (started.run / "host/spec.json").write_text(json.dumps({"id": other.id, "grace_s": 0}))
+    started.stop()
+    assert session.call("run_control", "status", run=str(other.run))["state"] == "running"
+    Started(session, tmp_path / "run", python("")).wait()
+    assert len(other.processes()) == 1
+    other.stop()
+
+
+def test_restarted_host_runs_what_is_sent(session: Session, tmp_path: Path) -> None:
+    """The files of the earlier start may have been replaced meanwhile."""
+    started = Started(session, tmp_path / "run", python(""))
+    started.wait()
+    wait_until(lambda: not run_control._is_supervised(str(started.run / "host")))
+    spec = json.loads((started.run / "host/spec.json").read_text())
+    altered = spec | {"argv": python(f"open({str(tmp_path / 'executed')!r}, 'w')")}
+    (started.run / "host/spec.json").write_text(json.dumps(altered))
+    (started.run / "host/supervisor.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    (started.run / "host/agent.json").write_text('{"edition": 7, "hosts": {"a": 1}, "program": ["altered"]}')
+    agent = '{"edition": 3, "hosts": {}, "program": ["sent"]}'
+    session.call("run_control", "restart_run", run=str(started.run), spec=spec, supervisor=SUPERVISOR,
+                 files={"host/agent.json": agent})  # fmt: skip
+    assert started.wait()["status"] == 0
+    assert not (tmp_path / "executed").exists()
+    restarted = json.loads((started.run / "host/agent.json").read_text())
+    assert restarted == {"edition": 7, "hosts": {"a": 1}, "program": ["sent"]}  # it had learned of another host
+
+
+@pytest.mark.parametrize(
+    "altered",
+    [
+        {"log": "../../outside.log"},
+        {"host": "../../outside"},
+        {"host": "../../outside", "log": "../../outside.log"},
+        {"sizes": {"here.log": "0"}},
+        {"first_rank": "../../outside"},
+        {"more": 1},
+    ],
+)
+def test_recovered_logs_stay_inside_the_run(tmp_path: Path, altered: dict[str, Any]) -> None:
+    """begun.json may come from elsewhere: a log outside the run is neither written nor cut short."""
+    run, outside = tmp_path / "a/run", tmp_path / "a/outside.log"
+    rank = run / "host/ranks/none_x/attempt_0/0"
+    rank.mkdir(parents=True)
+    (run / "logs").mkdir()
+    outside.write_bytes(b"no newline at its end")
+    (rank / "stdout.log").write_bytes(b"text\n")
+    begun = {"host": "here", "first_rank": 0, "sizes": {}, "log": "here.log"} | altered
+    (run / "host/ranks/begun.json").write_text(json.dumps(begun))
+    supervisor.recover_rank_logs(str(run))
+    assert outside.read_bytes() == b"no newline at its end"
+    assert [path.name for path in (tmp_path / "a").iterdir() if path.is_file()] == ["outside.log"]
+    assert list((run / "logs").iterdir()) == []
+
+
 def test_reading_run_status_does_not_block_start_or_stop(session: Session, tmp_path: Path) -> None:
     """While somebody looks, a run that has ended stays ended, and one can be started."""
-    Started(session, tmp_path / "run", python("")).wait()
+    started = Started(session, tmp_path / "run", python(""))
+    started.wait()
     look = os.open(tmp_path / "run/host/lock", os.O_RDONLY)
     fcntl.flock(look, fcntl.LOCK_SH)
-    assert session.call("run_control", "stop", run=str(tmp_path / "run"))["state"] == "ended"
+    assert started.stop()["state"] == "ended"
     threading.Timer(0.3, os.close, [look]).start()
     assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
 

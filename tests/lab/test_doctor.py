@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from evener.core.cluster.fleet_file import Fleet, load_fleet
+from evener.core.run.trust import trust_fleet
 from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec
@@ -40,6 +41,7 @@ def fleet_of(lab: EmulatedLab) -> Fleet:
 
 
 def look(fleet: Fleet, *, quick: bool = True) -> PreflightReport:
+    trust_fleet(fleet)
     with connect(fleet) as (sessions, errors):
         return run_preflight(fleet, sessions, errors, quick=quick)
 

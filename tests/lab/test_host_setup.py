@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from evener.core.cluster.fleet_file import load_fleet
+from evener.core.run.trust import trust_fleet
 from evener.lab.emulated_lab import EmulatedLab, LabHost
 from evener.lab.lab_spec import HostSpec
 from tests.lab.conftest import command_lines, wait_until
@@ -39,6 +41,7 @@ class Controller:
         self.fleet = folder / "fleet.toml"
         text = "".join(line for line in lab.state.fleet_text.splitlines(True) if not line.startswith("python = "))
         self.fleet.write_text(text)
+        trust_fleet(load_fleet(self.fleet))
         self.env = os.environ | {"PYTHONPATH": str(self.source / "src")}
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
@@ -177,6 +180,7 @@ def a_small_disk_is_told_before_it_is_full(controller: Controller, first: dict[s
     controller.host.exec(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", str(controller.home / "small")])
     text = controller.fleet.read_text()
     controller.fleet.write_text(f'{text}workdir = "~/small"\n')
+    trust_fleet(load_fleet(controller.fleet))
     try:
         told = controller.setup()
     finally:

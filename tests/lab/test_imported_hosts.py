@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from evener.core.cluster.fleet_file import Fleet, HostConfig, format_fleet, load_fleet, parse_fleet
+from evener.core.run.trust import trust_fleet
 from evener.lab.emulated_lab import EmulatedLab
 from evener.sources.ansible_inventory import import_inventory
 from evener.sources.import_hosts import merge_host_lists
@@ -36,6 +37,7 @@ def as_inventory(hosts: dict[str, HostConfig]) -> str:
 
 
 def assert_reached(fleet: Fleet) -> None:
+    trust_fleet(fleet)
     with connect(fleet) as (sessions, errors):
         assert not errors
         assert list(sessions) == ["a", "b"]

@@ -239,7 +239,7 @@ def test_local_machine_can_take_part(fleet: Fleet) -> None:
     b["ssh_options"] = [one for one in b["ssh_options"] if not one.startswith("Proxy")]
     hosts = {"here": {"address": "local", "workdir": str(home / ".evener")}, "b": b}
     (home / "fleet.toml").write_text(tomlkit.dumps({"hosts": hosts}))
-    argv = fleet.argv("launch", "--out", "runs/mixed", "--", "hello.py")
+    argv = fleet.argv("launch", "--out", "runs/mixed", "--trust", "--", "hello.py")
     argv[argv.index("--fleet") : argv.index("--fleet") + 2] = []
     quoted = shlex.join(argv)
     fleet.lab.host("a").exec(["sh", "-c", f"cd {shlex.quote(str(home))} && {quoted}"], timeout_s=TIMEOUT_S)

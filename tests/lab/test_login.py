@@ -15,6 +15,7 @@ import pytest
 import tomlkit
 
 from evener.core.cluster.fleet_file import load_fleet
+from evener.core.run.trust import trust_fleet
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec
@@ -47,6 +48,7 @@ def doctor(lab: EmulatedLab, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         hosts["a"] = {key: value for key, value in hosts["a"].items() if value is not None}
         path = tmp_path / "fleet.toml"
         path.write_text(tomlkit.dumps({"hosts": hosts}))
+        trust_fleet(load_fleet(path))
         argv = [Path(sys.executable).with_name("evener"), "doctor", "--fleet", path, "--quick", "--json"]
         with SlowedDown() as other:
             began = time.monotonic()

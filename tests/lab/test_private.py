@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import tomlkit
 
+from evener.core.cluster.fleet_file import load_fleet
 from evener.core.run.run_plan import read_plan_if_present
+from evener.core.run.trust import trust_fleet
 from evener.doctor.firewall import NFT_TABLE
 from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec
@@ -36,6 +38,7 @@ def fleet(make_lab: MakeLab, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     del document["hosts"]["stranger"]  # type: ignore[union-attr]
     file = folder / "fleet.toml"
     file.write_text(tomlkit.dumps(document))
+    trust_fleet(load_fleet(file))
     return Fleet(lab, file, folder)
 
 

@@ -25,7 +25,6 @@ from evener.launch.commands import (
     script_plan,
     train_plan,
 )
-from evener.launch.launcher import membership_files
 
 
 def place(name: str, *, gpus: list[str] | None = None, cores: int = 8, bf16: bool = True,
@@ -297,7 +296,7 @@ def test_key_is_in_no_command_environment_or_printed_plan(capsys: pytest.Capture
         )
         assert key not in repr(plan.hosts)
         for host in plan.hosts:
-            assert membership_files(plan, host)[RUN_KEY_FILE] == key
+            assert plan.membership_files(host.name)[RUN_KEY_FILE] == key
             assert host.env["EVENER_KEY_FILE"] == f"/{host.name}/runs/x/host/key"
         for as_json in (False, True):
             print_plan(plan, as_json)

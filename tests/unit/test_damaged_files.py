@@ -43,10 +43,9 @@ from evener.core.run.step_spans import (
 )
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.verbs import make_verb_corpus
-from evener.launch import launcher, prepare_hosts, torch_subprocess
+from evener.launch import prepare_hosts, torch_subprocess
 from evener.report.export.dataframes import read_run
 from evener.ssh.fake import FakeSession
-from evener.transfer import checkpoint_transfer, mirror
 from evener.watch.run_reader import RunReader
 from tests.in_process import time_limit
 from tests.sample_runs import write_run
@@ -393,8 +392,8 @@ def outcome(args: list[str]) -> tuple[str, str]:
 def nothing_begins() -> Iterator[None]:
     """Hosts are this process, and what would train, load weights or end a process does not."""
     with contextlib.ExitStack() as stack:
-        for place in (launcher, mirror, checkpoint_transfer):
-            stack.enter_context(mock.patch.object(place, "open_session", open_here))
+        stack.enter_context(mock.patch("evener.ssh.session.open_session", open_here))
+        stack.enter_context(mock.patch("evener.core.base.trusted.is_trusted", return_value=True))  # what a person wrote
         stack.enter_context(mock.patch("evener.ssh.session.connect", side_effect=Started))
         stack.enter_context(mock.patch.object(prepare_hosts, "connect", side_effect=Started))
         stack.enter_context(mock.patch.object(torch_subprocess, "program_lines", side_effect=Started))

@@ -84,10 +84,10 @@ def test_checkpoint_installed_for_resume_survives_power_loss(tmp_path: Path, dis
 def test_first_files_of_a_run_survive_power_loss(
     tmp_path: Path, disk: VolatileDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_control, "_start_supervisor", lambda run, folder: {})
-    monkeypatch.setattr(run_control, "kill_leftover_processes", lambda run: None)
+    monkeypatch.setattr(run_control, "_start_supervisor", lambda run, folder, spec, supervisor: {})
+    monkeypatch.setattr(run_control, "kill_leftover_processes", lambda run, run_id: None)
     run = tmp_path / "disk" / "evener" / "run"
-    run_control.start(str(run), {"program": []}, "", {"host/agent.json": "{}", "roster.json": "[]"})
+    run_control.start(str(run), {"id": "r"}, "", {"host/agent.json": "{}", "roster.json": "[]"})
     disk.lose_power()
     assert json.loads((run / "host" / "agent.json").read_text()) == {}
     assert json.loads((run / "roster.json").read_text()) == []

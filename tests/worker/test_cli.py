@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from evener.core.cluster.fleet_file import load_fleet
 from evener.core.run.run_plan import read_plan
 from evener.core.run.rundir import RunDir
+from evener.core.run.trust import trust_fleet
 
 from ..conftest import ENV, TIMEOUT_S, wait_until
 from ..tiers import exhaustive, exhaustively
@@ -266,6 +268,7 @@ def test_resume_uses_original_fleet_unless_overridden(tmp_path, corpus):
     fleet = tmp_path / "elsewhere" / "machines.toml"
     fleet.parent.mkdir()
     fleet.write_text(f'[hosts.box]\naddress = "local"\nworkdir = "{tmp_path}/box"\n')
+    trust_fleet(load_fleet(fleet))
     run, there = RunDir(tmp_path / "run"), ("--fleet", str(fleet))
 
     def goes_on(steps, where, *flags):

@@ -7,7 +7,9 @@ import signal
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from evener.core.cluster.fleet_file import load_fleet
 from evener.core.run.rundir import RunDir
+from evener.core.run.trust import trust_fleet
 
 from ..conftest import TIMEOUT_S, wait_until
 from ..integration.pseudo import ESCAPE, in_terminal
@@ -73,6 +75,7 @@ def test_fleet_run_is_logged_by_follower(tmp_path, corpus):
     """Its host has a folder of its own, from which the records come home: at once, and when somebody looks again."""
     fleet = tmp_path / "machines.toml"
     fleet.write_text(f'[hosts.box]\naddress = "local"\nworkdir = "{tmp_path}/box"\n')
+    trust_fleet(load_fleet(fleet))
     flags = ("--fleet", str(fleet), "--data", str(corpus), *TINY, "--batch", "4", "--log", "tensorboard")
     done = evener(tmp_path, "train", *flags, "--steps", "6", "--out", "run")
     assert done.returncode == 0, done.stderr

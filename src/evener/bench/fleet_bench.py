@@ -19,7 +19,7 @@ import msgspec
 
 from evener.bench import setups
 from evener.bench.setups import BenchSetup
-from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.errors import EvenerError, UntrustedError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet, select_hosts
 from evener.core.run.resolve import ResolvedRun, resolve
@@ -46,6 +46,9 @@ class BenchDisplay(Protocol):
 
     def print_run_status(self, text: str) -> None:
         """Print one status line of a run."""
+
+    def approve_run(self, rundir: RunDir) -> None:
+        """Return if the hosts of an earlier run may be contacted. UntrustedError if it came from elsewhere."""
 
     def print_warnings(self, run: PlannedRun) -> None:
         """Print the warnings of a run's preflight."""
@@ -121,6 +124,8 @@ class FleetBench:
             if not summary.tokens_per_s:
                 raise UsageError("no step was recorded")
             self.runs[setup.label] = summary
+        except UntrustedError:
+            raise  # for the user to decide: no other setup is measured meanwhile
         except EvenerError as error:
             self.failed[setup.label] = str(error)
             self.display.print_status(f"failed: {error}")
@@ -156,6 +161,7 @@ class FleetBench:
         self._write_index()  # marks the folder as a bench
         # still running, if the terminal of this bench was closed
         if (begun := read_plan_if_present(rundir)) is not None:
+            self.display.approve_run(rundir)
             launcher.stop(rundir, begun, now=True)
         shutil.rmtree(rundir.path, ignore_errors=True)
         resolved = resolve(spec)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ FLEET_OPTION = typer.Option(
 )
 
 
-def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
+def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, trust: bool = TRUST) -> int:
     """Remove a host from a run, which continues without it: for a laptop that is needed elsewhere.
 
     The host finishes its step first, and no synchronized step is lost. Not possible with --membership fixed.
@@ -31,7 +32,7 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
     from evener.core.base.errors import UsageError
     from evener.launch import add_remove_hosts, launcher
 
-    rundir, plan = _load_elastic_run(run)
+    rundir, plan = _load_elastic_run(run, trust)
     if all(one.name != host for one in plan.hosts):
         raise UsageError(f"{host} is not a host of {rundir}, which has {', '.join(one.name for one in plan.hosts)}")
     remaining = [name for name in rundir.manifest().roster.hosts if name != host] if rundir.is_run() else []
@@ -50,18 +51,19 @@ def leave(run: str = RUN_ARGUMENT, host: str = HOST_OPTION) -> int:
     return 0
 
 
-def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FLEET_OPTION) -> int:
+def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FLEET_OPTION, trust: bool = TRUST) -> int:
     """Add a host to a running job: one that left, was down, or is new to the run.
 
     A new host must be in the fleet file and set up (evener setup). It receives the corpus and starts its ranks while
     the others train, and joins between two steps. A host of the run that has a new disk receives all that it lacks.
     """
     from evener.cli import run_output
+    from evener.cli.trust import approve_fleet
     from evener.core.base.errors import UsageError
-    from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
+    from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet, select_hosts
     from evener.launch import add_remove_hosts
 
-    rundir, plan = _load_elastic_run(run)
+    rundir, plan = _load_elastic_run(run, trust)
     if any(one.name == host for one in plan.hosts):
         add_remove_hosts.rejoin_host(rundir, plan, host, run_output.print_status)
     else:
@@ -71,6 +73,7 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
                 f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --hosts {quote_word(host)}"
             )
             raise UsageError(f"{known.file} names no host {host}, but {', '.join(known.hosts)}", hint=hint)
+        approve_fleet(select_hosts(known, host), trust)
         add_remove_hosts.add_host(rundir, known, host, run_output.print_status)
     agent = plan.hosts[0].agent
     when = (
@@ -80,9 +83,10 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     return 0
 
 
-def _load_elastic_run(run: str) -> tuple[RunDir, Plan]:
+def _load_elastic_run(run: str, trust: bool) -> tuple[RunDir, Plan]:
     """Fetch the records of a running job; return it and its plan. UsageError if it has ended or its hosts are fixed."""
     from evener.cli import run_output
+    from evener.cli.trust import approve_run
     from evener.core.base.errors import UsageError
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
@@ -90,6 +94,7 @@ def _load_elastic_run(run: str) -> tuple[RunDir, Plan]:
 
     rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
+    approve_run(rundir, trust)
     launcher.mirror_once(rundir, plan)
     if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
         hint = f"evener train --resume {quote_word(rundir)} resumes it, with --fleet FILE on other hosts"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from evener.cli.trust import TRUST
+
 EXAMPLES = "evener bench --seconds 20\nevener bench --fleet fleet.toml"
 
 
@@ -25,6 +27,7 @@ def bench(
     model: str = typer.Option("char", help="model to train"),
     batch: int | None = typer.Option(None, min=1, help="sequences in the global batch [8; strategies: 16]"),
     force: bool = typer.Option(False, "--force", help="scaling: replace an existing folder"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Measure the effect of more processes, more hosts or another sync strategy, and explain it.
@@ -47,6 +50,7 @@ def bench(
         presets = ["scaling", "fleet", "strategies"]
         raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
     from evener.cli import bench_fleet
+    from evener.cli.trust import approve_fleet
     from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
 
     path = fleet_path(fleet)
@@ -54,10 +58,10 @@ def bench(
         raise UsageError(f"--preset {preset} needs a fleet", hint="--fleet FILE; evener lab up makes one")
     if data and len(data) > 1:
         raise UsageError(f"--preset {preset} takes one corpus")
-    chosen = select_hosts(load_fleet(path), hosts)  # report mistakes before preparing a corpus
+    chosen = approve_fleet(select_hosts(load_fleet(path), hosts), trust)  # report mistakes before preparing a corpus
     corpus = data[0] if data else bench_local.ensure_corpus(bench_local.DEFAULT_CORPORA[0])
     if preset == "fleet":
         spec = fleet_bench_spec(corpus, model, batch or 8, seconds)
-        return bench_fleet.run_fleet_bench(chosen, spec, out, as_json)
+        return bench_fleet.run_fleet_bench(chosen, spec, out, trust, as_json)
     spec = strategies_bench_spec(corpus, model, batch or 16, steps)
-    return bench_fleet.run_strategies_bench(chosen, spec, syncs, out, as_json)
+    return bench_fleet.run_strategies_bench(chosen, spec, syncs, out, trust, as_json)

@@ -14,6 +14,7 @@ from rich.console import Console
 from evener.bench.fleet_bench import FleetBench
 from evener.cli import follow_output, probe, run_output
 from evener.cli.terminal import make_console, print_table, print_text
+from evener.cli.trust import approve_run
 from evener.core.base.errors import UsageError
 from evener.core.base.plain_output import print_plain
 from evener.core.cluster.fleet_file import Fleet, load_fleet, select_hosts
@@ -33,14 +34,17 @@ from evener.report.read.run_summary import RunSummary, summary_json
 class _Display:
     """Shows a bench on stderr; with --json only what its runs report."""
 
-    def __init__(self, *, as_json: bool) -> None:
-        self.console = make_console(stderr=True, quiet=as_json)
+    def __init__(self, *, trust: bool, as_json: bool) -> None:
+        self.console, self._trust = make_console(stderr=True, quiet=as_json), trust
 
     def print_status(self, text: str) -> None:
         print_text(self.console, text)
 
     def print_run_status(self, text: str) -> None:
         run_output.print_status(text)
+
+    def approve_run(self, rundir: RunDir) -> None:
+        approve_run(rundir, self._trust)
 
     def print_warnings(self, run: PlannedRun) -> None:
         run_output.print_warnings(run)
@@ -49,18 +53,20 @@ class _Display:
         return follow_output.display_progress(resolved, self.console, plan)
 
 
-def run_fleet_bench(fleet: Fleet, spec: RunSpec, out: str | None, as_json: bool) -> int:
+def run_fleet_bench(fleet: Fleet, spec: RunSpec, out: str | None, trust: bool, as_json: bool) -> int:
     """Train on each host alone and on all together; compare tokens/s and all-reduce time."""
-    display = _Display(as_json=as_json)
+    display = _Display(trust=trust, as_json=as_json)
     bench = FleetBench("fleet", Path(out or "runs/fleet"), fleet, spec, display)
     _probe_missing(bench)
     bench.run_hosts()
     return _print_results(bench, display.console, as_json)
 
 
-def run_strategies_bench(fleet: Fleet, spec: RunSpec, syncs: str | None, out: str | None, as_json: bool) -> int:
+def run_strategies_bench(
+    fleet: Fleet, spec: RunSpec, syncs: str | None, out: str | None, trust: bool, as_json: bool
+) -> int:
     """Train the same steps with each sync strategy and on the fastest host alone; compare both tokens/s and loss."""
-    display = _Display(as_json=as_json)
+    display = _Display(trust=trust, as_json=as_json)
     bench = FleetBench("strategies", Path(out or "runs/strategies"), fleet, spec, display)
     if len(fleet.hosts) < 2:
         raise UsageError(f"{fleet.file}: comparing sync strategies needs two hosts", hint="a second [hosts.NAME]")

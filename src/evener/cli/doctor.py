@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def doctor(
         False, "--private", help="also check that firewalls block all other hosts from a run's ports; prints the fix"
     ),
     port: int = typer.Option(29500, min=1, max=65535, help="of the rendezvous"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Check whether these machines can train together; if not, print the command that fixes it.
@@ -45,6 +47,7 @@ def doctor(
     import json
 
     from evener.cli.terminal import make_console
+    from evener.cli.trust import approve_fleet
     from evener.core.cluster.fleet_file import Fleet, HostConfig, fleet_path, load_fleet
     from evener.core.run.run_spec import MachineSpec
     from evener.doctor.preflight import run_preflight
@@ -52,6 +55,7 @@ def doctor(
 
     path, machine = fleet_path(fleet), MachineSpec(private=private)
     known = load_fleet(path) if path is not None else Fleet(hosts={"local": HostConfig(address="local")})
+    approve_fleet(known, trust)
     with _progress(quiet=as_json) as notify:
         notify("connecting")
         with connect(known, connect_timeout_s=CONNECT_TIMEOUT_S) as (sessions, errors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 
 EXAMPLES = "evener fetch runs/mine"
@@ -11,6 +12,7 @@ EXAMPLES = "evener fetch runs/mine"
 
 def fetch(
     run: str = typer.Argument(..., help="run directory, or a run's id"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Copy a run's results here: records, logs, weights (newest and best checkpoint), files that a script wrote.
@@ -21,6 +23,7 @@ def fetch(
     import json
 
     from evener.cli import run_output
+    from evener.cli.trust import approve_run
     from evener.core.base.errors import EvenerError, HostError
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
@@ -30,6 +33,7 @@ def fetch(
 
     rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
+    approve_run(rundir, trust)
     errors: list[EvenerError] = [] if plan.is_local_run else list(launcher.mirror_once(rundir, plan).values())
     known = launcher.cached_states(rundir, plan)
     known |= {

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from evener.cli.help import CliApp
+from evener.cli.terminal import is_interactive
+from evener.cli.trust import TRUST_HELP
 from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
@@ -55,16 +57,19 @@ def init(
     ] = None,
     group: Annotated[str | None, typer.Option(metavar="NAME", help="only this group of the inventory [all]")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="a new file to write")] = Path("fleet.toml"),
+    trust: Annotated[bool, typer.Option("--trust", help=TRUST_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Write a fleet file: which machines train, and how ssh reaches them.
 
     Without arguments it asks for the hosts. Several sources are merged; a machine in two of them is taken once. No
-    machine is contacted; evener doctor does that afterwards.
+    machine is contacted; evener doctor does that afterwards. It asks first if the file of a source names programs to
+    start, such as a ProxyCommand; --trust approves them now.
     """
     from evener.core.base.errors import UsageError
     from evener.core.base.file_io import write_atomic
     from evener.core.cluster.fleet_file import format_fleet, parse_fleet
+    from evener.core.run.trust import fleet_trust_request
     from evener.sources.import_hosts import merge_host_lists
 
     if os.path.lexists(out):
@@ -83,6 +88,8 @@ def init(
         write_atomic(out, text.encode())
     except OSError as error:
         raise UsageError(f"{out}: not written: {error.strerror}", hint="--out FILE in another folder") from None
+    if trust and (request := fleet_trust_request(fleet)) is not None:
+        request.approve()  # the file is printed below
     if as_json:
         print_plain(json.dumps(_result_to_dict(out, hosts, host_list, fleet)))
     else:
@@ -128,16 +135,12 @@ def _prompt_hosts(out: Path) -> HostList:
         raise typer.Abort from None
 
 
-def is_interactive() -> bool:
-    """Return whether a person can see a question and answer it."""
-    return sys.stdin.isatty() and sys.stderr.isatty()
-
-
 def local_host_name() -> str:
     """Return the name of this machine for the fleet file: its own host name."""
     import socket
 
-    from evener.sources.import_hosts import LOCALHOST_NAMES, sanitize_host_name
+    from evener.core.cluster.fleet_file import sanitize_host_name
+    from evener.sources.import_hosts import LOCALHOST_NAMES
 
     host = socket.gethostname().partition(".")[0]
     return "here" if host.lower() in ("", *LOCALHOST_NAMES) else sanitize_host_name(host)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def launch(
     ),
     port: int | None = typer.Option(None, min=1, max=65535, help="of the rendezvous [29500, or another free port]"),
     detach: bool = typer.Option(False, "--detach", help="start the run, and return"),
+    trust: bool = TRUST,
     dry_run: bool = typer.Option(False, "--dry-run", help="print what each host would run, and start nothing"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object at the end"),
 ) -> int:
@@ -54,6 +56,7 @@ def launch(
     from pathlib import Path
 
     from evener.cli import follow_output, run_output
+    from evener.cli.trust import approve_fleet
     from evener.core.base.errors import RunError, UsageError
     from evener.core.cluster.fleet_file import fleet_path, load_fleet
     from evener.core.run.run_spec import MachineSpec
@@ -70,7 +73,7 @@ def launch(
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: exists already", hint="another --out")
     with contextlib.ExitStack() as attachment:
-        with connect_hosts(None if path is None else load_fleet(path)) as hosts:
+        with connect_hosts(None if path is None else approve_fleet(load_fleet(path), trust)) as hosts:
             machine = MachineSpec(private=private)
             prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=project)
             run = plan_script(prepared, rundir, project, argv, os.environ, include or [], env or [])
@@ -120,7 +123,7 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
 
     stopped = any(state.get("stopped") for state in states.values())
     if as_json:
-        files = {name: msgspec.to_builtins(one) for name, one in find_outputs(plan, states).items()}
+        files = {name: msgspec.to_builtins(one) for name, one in find_outputs(rundir, plan, states).items()}
         result = {"run_dir": str(rundir), "stopped": stopped, "hosts": states, "written": files}
         print_plain(json.dumps(result | run_output.checkpoint_info(rundir, plan)))
     else:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.cli.trust import TRUST
+
 if TYPE_CHECKING:
     from evener.transfer.mirror import RunMirror
 
@@ -17,14 +19,20 @@ def logs(
     follow: bool = typer.Option(False, "--follow", "-f", help="print new lines as they arrive; Ctrl-C ends only this"),
     host: list[str] | None = typer.Option(None, help="only this host; may be given again"),
     rank: list[int] | None = typer.Option(None, help="only this rank; may be given again"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print a JSON object for each line"),
 ) -> int:
-    """Print the output of a run's ranks and launchers: time, rank, host, line."""
+    """Print the output of a run's ranks and launchers: time, rank, host, line.
+
+    Of a run that came from elsewhere it prints what is here, and contacts no host without --trust.
+    """
     from evener.cli import follow_output as follow_cli
     from evener.cli import logger_processes, run_output
+    from evener.cli.trust import approve_run, not_contacted_text
     from evener.core.base.errors import UsageError, did_you_mean
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
+    from evener.core.run.trust import is_foreign_run
     from evener.launch import launcher
     from evener.launch.follow_run import follow_run
 
@@ -43,9 +51,14 @@ def logs(
         lines.add_hosts(mirror.plan)  # a host may have been added to the run
         show()
 
+    if follow or trust:
+        approve_run(rundir, trust)
     if not follow:
-        for error in launcher.mirror_once(rundir, plan).values():
-            run_output.print_status(f"warning: {error}; printing what arrived before")
+        if is_foreign_run(rundir):
+            run_output.print_status(not_contacted_text(rundir))
+        else:
+            for error in launcher.mirror_once(rundir, plan).values():
+                run_output.print_status(f"warning: {error}; printing what arrived before")
         show()
         if run_output.checkpoint_info(rundir, plan)["newer_checkpoint"]:
             run_output.print_checkpoint(rundir, plan)

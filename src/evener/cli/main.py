@@ -34,6 +34,7 @@ from evener.cli import (
     watch,
 )
 from evener.cli.help import CliApp
+from evener.core.base import trusted
 from evener.core.base.errors import EvenerError, NoRoomError, UsageError
 from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
@@ -127,6 +128,9 @@ def main() -> None:
         status = full.exit_status
         is_of_output = _discard_unwritten_output() and error.filename is None
         _print_error(f"standard output: {full}" if is_of_output else str(full), full.hint)
+    if reason := trusted.pop_write_error():
+        text = f"warning: it is not remembered what is trusted: {reason}; later commands need --trust"
+        print_plain(text, file=sys.stderr)
     sys.exit(status or 0)
 
 

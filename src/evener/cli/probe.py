@@ -11,6 +11,7 @@ import typer
 
 from evener.cli.help import CliApp
 from evener.cli.terminal import make_console, print_findings, print_omitted_columns, print_text
+from evener.cli.trust import TRUST_HELP, approve_fleet
 from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ FleetFile = Annotated[
     str | None,
     typer.Option("--fleet", help="hosts; local: this machine alone [fleet.toml if here]"),
 ]
+Trust = Annotated[bool, typer.Option("--trust", help=TRUST_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
@@ -41,6 +43,7 @@ def wire(
     seconds: Annotated[float, typer.Option(min=0.5, max=60, help="of each measurement, after slow start")] = 2.0,
     no_iperf3: Annotated[bool, typer.Option("--no-iperf3", help="do not use iperf3 of the hosts")] = False,
     no_trials: Annotated[bool, typer.Option("--no-trials", help="do not try other TCP settings")] = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Measure goodput and round trip between all hosts: one TCP stream, four, and both directions at once.
@@ -64,7 +67,7 @@ def wire(
     path = fleet_path(fleet)
     if path is None:
         raise UsageError("probe wire needs two machines", hint="evener lab up makes two, and their fleet file lab.toml")
-    known = load_fleet(path)
+    known = approve_fleet(load_fleet(path), trust)
     with connect(known) as (sessions, errors):
         if len(known.hosts) < 2:
             raise UsageError(f"{path}: one host has no wire", hint="a second [hosts.NAME]")
@@ -122,6 +125,7 @@ def collectives(
     ] = 120.0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="device of the buffers")] = "auto",
     backend: Annotated[str, typer.Option(metavar="auto|gloo|nccl", help="auto: nccl if each rank has a GPU")] = "auto",
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Measure and check collectives with nccl-tests' columns and formulas, next to the raw link at the same time.
@@ -148,7 +152,7 @@ def collectives(
     screen = make_console()
     columns = probe_output.visible_collectives_columns(screen)
     print_status(f"measuring the link, then collectives for at most {duration(spec.seconds)}")
-    with run_collectives(_load_fleet(path), spec, ranks, _print_warnings) as (wire_Bps, messages):
+    with run_collectives(_load_fleet(path, trust), spec, ranks, _print_warnings) as (wire_Bps, messages):
         for item in messages:
             if isinstance(item, CollectiveBenchGroup):
                 world = item
@@ -210,6 +214,7 @@ def host(
     one_by_one: Annotated[
         bool, typer.Option("--one-by-one", help="one host at a time, for emulated hosts that share cores")
     ] = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Measure each device: arithmetic, memory and reduction rates, the cost of an all-reduce, and training throughput.
@@ -242,7 +247,8 @@ def host(
     found: list[DeviceProbeResult] = []
     rates: dict[str, dict[str, Rates]] = {}
     results = []
-    with contextlib.closing(probe_devices(_load_fleet(path), spec, _print_warnings, one_by_one=one_by_one)) as messages:
+    hosts = _load_fleet(path, trust)
+    with contextlib.closing(probe_devices(hosts, spec, _print_warnings, one_by_one=one_by_one)) as messages:
         for name, item in messages:
             if isinstance(item, ProbeProgress):
                 print_status(f"{name}: {item.text}")
@@ -272,11 +278,11 @@ def host(
     return int(any(finding.severity == "error" for finding in findings))
 
 
-def _load_fleet(path: str | None) -> Fleet | None:
+def _load_fleet(path: str | None, trust: bool) -> Fleet | None:
     """Load the hosts to measure; None: this machine alone."""
     from evener.core.cluster.fleet_file import load_fleet
 
-    return None if path is None else load_fleet(path)
+    return None if path is None else approve_fleet(load_fleet(path), trust)
 
 
 def _print_warnings(findings: Sequence[Finding]) -> None:

@@ -121,7 +121,7 @@ def print_checkpoint(rundir: RunDir, plan: Plan | None) -> None:
 def print_outputs(rundir: RunDir, plan: Plan) -> None:
     """Print what an ended run produced: its weights, and the files that a script wrote on its hosts."""
     print_checkpoint(rundir, plan)
-    outputs = find_outputs(plan, cached_states(rundir, plan))
+    outputs = find_outputs(rundir, plan, cached_states(rundir, plan))
     for name, of_host in outputs.items():
         print_status(of_host.summary(name))
     if outputs:

@@ -51,6 +51,8 @@ def runs(
 ) -> int:
     """List the runs made here, those of benches too, and ask the hosts for the state of the runs that have not ended.
 
+    The hosts of a run that came from elsewhere are not contacted.
+
     --prune removes no run that has finished, may still be running or belongs to a bench, and no files on other hosts.
     --prune --fleet FILE instead removes what the hosts store of earlier runs: their parts of ended runs, code, and
     data. It keeps each run that is active, was started elsewhere, or whose results are not all here.
@@ -62,8 +64,10 @@ def runs(
 
     from evener.cli.run_output import find_run_dirs
     from evener.cli.terminal import make_console, print_text
+    from evener.cli.trust import not_contacted_text
     from evener.core.base.errors import UsageError
     from evener.core.run.rundir import RunDir
+    from evener.launch.launcher import NOT_CONTACTED
     from evener.report.read import run_table
 
     if not prune and (yes or fewer_than or older_than is not None):
@@ -94,6 +98,8 @@ def runs(
     for row in rows:
         if row.error is not None:
             print_text(screen, row.error if row.error.startswith(row.run) else f"{row.run}: {row.error}")
+    for run in [row.run for row in rows if row.state == NOT_CONTACTED]:
+        print_text(screen, not_contacted_text(RunDir(run)))
     if remote := [row.run for row in rows if row.newer_checkpoint]:
         print_text(screen, f"to copy weights from a host: evener fetch {quote_word(remote[0])}")
     return 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def setup(
         None, "--with", metavar="PACKAGE | FILE.txt", help="packages that your own scripts need; may be given again"
     ),
     carry: bool = typer.Option(False, "--carry", help="send wheels from here even to hosts that reach a registry"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Install this evener, and the version of torch on this machine, on every host of the fleet.
@@ -37,6 +39,7 @@ def setup(
 
     import msgspec
 
+    from evener.cli.trust import approve_fleet
     from evener.core.base.errors import EvenerError, UsageError, did_you_mean
     from evener.core.cluster.fleet_file import load_fleet
     from evener.ssh.session import connect
@@ -49,7 +52,7 @@ def setup(
         if name not in whole.hosts:
             raise UsageError(f"{fleet}: no host {name}", hint=did_you_mean(name, whole.hosts))
     chosen = {name: host for name, host in whole.hosts.items() if not hosts or name in hosts}
-    selected = msgspec.structs.replace(whole, hosts=chosen)
+    selected = approve_fleet(msgspec.structs.replace(whole, hosts=chosen), trust)
     with connect(selected) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
         results: dict[str, HostSetupResult | EvenerError] = {
             **unreachable,

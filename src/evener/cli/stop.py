@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 
 EXAMPLES = "evener stop runs/mine"
@@ -14,22 +15,24 @@ def stop(
     stale: bool = typer.Option(False, "--stale", help="end what earlier runs left behind on the fleet's hosts"),
     fleet: str | None = typer.Option(None, help="fleet file, for --stale [fleet.toml]"),
     now: bool = typer.Option(False, "--now", help="stop at once, without finishing the step or saving"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """Stop a run on all its hosts. evener's own worker finishes its step and saves; no process is left behind."""
     from evener.core.base.errors import UsageError
 
     if stale and run is None:
-        return _stop_stale(fleet, as_json)
+        return _stop_stale(fleet, trust, as_json)
     if run is None or stale:
         raise UsageError("which run?", hint="evener stop runs/NAME; evener runs lists them")
-    return _stop(run, now, as_json)
+    return _stop(run, now, trust, as_json)
 
 
-def _stop(run: str, now: bool, as_json: bool) -> int:
+def _stop(run: str, now: bool, trust: bool, as_json: bool) -> int:
     import json
 
     from evener.cli import run_output
+    from evener.cli.trust import approve_run
     from evener.core.base.errors import EvenerError, HostError
     from evener.core.run.run_plan import read_plan
     from evener.core.run.rundir import RunDir
@@ -38,6 +41,7 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
 
     rundir = RunDir(run_output.find_run(run))
     plan = read_plan(rundir)
+    approve_run(rundir, trust)
     if not as_json:
         waits = "; the step is finished and saved first" if plan.kind == "train" and not now else ""
         run_output.print_status(f"stopping on {', '.join(host.name for host in plan.hosts)}{waits}")
@@ -62,10 +66,11 @@ def _stop(run: str, now: bool, as_json: bool) -> int:
     return int(any(isinstance(one, HostError) for one in ended.values()))
 
 
-def _stop_stale(fleet: str | None, as_json: bool) -> int:
+def _stop_stale(fleet: str | None, trust: bool, as_json: bool) -> int:
     import json
 
     from evener.cli import run_output
+    from evener.cli.trust import approve_fleet
     from evener.core.base.errors import UsageError
     from evener.core.cluster.fleet_file import fleet_path, load_fleet
     from evener.ssh.session import connect, parallel_map
@@ -73,7 +78,7 @@ def _stop_stale(fleet: str | None, as_json: bool) -> int:
     path = fleet_path(fleet)
     if path is None:
         raise UsageError("there is no fleet.toml here", hint="--fleet FILE")
-    with connect(load_fleet(path)) as (sessions, errors):
+    with connect(approve_fleet(load_fleet(path), trust)) as (sessions, errors):
         ended = parallel_map(sessions, lambda name: sessions[name].call("facts", "kill_stale_processes"))
     if as_json:
         print_plain(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -47,6 +48,11 @@ def escaped_console_class() -> type[Console]:
                 yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
 
     return EscapedConsole
+
+
+def is_interactive() -> bool:
+    """Return whether a person can see a question and answer it."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def make_console(*, stderr: bool = False, quiet: bool = False, markup: bool = False) -> Console:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
 def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: str | None, log: list[str] | None,
-          detach: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+          detach: bool, trust: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
     On this machine Ctrl-C finishes the step, saves a checkpoint and exits; a second Ctrl-C ends the run at once. On a
@@ -45,6 +46,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     import json
 
     from evener.cli import follow_output, logger_processes, run_output
+    from evener.cli.trust import approve_fleet, approve_run
     from evener.core.run.run_plan import read_plan_if_present
     from evener.core.run.rundir import RunDir
     from evener.corpus.token_check import check_token_ids
@@ -58,10 +60,15 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     logged = logger_processes.select_loggers(log, None if resume is None else RunDir(resume))
     with contextlib.ExitStack() as attachment:
         with contextlib.ExitStack() as preparation:
-            if resume is not None:
-                preparation.enter_context(lock_resume(RunDir(resume)))
             resumed = None if resume is None else ResumedRun(RunDir(resume))
+            if resumed is not None and resumed.plan is not None:
+                approve_run(resumed.rundir, trust)
+            if resumed is not None:
+                preparation.enter_context(lock_resume(resumed.rundir))
+                resumed = ResumedRun(resumed.rundir)  # as it is now that nobody else resumes it
             chosen = choose_fleet(fleet, hosts, resumed)
+            if chosen is not None:
+                approve_fleet(chosen, trust)
             resolved = _resolve_spec(spec_file, resumed, flags)
             check_token_ids(resolved.corpus)
             if resolved.resume is not None:
@@ -136,6 +143,7 @@ def register(app: typer.Typer) -> None:
         ("hosts", HOSTS, str | None),
         ("log", LOG, list[str] | None),
         ("detach", DETACH, bool),
+        ("trust", TRUST, bool),
         ("dry_run", DRY_RUN, bool),
         ("as_json", AS_JSON, bool),
     ]

@@ -17,6 +17,7 @@ from evener.core.base.errors import EvenerError, HostError, NoRoomError, UsageEr
 from evener.core.base.plain_output import print_plain
 from evener.core.run.run_plan import read_plan, read_plan_if_present
 from evener.core.run.rundir import RunDir
+from evener.core.run.trust import is_foreign_run
 from evener.launch import launcher
 from evener.launch.follow_run import follow_run
 from evener.launch.launcher import cached_states
@@ -102,9 +103,9 @@ def watch_in_terminal(find: Callable[[], Sequence[Path]]) -> int:
 
 
 def can_control(reader: RunReader) -> bool:
-    """Return whether the run was started by evener and has not ended."""
+    """Return whether the run was started by evener on this machine and has not ended."""
     manifest = reader.manifest
-    return reader.plan is not None and (manifest is None or manifest.verdict == "running")
+    return reader.plan is not None and not reader.is_foreign and (manifest is None or manifest.verdict == "running")
 
 
 def stop_run(reader: RunReader) -> str:
@@ -173,7 +174,9 @@ def _needs_follower(rundir: RunDir) -> bool:
     """Return whether the run goes on without the terminal that started it, which would follow it."""
     try:
         plan = read_plan_if_present(rundir)
-        if plan is None or not plan.hosts or (plan.is_local_run and rundir.inside("host", "attached").exists()):
+        if plan is None or not plan.hosts or is_foreign_run(rundir):
+            return False
+        if plan.is_local_run and rundir.inside("host", "attached").exists():
             return False
         return any(state.get("state") != "ended" for state in cached_states(rundir, plan).values())
     except EvenerError:

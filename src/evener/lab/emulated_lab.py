@@ -14,6 +14,8 @@ from pathlib import Path
 
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_word
+from evener.core.cluster.fleet_file import parse_fleet
+from evener.core.run.trust import trust_fleet
 from evener.lab import create_lab, host_files, state
 from evener.lab.host import LabHost
 from evener.lab.lab_requirements import check_machine, find_programs
@@ -47,6 +49,7 @@ class EmulatedLab:
                 host.apply_spec()
             if out is not None:
                 host_files.write_fleet_file(out, lab.state.fleet_text)
+                trust_fleet(parse_fleet(lab.state.fleet_text, out))
             state.save(path, lab.state)
         except BaseException:
             with state.lock_labs():

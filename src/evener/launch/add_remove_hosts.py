@@ -23,11 +23,10 @@ from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
 from evener.launch.start_run import withheld_data
 from evener.node.remote.prune import TREE_PATH
-from evener.ssh.session import RemoteError, Session, Sessions, connect, open_session
+from evener.ssh.session import RemoteError, Session, Sessions, connect, connect_run, open_run_session
 from evener.transfer.checkpoint_transfer import exclusive_lock, restore_records
-from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
 from evener.transfer.file_tree import describe_data, describe_files
-from evener.transfer.mirror import GONE_STATE, SupervisorState, to_host_error
+from evener.transfer.mirror import GONE_STATE, SupervisorState, restart_on_host, to_host_error
 
 LEAVE_TIMEOUT_S = 660.0  # for a step, which may take minutes, and a checkpoint
 
@@ -36,7 +35,7 @@ def remove_host(rundir: RunDir, plan: Plan, name: str) -> SupervisorState:
     """Remove a host from a run that continues without it; return its last state. HostError if it is unreachable."""
     host, state = plan.host(name), dict[str, Any]()
     try:
-        with contextlib.closing(open_session(name, host.host)) as session:
+        with contextlib.closing(open_run_session(rundir, host)) as session:
             reason = "somebody asked for it"
             for item in session.stream(
                 "run_control", "leave", run=host.run_folder(rundir), why=reason, timeout_s=LEAVE_TIMEOUT_S
@@ -54,13 +53,13 @@ def rejoin_host(rundir: RunDir, plan: Plan, name: str, notify: Notify) -> None:
     """
     host, run = plan.host(name), plan.host(name).run_folder(rundir)
     try:
-        with contextlib.closing(open_session(name, host.host)) as session:
+        with contextlib.closing(open_run_session(rundir, host)) as session:
             has_run = session.call("run_control", "status", run=run) is not None
             if not has_run:
                 _check_rejoining_host(rundir, plan, name)
             _send_missing_trees(rundir, plan, name, session, notify)
             if has_run:
-                session.call("run_control", "restart_run", run=run, timeout_s=REMOTE_WORK_TIMEOUT_S)
+                restart_on_host(rundir, plan, name, session)
                 return
             restore_records(rundir, host, session)
             if (reason := launcher.start_on_host(rundir, plan, name, session)) is not None:
@@ -130,7 +129,9 @@ def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
             raise UsageError(
                 f"{rundir} has a host {name} already", hint=f"evener runs; evener logs -f {quote_word(rundir)}"
             )
-        with connect(all_hosts) as (sessions, errors):
+        newcomer_fleet = msgspec.structs.replace(fleet, hosts={name: fleet.hosts[name]})
+        with connect_run(rundir, plan) as present, connect(newcomer_fleet) as new:
+            sessions, errors = present[0] | new[0], present[1] | new[1]
             if name in errors or len(sessions) < 2:  # the new host, or all others
                 raise errors.get(name) or next(iter(errors.values()))
             for unreachable in errors:
@@ -207,7 +208,7 @@ def _send_membership(rundir: RunDir, plan: Plan, sessions: Sessions, newcomer: s
     """Send the membership files to the run's reachable hosts."""
     for host in plan.hosts:
         if host.name != newcomer and host.name in sessions:
-            files = launcher.membership_files(plan, host)
+            files = plan.membership_files(host.name)
             try:
                 sessions[host.name].call("run_control", "put", run=host.run_folder(rundir), files=files)
             except RemoteError as error:

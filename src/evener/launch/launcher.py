@@ -23,22 +23,29 @@ from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes
 from evener.core.cluster.finding import Finding
 from evener.core.run.membership_epoch import (
-    AGENT_SPEC_FILE,
     CHECKPOINT_REQUEST_FILE,
     CONSENSUS_STATE_FILE,
     EXCLUDED_FILE,
     EXIT_HOST_LEFT,
     KILLED_RANKS_FILE,
     NEEDED_BYTES_FILE,
-    RUN_KEY_FILE,
     memory_limit_file,
 )
-from evener.core.run.run_plan import CLUSTER_FILE, ROSTER_FILE, HostPlan, Plan, read_plan_if_present, write_plan
+from evener.core.run.run_plan import (
+    CLUSTER_FILE,
+    HostPlan,
+    Plan,
+    read_plan,
+    read_plan_text,
+    restore_plan,
+    write_plan,
+)
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
+from evener.core.run.trust import is_foreign_run
 from evener.launch.root_cause import RunFailure, first_failure
 from evener.node.remote import bundle
-from evener.ssh.session import RemoteError, Session, Sessions, open_session, parallel_map
+from evener.ssh.session import RemoteError, Session, Sessions, open_run_session, parallel_map
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, send_to_hosts
 from evener.transfer.file_tree import FileTree
 from evener.transfer.mirror import (
@@ -53,6 +60,7 @@ from evener.transfer.mirror import (
 )
 
 STOP_TIMEOUT_S = 600.0
+NOT_CONTACTED = "not contacted"  # the state of a run that came from elsewhere and may still be running
 
 Notify = Callable[[str], None]
 
@@ -97,7 +105,8 @@ def start(
     long as the returned lock: when it is closed, at the latest when this program ends for any reason, the ranks save
     and exit.
     """
-    is_new, previous_plan = not rundir.path.exists(), read_plan_if_present(rundir)
+    is_new, previous_text = not rundir.path.exists(), read_plan_text(rundir)
+    previous_id = None if previous_text is None or is_foreign_run(rundir) else read_plan(rundir).id
     attach_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         make_folder(rundir.path)
@@ -120,15 +129,17 @@ def start(
         raise
 
     def start_one(name: str) -> str | None:
-        return start_on_host(rundir, plan, name, sessions[name], attached=attached, passed_env=passed_env)
+        return start_on_host(
+            rundir, plan, name, sessions[name], previous_id=previous_id, attached=attached, passed_env=passed_env
+        )
 
     def undo(names: list[str]) -> None:
         """Stop the hosts that were started, and restore the run directory."""
         stopped = stop(rundir, msgspec.structs.replace(plan, hosts=[plan.host(name) for name in names]), now=True)
         if is_new and not any(isinstance(result, HostError) for result in stopped.values()):
             shutil.rmtree(rundir.path)
-        elif previous_plan is not None:
-            write_plan(rundir, previous_plan)
+        elif previous_text is not None:
+            restore_plan(rundir, previous_text)
 
     names = [host.name for host in plan.hosts]
     try:
@@ -153,25 +164,17 @@ def start_on_host(
     name: str,
     session: Session,
     *,
+    previous_id: str | None = None,
     attached: bool = False,
     passed_env: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """Start a host's part of the run. Return None, or the reason if it does not start."""
+    """Start a host's part of the run. Return None, or the reason if it does not start.
+
+    Processes that were left of the run `previous_id`, which had this directory before, are killed.
+    """
     host = plan.host(name)
-    spec = {
-        "id": plan.id,
-        "host": host.name,
-        "first_rank": host.first_rank,
-        "argv": host.argv,
-        "is_rank": host.is_rank,
-        "has_agent": host.agent is not None,
-        # between it and ranks
-        "has_launcher": not host.is_rank and not (host.agent is not None and host.agent.is_elastic),
-        "cwd": host.cwd,
-        "env": host.env | {variable: passed_env[variable] for variable in host.passed_env},
-        "grace_s": plan.grace_s,
-        "attached": str(_attach_lock_path(rundir)) if attached else None,
-    }
+    spec = plan.supervisor_spec(name, attached=_attach_lock_path(rundir) if attached else None)
+    spec["env"] |= {variable: passed_env[variable] for variable in host.passed_env}
     rank_files = [memory_limit_file(local_rank) for local_rank in range(host.num_ranks)]
     stale_files = (
         CLUSTER_FILE,
@@ -182,27 +185,18 @@ def start_on_host(
         CHECKPOINT_REQUEST_FILE,
         *rank_files,
     )
-    files = dict.fromkeys(stale_files, None) | membership_files(plan, host)
+    files = dict.fromkeys(stale_files, None) | plan.membership_files(name)
     if plan.prediction is not None and plan.spec is not None and plan.spec.train.sync == "auto":
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
     try:
         session.call("run_control", "start", run=host.run_folder(rundir), spec=spec, supervisor=bundle("supervisor"),
-                     files=files, timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
+                     files=files, previous_id=previous_id, timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
     except RemoteError as error:
         return error.message
     except HostError as error:
         session.close()  # and with it the call that may still be running there
         return str(error)
     return None
-
-
-def membership_files(plan: Plan, host: HostPlan) -> dict[str, str | None]:
-    """Return the roster, agent and key of a host's part of the run (path: content); None: the file must not exist."""
-    return {
-        ROSTER_FILE: msgspec.json.encode(plan.roster).decode() if plan.roster else None,
-        AGENT_SPEC_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None,
-        RUN_KEY_FILE: plan.key or None,
-    }
 
 
 def _take_attach_lock(rundir: RunDir) -> contextlib.AbstractContextManager[object]:
@@ -246,12 +240,12 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, Supervis
     def end(session: Session, host: HostPlan) -> SupervisorState:
         state: SupervisorState = {}
         for item in session.stream(
-            "run_control", "stop", run=host.run_folder(rundir), now=now, timeout_s=STOP_TIMEOUT_S
+            "run_control", "stop", run=host.run_folder(rundir), run_id=plan.id, now=now, timeout_s=STOP_TIMEOUT_S
         ):
             state = item or GONE_STATE
         return parse_state(state)
 
-    return _query_hosts(plan, end)
+    return _query_hosts(rundir, plan, end)
 
 
 def stop_and_record(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, SupervisorState | HostError]:
@@ -272,7 +266,7 @@ def request_checkpoint(rundir: RunDir, plan: Plan) -> None:
     training_hosts = set(rundir.manifest().roster.hosts)
     for host in [host for host in plan.hosts if host.name in training_hosts] or plan.hosts:
         try:
-            with contextlib.closing(open_session(host.name, host.host)) as session:
+            with contextlib.closing(open_run_session(rundir, host)) as session:
                 session.call("run_control", "put", run=host.run_folder(rundir), files={CHECKPOINT_REQUEST_FILE: ""})
             return
         except RemoteError as error:
@@ -285,6 +279,7 @@ def request_checkpoint(rundir: RunDir, plan: Plan) -> None:
 def query_states(rundir: RunDir, plan: Plan) -> dict[str, SupervisorState | HostError]:
     """Query every host for the state of the run."""
     return _query_hosts(
+        rundir,
         plan,
         lambda session, host: parse_state(
             session.call("run_control", "status", run=host.run_folder(rundir)) or GONE_STATE
@@ -304,9 +299,16 @@ def cached_states(rundir: RunDir, plan: Plan) -> dict[str, SupervisorState]:
 
 
 def query_run_state(rundir: RunDir, plan: Plan) -> tuple[dict[str, str], str]:
-    """Return ({host: state}, state of the run); query the hosts unless all are recorded as ended."""
+    """Return ({host: state}, state of the run); query the hosts unless all are recorded as ended.
+
+    The hosts of a run that came from elsewhere are not queried.
+    """
     states = cached_states(rundir, plan)
     if any(state.get("state") != "ended" for state in states.values()):
+        if is_foreign_run(rundir):
+            hosts = {name: _host_state(state) if state.get("state") == "ended" else NOT_CONTACTED
+                     for name, state in states.items()}  # fmt: skip
+            return hosts, NOT_CONTACTED
         answers = query_states(rundir, plan)
         states = {
             name: {"state": "unreachable"} if isinstance(answer, HostError) else answer
@@ -339,12 +341,12 @@ def mirror_once(rundir: RunDir, plan: Plan) -> dict[str, HostError]:
 
 
 def _query_hosts(
-    plan: Plan, query: Callable[[Session, HostPlan], SupervisorState]
+    rundir: RunDir, plan: Plan, query: Callable[[Session, HostPlan], SupervisorState]
 ) -> dict[str, SupervisorState | HostError]:
     def ask(name: str) -> SupervisorState | HostError:
         host = plan.host(name)
         try:
-            with contextlib.closing(open_session(name, host.host)) as session:
+            with contextlib.closing(open_run_session(rundir, host)) as session:
                 return query(session, host)
         except RemoteError as error:
             return to_host_error(error, plan.fleet)

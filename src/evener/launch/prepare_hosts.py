@@ -27,7 +27,7 @@ from evener.core.base.errors import HostError, RunError
 from evener.core.base.file_io import state_folder, write_atomic
 from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
-from evener.core.cluster.fleet_file import DEFAULT_WORKDIR, RENDEZVOUS_PORT, Fleet, HostConfig
+from evener.core.cluster.fleet_file import DEFAULT_WORKDIR, RENDEZVOUS_PORT, Fleet, HostConfig, sanitize_host_name
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.run_spec import MachineSpec
 from evener.core.run.rundir import RunDir
@@ -80,7 +80,7 @@ class ConnectedHosts(msgspec.Struct, frozen=True, kw_only=True):
 @contextlib.contextmanager
 def connect_hosts(fleet: Fleet | None) -> Iterator[ConnectedHosts]:
     """Connect to the hosts of a fleet; without one, to this machine alone, named by its host name."""
-    hosts = fleet or Fleet(hosts={local_host_info().host: HostConfig(address="local")})
+    hosts = fleet or Fleet(hosts={sanitize_host_name(local_host_info().host): HostConfig(address="local")})
     with connect(hosts) as (sessions, errors):
         if fleet is None and errors:
             raise next(iter(errors.values()))

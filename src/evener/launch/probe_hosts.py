@@ -19,7 +19,7 @@ from evener.doctor.link_probe import measure_ring_Bps
 from evener.launch.commands import PreparedFleet, PreparedHost
 from evener.launch.distributed_program import PROGRAM_RUN, fleet_program_lines
 from evener.launch.prepare_hosts import LOOPBACK, ConnectedHosts, connect_hosts, prepare_hosts
-from evener.ssh.session import open_session
+from evener.ssh.session import connect
 
 Warn = Callable[[Sequence[Finding]], None]
 
@@ -94,6 +94,7 @@ def _merge_ranks(place: PreparedHost) -> PreparedHost:
 def _measure_loopback_Bps() -> float:
     """Measure the bandwidth of this machine's loopback, in bytes per second, in both directions at once."""
     local = HostConfig(address="local")
-    with contextlib.ExitStack() as stack:
-        sessions = {name: stack.enter_context(contextlib.closing(open_session(name, local))) for name in ("one", "two")}
+    with connect(Fleet(hosts={"one": local, "two": local})) as (sessions, errors):
+        for error in errors.values():
+            raise error
         return measure_ring_Bps(sessions, dict.fromkeys(sessions, LOOPBACK), list(sessions), seconds=1.0)

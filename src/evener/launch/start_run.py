@@ -194,13 +194,17 @@ def _stop_on_signals(rundir: RunDir, plan: Plan) -> Iterator[None]:
     """Stop the run on Ctrl-C and SIGTERM: the first lets the ranks save, the second kills them."""
     num_signals = 0
 
+    def stop(now: bool) -> None:
+        with contextlib.suppress(UsageError):  # the run has ended meanwhile, and its empty directory was removed
+            launcher.stop(rundir, plan, now=now)
+
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal num_signals
         num_signals += 1
         if num_signals == 1 and plan.grace_s:
             print_plain("stopping after this step and a checkpoint; a second Ctrl-C stops at once", file=sys.stderr)
         now = num_signals > 1
-        threading.Thread(target=launcher.stop, args=(rundir, plan), kwargs={"now": now}, daemon=True).start()
+        threading.Thread(target=stop, args=(now,), daemon=True).start()
 
     previous: dict[int, Any] = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -20,10 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from evener.core.base.errors import HostError
 from evener.core.cluster.fleet_file import Fleet, HostConfig
+from evener.core.run.run_plan import HostPlan, Plan
+from evener.core.run.rundir import RunDir
+from evener.core.run.trust import require_trusted_fleet, require_trusted_run
 from evener.node.remote import read_source, siblings
 from evener.ssh.transport import Transport, make_transport
 
@@ -263,10 +267,34 @@ class Session:
 Sessions = dict[str, Session]
 
 
+Connected = tuple[Sessions, dict[str, HostError]]
+
+
+def open_run_session(rundir: RunDir, host: HostPlan) -> Session:
+    """Open a connection to a host of a run. UntrustedError if the run came from elsewhere, else as `open_session`."""
+    require_trusted_run(rundir)
+    return open_session(host.name, host.host)
+
+
+def connect(fleet: Fleet, connect_timeout_s: float = HANDSHAKE_TIMEOUT_S) -> AbstractContextManager[Connected]:
+    """Connect to all hosts at once. Yield the sessions, in the fleet's order, and the errors of hosts that cannot be
+    reached or do not answer in time. UntrustedError if the fleet file names programs that the user has not approved.
+    """
+    require_trusted_fleet(fleet)
+    return _connect(fleet.hosts, connect_timeout_s)
+
+
+def connect_run(rundir: RunDir, plan: Plan) -> AbstractContextManager[Connected]:
+    """Connect to all hosts of a run at once, as `connect`. UntrustedError if the run came from elsewhere."""
+    require_trusted_run(rundir)
+    return _connect({host.name: host.host for host in plan.hosts}, HANDSHAKE_TIMEOUT_S)
+
+
 def open_session(name: str, host: HostConfig, connect_timeout_s: float = HANDSHAKE_TIMEOUT_S) -> Session:
     """Open a connection to one host; wait longer if its ssh options have a larger ConnectTimeout.
 
-    HostError says why it failed: ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey, ssh.shell, net.mtu, version.python.
+    The settings are not checked: only the functions above call it, and tests. HostError says why it failed:
+    ssh.unreachable, ssh.auth, ssh.key, ssh.hostkey, ssh.shell, net.mtu, version.python.
     """
     timeouts = [re.match(r"(?i)connecttimeout[ =]+(\d+)$", option) for option in host.ssh_options]
     return Session(
@@ -277,13 +305,8 @@ def open_session(name: str, host: HostConfig, connect_timeout_s: float = HANDSHA
 
 
 @contextlib.contextmanager
-def connect(
-    fleet: Fleet, connect_timeout_s: float = HANDSHAKE_TIMEOUT_S
-) -> Iterator[tuple[Sessions, dict[str, HostError]]]:
-    """Connect to all hosts at once. Yield the sessions, in the fleet's order, and the errors of hosts that cannot be
-    reached or do not answer in time.
-    """
-    opened = parallel_map(fleet.hosts, lambda name: _open_or_error(name, fleet.hosts[name], connect_timeout_s))
+def _connect(hosts: Mapping[str, HostConfig], connect_timeout_s: float) -> Iterator[Connected]:
+    opened = parallel_map(hosts, lambda name: _open_or_error(name, hosts[name], connect_timeout_s))
     sessions = {name: result for name, result in opened.items() if isinstance(result, Session)}
     errors = {name: result for name, result in opened.items() if isinstance(result, HostError)}
     try:

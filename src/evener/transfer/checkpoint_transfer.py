@@ -26,7 +26,7 @@ from evener.core.base.units import format_bytes
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir, read_checkpoint, read_checkpoint_unverified
 from evener.core.run.runwriter import RunWriter
-from evener.ssh.session import RemoteError, Session, Sessions, open_session, parallel_map
+from evener.ssh.session import RemoteError, Session, Sessions, open_run_session, parallel_map
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, FileFetcher, send_to_host
 from evener.transfer.file_tree import describe_files
 from evener.transfer.mirror import record_controller_event, to_host_error
@@ -102,7 +102,7 @@ def _fetch_missing(rundir: RunDir, plan: Plan, notify: Callable[[str], None],
     With `throttle`, fetch at most one.
     """
     host, fetched, skipped = _host_with_newest(rundir, plan), list[int](), set[int]()
-    with contextlib.closing(open_session(host.name, host.host)) as session:
+    with contextlib.closing(open_run_session(rundir, host)) as session:
         while not (throttle and fetched):
             try:
                 saved = _list_checkpoints(session, host)
@@ -136,7 +136,7 @@ def _host_with_newest(rundir: RunDir, plan: Plan) -> HostPlan:
     def newest_step(name: str) -> int:
         host = plan.host(name)
         try:
-            with contextlib.closing(open_session(host.name, host.host)) as session:
+            with contextlib.closing(open_run_session(rundir, host)) as session:
                 saved = _list_checkpoints(session, host)
         except (HostError, RemoteError):
             return -2

@@ -35,7 +35,9 @@ from evener.core.run.hang_detector import ProcessSample
 from evener.core.run.run_plan import Plan, read_plan
 from evener.core.run.rundir import RunDir, parse_event
 from evener.core.run.runwriter import RunWriter
-from evener.ssh.session import RemoteError, Session, open_session
+from evener.node.remote import bundle
+from evener.ssh.session import RemoteError, Session, open_run_session
+from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
 
 RECONNECT_BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 POLL_S, FIRST_STATE_TIMEOUT_S = 0.1, 60.0  # to wait for the states of other hosts
@@ -104,7 +106,7 @@ class HostMirror:
     def __init__(self, rundir: RunDir, plan: Plan, name: str,
                  should_restart: Callable[[], bool | None] = lambda: False) -> None:  # fmt: skip
         """`should_restart` returns whether to restart a host that went down and is back; None: not known yet."""
-        self.name, self._fleet = name, plan.fleet
+        self.name, self._run_plan = name, plan
         self._rundir, self.plan, self._is_restart_wanted = rundir, plan.host(name), should_restart
         self.state: SupervisorState | None = None  # the last one received
         # Not consumed yet: the host's time, a sample of its processes, and the addresses that do not answer it.
@@ -121,16 +123,16 @@ class HostMirror:
         failures = 0
         while not self._stop.is_set():
             try:
-                with contextlib.closing(open_session(self.name, self.plan.host)) as session:
+                with contextlib.closing(open_run_session(self._rundir, self.plan)) as session:
                     self._copy(session, until_end=True, on_change=on_change)
                     if self._has_gone_down and self._num_restarts < MAX_RESTARTS and self._should_restart():
                         self._num_restarts += 1
-                        self.state = session.call("run_control", "restart_run", run=self.plan.run_folder(self._rundir))
+                        self.state = restart_on_host(self._rundir, self._run_plan, self.name, session)
                         continue
                 self.is_done = True
             except (HostError, RemoteError) as error:
                 failures = 0 if self.error is None else failures + 1
-                self.error = error if isinstance(error, HostError) else to_host_error(error, self._fleet)
+                self.error = error if isinstance(error, HostError) else to_host_error(error, self._run_plan.fleet)
                 self.unreachable_since = self.unreachable_since or time.monotonic()
                 on_change()
                 self._stop.wait(RECONNECT_BACKOFF_S[min(failures, len(RECONNECT_BACKOFF_S) - 1)])
@@ -163,14 +165,14 @@ class HostMirror:
         """
         for attempt in range(3):
             try:
-                with contextlib.closing(open_session(self.name, self.plan.host)) as session:
+                with contextlib.closing(open_run_session(self._rundir, self.plan)) as session:
                     self._copy(session, until_end=False, on_change=lambda: None)
                 return
             except StaleOffsetError:
                 if attempt == 2:
                     return  # another program copies it faster
             except RemoteError as error:
-                raise to_host_error(error, self._fleet) from None
+                raise to_host_error(error, self._run_plan.fleet) from None
             except OSError as error:
                 raise self.unwritable_error(error) from None
 
@@ -339,6 +341,18 @@ class RunMirror:
         self._changed.wait(timeout_s)
         self._changed.clear()
         choose_manifest(self.rundir, self.plan)
+
+
+def restart_on_host(rundir: RunDir, plan: Plan, name: str, session: Session) -> SupervisorState:
+    """Restart the run on a host that went down or left; return its state. RemoteError if it does not start.
+
+    What is started comes from the plan and from this evener, not from the files of an earlier start on the host.
+    """
+    state: SupervisorState = session.call(
+        "run_control", "restart_run", run=plan.host(name).run_folder(rundir), spec=plan.supervisor_spec(name),
+        supervisor=bundle("supervisor"), files=plan.membership_files(name), timeout_s=REMOTE_WORK_TIMEOUT_S,
+    )  # fmt: skip
+    return state
 
 
 def to_host_error(error: RemoteError, fleet: Fleet) -> HostError:

@@ -18,7 +18,7 @@ from evener.core.base.errors import EvenerError, HostError, UsageError
 from evener.core.base.units import format_bytes, pluralize
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
-from evener.ssh.session import RemoteError, Session, open_session, parallel_map
+from evener.ssh.session import RemoteError, Session, open_run_session, parallel_map
 from evener.transfer.checkpoint_transfer import exclusive_lock
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S, FileFetcher, RemoteFile
 from evener.transfer.mirror import SupervisorState, to_host_error
@@ -46,11 +46,11 @@ class ScriptOutputs(msgspec.Struct, frozen=True):
         return f"{host}: {pluralize(len(self.files), 'file')} written in {self.folder}, {total}: {', '.join(names)}"
 
 
-def find_outputs(plan: Plan, states: Mapping[str, SupervisorState]) -> dict[str, ScriptOutputs]:
+def find_outputs(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState]) -> dict[str, ScriptOutputs]:
     """Return {host: files that the script wrote} of reachable hosts with any; `states`: the hosts' last states."""
 
     def ask(name: str) -> ScriptOutputs | None:
-        with contextlib.suppress(HostError), _host_session(plan, name) as session:
+        with contextlib.suppress(HostError), _host_session(rundir, plan, name) as session:
             return _find_host_outputs(session, plan.host(name), states[name])
         return None
 
@@ -74,7 +74,7 @@ def fetch_outputs(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
 
     def fetch_from(name: str) -> tuple[list[Path], list[EvenerError]]:
         try:
-            with _host_session(plan, name) as session:
+            with _host_session(rundir, plan, name) as session:
                 outputs = _find_host_outputs(session, plan.host(name), states[name])
                 return _fetch_outputs(session, *_local_folders(rundir, name), outputs, notify)
         except EvenerError as error:
@@ -95,9 +95,9 @@ def _script_hosts(plan: Plan, states: Mapping[str, SupervisorState]) -> list[str
 
 
 @contextlib.contextmanager
-def _host_session(plan: Plan, name: str) -> Any:
+def _host_session(rundir: RunDir, plan: Plan, name: str) -> Any:
     try:
-        with contextlib.closing(open_session(name, plan.host(name).host)) as session:
+        with contextlib.closing(open_run_session(rundir, plan.host(name))) as session:
             yield session
     except RemoteError as error:
         raise to_host_error(error, plan.fleet) from None

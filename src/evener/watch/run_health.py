@@ -45,6 +45,9 @@ class RunHealth:
 def assess_health(reader: RunReader, now: float) -> RunHealth:
     """Return the health of a run at `now`, a Unix time."""
     health = _assess_records(reader, now)
+    if reader.is_foreign and not health.is_over:
+        hint = f"it came from elsewhere, so its hosts are not contacted; evener fetch {quote_word(reader.rundir)} asks"
+        return replace(health, hint=hint)
     if not reader.follow_error or health.is_over:
         return health
     why = f"Its records do not arrive: {reader.follow_error}; trying again."

@@ -29,6 +29,7 @@ from evener.core.run.run_plan import Plan, read_plan_if_present
 from evener.core.run.rundir import Manifest, RunDir, parse_event
 from evener.core.run.step_cost import StepRecord
 from evener.core.run.step_statistics import StepWallTime, median_step_s
+from evener.core.run.trust import is_foreign_run
 from evener.report.read.run_curves import MAX_RANKS, RunCurves, StoredCurves
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class RunReader:
         self.rundir = rundir
         self.manifest: Manifest | None = None  # None: missing or unreadable
         self.plan: Plan | None = None
+        self.is_foreign = False  # it came from elsewhere, so its hosts are not contacted
         self.events: list[dict[str, Any]] = []  # by time
         self.vitals: dict[str, Vitals] = {}  # by host, the newest
         self.samples: dict[int, str] = {}  # text generated from checkpoints on request, by step
@@ -210,6 +212,7 @@ class RunReader:
             self.manifest = _read_or_previous(self.rundir.manifest, self.manifest)
         if self._has_changed(self.rundir.inside("plan.json")):
             self.plan = _read_or_previous(lambda: read_plan_if_present(self.rundir), self.plan)
+            self.is_foreign = _read_or_previous(lambda: is_foreign_run(self.rundir), True)
         hosts = self.plan.hosts if self.plan else []
         for host in hosts:
             path = host.supervisor_state_path(self.rundir)

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from evener.core.base import trusted
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.json_files import decode_versioned_json, read_json
 from evener.core.base.shell import quote_command, quote_word
-from evener.core.cluster.fleet_file import Fleet, HostConfig
-from evener.core.run.membership_epoch import AgentSpec
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostName, check_host
+from evener.core.run.membership_epoch import AGENT_SPEC_FILE, RUN_KEY_FILE, AgentSpec
 from evener.core.run.prediction import Prediction
 from evener.core.run.roster import Roster
 from evener.core.run.run_spec import RunSpec
@@ -25,7 +28,12 @@ from evener.core.run.rundir import OLD_FORMAT_HINTS, RUN_FORMAT, RunDir
 
 ROSTER_FILE = "roster.json"  # in the run's folder on each host; EVENER_ROSTER is its path
 CLUSTER_FILE = "cluster.json"  # in the same folder, if the ranks may choose another sync strategy
+MAX_RANKS = 1 << 16
 JOINED_RUN_FILE = "host/joined"  # where a script's `join` writes its run directory; EVENER_JOINED is its path
+
+
+RankCount = Annotated[int, Meta(ge=0, le=MAX_RANKS)]
+RunId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{0,64}\Z")]
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,11 +43,11 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     alone, that folder is the run directory itself and nothing is copied.
     """
 
-    name: str
+    name: HostName
     host: HostConfig  # how to reach it
     node_rank: int
-    first_rank: int
-    num_ranks: int
+    first_rank: RankCount
+    num_ranks: RankCount
     address: str  # the only address on which its ranks listen
     interface: str
     run: str | None  # the run's folder on the host, absolute; None: the run directory
@@ -87,7 +95,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan of a run: `plan.json`."""
 
     format: int = RUN_FORMAT
-    id: str = ""  # marks every process of the run
+    id: RunId = ""  # marks every process of the run
     kind: str  # train, launch
     address: str = ""  # of the rendezvous, on the first host
     port: int = 0
@@ -112,9 +120,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fleet(self) -> Fleet:
-        """The fleet of the hosts that take part."""
-        file = self.fleet_file
-        if file is not None and Path(file).is_relative_to(Path.cwd()):
+        """The fleet of the hosts that take part, as read from a file, which this plan is."""
+        file = self.fleet_file or ""
+        if file and Path(file).is_relative_to(Path.cwd()):
             file = str(Path(file).relative_to(Path.cwd()))
         return Fleet(hosts={host.name: host.host for host in self.hosts}, file=file)
 
@@ -123,8 +131,39 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(host.num_ranks for host in self.hosts)
 
     def host(self, name: str) -> HostPlan:
-        """Return the HostPlan of this name."""
-        return next(host for host in self.hosts if host.name == name)
+        """Return the HostPlan of this name. CheckpointError if there is none, as another file may name the host."""
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise CheckpointError(f"the run has no host {name}, according to its plan.json")
+
+    def supervisor_spec(self, name: str, *, attached: Path | None = None) -> dict[str, Any]:
+        """Return the spec by which a host's supervisor starts the program; `attached` is the lock of its parent."""
+        host = self.host(name)
+        return {
+            "id": self.id,
+            "host": host.name,
+            "first_rank": host.first_rank,
+            "argv": host.argv,
+            "is_rank": host.is_rank,
+            "has_agent": host.agent is not None,
+            # between it and ranks
+            "has_launcher": not host.is_rank and not (host.agent is not None and host.agent.is_elastic),
+            "cwd": host.cwd,
+            "env": dict(host.env),
+            "passed_env": host.passed_env,
+            "grace_s": self.grace_s,
+            "attached": None if attached is None else str(attached),
+        }
+
+    def membership_files(self, name: str) -> dict[str, str | None]:
+        """Return the roster, agent and key of a host's part of the run (path: content); None: there must be no file."""
+        host = self.host(name)
+        return {
+            ROSTER_FILE: msgspec.json.encode(self.roster).decode() if self.roster else None,
+            AGENT_SPEC_FILE: msgspec.json.encode(host.agent).decode() if host.agent else None,
+            RUN_KEY_FILE: self.key or None,
+        }
 
     def host_of_rank(self, rank: int) -> HostPlan:
         """Return the HostPlan of the host on which a rank runs."""
@@ -153,18 +192,52 @@ def report_run_to_launcher(rundir: RunDir) -> None:
         write_atomic(Path(path), str(rundir.path.absolute()).encode())
 
 
-def read_plan_if_present(rundir: RunDir) -> Plan | None:
-    """Read the plan of a run, or return None if there is none, as for a worker that was started by hand.
-
-    Raise CheckpointError if the plan is damaged.
-    """
+def read_plan_text(rundir: RunDir) -> bytes | None:
+    """Read plan.json as it is; None if there is none. UsageError if it cannot be read."""
     try:
-        text = read_file(_path(rundir))
+        return read_file(_path(rundir))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UsageError(f"{_path(rundir)}: {error.strerror}") from None
-    return decode_versioned_json(text, Plan, RUN_FORMAT, _path(rundir), OLD_FORMAT_HINTS)
+
+
+def read_plan_if_present(rundir: RunDir) -> Plan | None:
+    """Read the plan of a run, or return None if there is none, as for a worker that was started by hand.
+
+    The plan may come from elsewhere: it is checked, but `core/run/trust.py` says whether it may be followed. Raise
+    CheckpointError if the plan is damaged.
+    """
+    text = read_plan_text(rundir)
+    return None if text is None else parse_plan(text, _path(rundir))
+
+
+def parse_plan(text: bytes, path: Path) -> Plan:
+    """Parse a plan; `path` names it in errors. CheckpointError if it is damaged, or names what no fleet file may."""
+    plan = decode_versioned_json(text, Plan, RUN_FORMAT, path, OLD_FORMAT_HINTS)
+    try:
+        for host in plan.hosts:
+            _check_host_plan(f"hosts.{host.name}", host)
+    except UsageError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    if len({host.name for host in plan.hosts}) < len(plan.hosts):
+        raise CheckpointError(f"{path}: damaged: two hosts have one name")
+    return plan
+
+
+def _check_host_plan(where: str, host: HostPlan) -> None:
+    """Raise UsageError if a host's settings, addresses or folders are not of the form that evener writes."""
+    check_host(where, host.host)
+    for key, text in (("address", host.address), ("interface", host.interface)):
+        if text.startswith("-") or not text.isprintable():
+            raise UsageError(f"{where}: {key} {text!r}: expected a name")
+    if host.run is None and not host.host.is_local:
+        raise UsageError(f"{where}: run: only this machine can have the run directory as its folder")
+    for key, folder in (("run", host.run), ("code", host.code), ("cwd", host.cwd)):
+        if folder and (not folder.startswith("/") or ".." in folder.split("/") or "\0" in folder):
+            raise UsageError(f"{where}: {key} {folder!r}: expected an absolute path")
+    if any("\0" in word for word in (*host.argv, *host.env, *host.env.values())):
+        raise UsageError(f"{where}: its command contains a NUL")
 
 
 def read_plan(rundir: RunDir) -> Plan:
@@ -191,12 +264,27 @@ def read_prediction(rundir: RunDir) -> Prediction | None:
 
 
 def write_plan(rundir: RunDir, plan: Plan) -> None:
-    """Replace plan.json atomically; only its owner may read it. UsageError for a path that is not UTF-8."""
+    """Replace plan.json atomically; only its owner may read it. UsageError for a path that is not UTF-8.
+
+    Call it with a plan that may be followed: it is trusted from then on.
+    """
     try:
-        text = msgspec.json.encode(plan)
+        encoded = msgspec.json.encode(plan)
     except UnicodeEncodeError as error:
         raise UsageError(f"{error.object}: not UTF-8, as the paths of a run must be", hint="rename it") from None
-    write_atomic(_path(rundir), msgspec.json.format(text, indent=2), mode=0o600)
+    text = msgspec.json.format(encoded, indent=2)
+    trusted.trust([plan_digest(text)])
+    restore_plan(rundir, text)
+
+
+def restore_plan(rundir: RunDir, text: bytes) -> None:
+    """Replace plan.json by an earlier text, which is trusted if it was before."""
+    write_atomic(_path(rundir), text, mode=0o600)
+
+
+def plan_digest(text: bytes) -> str:
+    """Return the digest by which the text of a plan is trusted, in whichever directory it lies."""
+    return trusted.digest("plan", text)
 
 
 def _path(rundir: RunDir) -> Path:

@@ -34,6 +34,8 @@ import tomlkit
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import EvenerError
 from evener.core.cluster.finding import Finding
+from evener.core.cluster.fleet_file import load_fleet
+from evener.core.run.trust import trust_fleet
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.host import LabHost
 from evener.lab.lab_spec import HostSpec, LabSpec
@@ -161,6 +163,7 @@ class DrillContext:
         else:
             table[host][key] = value
         self.fleet_file.write_text(tomlkit.dumps(document))
+        trust_fleet(load_fleet(self.fleet_file))
 
     def start_evener(self, *args: str) -> subprocess.Popen[bytes]:
         """Start `run_evener` in the working directory, without waiting for it."""

@@ -61,6 +61,7 @@ TCP_ESTABLISHED, STALLED_RETRANSMITS = "01", 4
 START_TIMEOUT_S = 20.0
 STOPPED_FILE = "stopped"  # of supervisor.py
 EXCLUDED_FILE = "host/kept-out"  # of core/run/membership_epoch.py
+AGENT_SPEC_FILE = "host/agent.json"  # the same
 RUN_ID_VARIABLE = "EVENER_RUN"  # of supervisor.py
 _tcp_cache: dict[str, Any] = {}  # what `find_stalled_peers` last read
 REPLACED_FILES = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
@@ -69,29 +70,30 @@ State = Dict[str, Any]  # noqa: UP006  RUN/host/state.json
 Item = Dict[str, Any]  # noqa: UP006  what a function yields
 
 
-def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str | None] | None = None) -> State:
+def start(
+    run: str,
+    spec: dict[str, Any],
+    supervisor: str,
+    files: dict[str, str | None] | None = None,
+    previous_id: str | None = None,
+) -> State:
     """Start the program that `spec` describes, detached; return its state once it is running.
 
     `supervisor` is the text of the supervisor's program, with the modules that it needs.
     `files` are {name: text} to write into RUN; a text of None removes the file of an earlier start.
+    `previous_id` is the id of another run that had this folder before.
     """
     run = absolute_path(run)
     folder = path_inside(run, "host")
     _require_not_running(folder)
-    kill_leftover_processes(run)
+    for run_id in (spec["id"], previous_id):
+        kill_leftover_processes(run, run_id)
     make_folder(folder, mode=0o700)
     for name in ("state.json", "failures.json", "joined", STOPPED_FILE):
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
-    for name, text in (files or {}).items():
-        path = path_inside(run, name)
-        if text is not None:
-            write_atomic(path, text.encode())
-        elif os.path.exists(path):
-            os.remove(path)
-    write_atomic(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
-    write_atomic(os.path.join(folder, "supervisor.py"), supervisor.encode())
-    return _start_supervisor(run, folder)
+    _write_files(run, files or {})
+    return _start_supervisor(run, folder, spec, supervisor)
 
 
 def leave(run: str, why: str) -> Iterator[Item | None]:
@@ -118,19 +120,30 @@ def put(run: str, files: dict[str, str]) -> None:
         write_atomic(path_inside(run, name), text.encode())
 
 
-def restart_run(run: str) -> State:
-    """Restart a run here after this host went down or left it; return its state once it is running."""
+def restart_run(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str | None]) -> State:
+    """Restart a run here after this host went down or left it; return its state once it is running.
+
+    What is started is sent again, as for `start`: the files of the earlier start may be another's by now.
+    """
     run = absolute_path(run)
     folder = path_inside(run, "host")
+    if not os.path.isdir(folder):
+        raise RuntimeError(f"no such run on this host: {run}")
     _require_not_running(folder)
     if os.path.exists(os.path.join(folder, STOPPED_FILE)):
         raise RuntimeError("this run was stopped")
     if os.path.exists(path_inside(run, EXCLUDED_FILE)):
         os.remove(path_inside(run, EXCLUDED_FILE))
-    kill_leftover_processes(run)
+    kill_leftover_processes(run, spec["id"])
+    passed = (_read_json(os.path.join(folder, "spec.json"), None) or {}).get("env", {})
+    spec["env"].update({name: passed[name] for name in spec["passed_env"] if name in passed})
     if os.path.exists(os.path.join(folder, "state.json")):
         os.remove(os.path.join(folder, "state.json"))
-    return _start_supervisor(run, folder)
+    if files.get(AGENT_SPEC_FILE):
+        files = dict(files)
+        files[AGENT_SPEC_FILE] = _with_newer_hosts(run, files[AGENT_SPEC_FILE] or "")
+    _write_files(run, files)
+    return _start_supervisor(run, folder, spec, supervisor)
 
 
 def live_run_ports(workdir: str) -> list[int]:
@@ -149,10 +162,34 @@ def live_run_ports(workdir: str) -> list[int]:
     return sorted(ports)
 
 
-def _start_supervisor(run: str, folder: str) -> State:
+def _write_files(run: str, files: dict[str, str | None]) -> None:
+    """Replace files of a run by these texts; remove those with a text of None."""
+    for name, text in files.items():
+        path = path_inside(run, name)
+        if text is not None:
+            write_atomic(path, text.encode())
+        elif os.path.exists(path):
+            os.remove(path)
+
+
+def _with_newer_hosts(run: str, sent: str) -> str:
+    """Return the text of an agent's spec with the list of hosts that the agent here had, if that is a newer one.
+
+    The agent received it from others, after a host was added from another machine. All else is as sent.
+    """
+    spec, known = json.loads(sent), _read_json(path_inside(run, AGENT_SPEC_FILE), None)
+    with contextlib.suppress(LookupError, TypeError):
+        if known is not None and known["edition"] > spec["edition"]:
+            spec.update(hosts=known["hosts"], edition=known["edition"])
+    return json.dumps(spec)
+
+
+def _start_supervisor(run: str, folder: str, spec: dict[str, Any], supervisor: str) -> State:
     for path in list_partial_checkpoints(run):  # no process of the run is left that writes them
         shutil.rmtree(path, ignore_errors=True)
     program = os.path.join(folder, "supervisor.py")
+    write_atomic(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
+    write_atomic(program, supervisor.encode())
     log_path = os.path.join(folder, "supervisor.log")
     with create_file(log_path) as log:
         process = subprocess.Popen(
@@ -193,9 +230,10 @@ def status(run: str) -> State | None:
     return state
 
 
-def stop(run: str, now: bool = False) -> Iterator[Item | None]:
+def stop(run: str, run_id: str, now: bool = False) -> Iterator[Item | None]:
     """Stop a run; yield its state once no process of it is left. With `now` the ranks do not save.
 
+    Processes without a supervisor are killed by `run_id`: the id in the run's own files could be that of another run.
     A supervisor that does not end in time is killed. The state's "left" lists pids that even SIGKILL did not end.
     """
     run = absolute_path(run)
@@ -214,18 +252,16 @@ def stop(run: str, now: bool = False) -> Iterator[Item | None]:
             send_signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
         yield {"waiting": True}
         time.sleep(POLL_S)
-    surviving_pids = kill_leftover_processes(run)
+    surviving_pids = kill_leftover_processes(run, run_id)
     state = status(run)
     yield None if state is None else dict(state, left=surviving_pids)
 
 
-def kill_leftover_processes(run: str) -> list[int]:
+def kill_leftover_processes(run: str, run_id: str | None) -> list[int]:
     """Kill the processes left by a run without a supervisor; return the pids that SIGKILL did not end."""
-    folder = path_inside(absolute_path(run), "host")
-    spec = _read_json(os.path.join(folder, "spec.json"), None)
-    if spec is None or is_supervised(folder):
+    if not run_id or is_supervised(path_inside(absolute_path(run), "host")):
         return []
-    return kill_processes_with(f"{RUN_ID_VARIABLE}={spec['id']}")
+    return kill_processes_with(f"{RUN_ID_VARIABLE}={run_id}")
 
 
 def follow(run: str, have: dict[str, list[Any]] | None, until_end: bool = True) -> Iterator[Item | bytes]:

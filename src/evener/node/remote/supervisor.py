@@ -202,8 +202,11 @@ def recover_rank_logs(run: str) -> None:
     lost or duplicated.
     """
     folder, logs = path_inside(run, "host", "ranks"), path_inside(run, "logs")
-    with contextlib.suppress(OSError, TypeError, ValueError, LookupError, AttributeError):  # none, or a damaged one
+    try:
         begun = json.loads(read_bytes(os.path.join(folder, "begun.json")) or b"")
+    except (OSError, ValueError, RecursionError):
+        begun = None
+    if _is_valid_record(begun):
         name = begun.pop("log")
         count_logged_bytes(path_inside(logs, name), begun["sizes"].get(name, 0))
         ranks = RankLogs(folder, logs, **begun)
@@ -212,13 +215,34 @@ def recover_rank_logs(run: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _is_valid_record(begun: Any) -> bool:
+    """Return whether the content of begun.json names logs inside the run's folder: the folder may come from elsewhere.
+
+    No name of a host has a slash, or begins with a dot.
+    """
+    try:
+        host, first_rank, sizes = begun["host"], begun["first_rank"], begun["sizes"]
+        return (
+            set(begun) == {"host", "first_rank", "sizes", "log"}
+            and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host) is not None
+            and isinstance(first_rank, int)
+            and begun["log"] in (log_name(host), log_name(host, first_rank))
+            and all(isinstance(size, int) and size >= 0 for size in sizes.values())
+        )
+    except (AttributeError, LookupError, TypeError):
+        return False
+
+
 class Supervisor:
     """The supervisor of one run on this host."""
 
     def __init__(self, run: str) -> None:
         self.run = run
         self.folder = path_inside(run, "host")
-        self.spec: dict[str, Any] = json.loads(read_bytes(os.path.join(self.folder, "spec.json")) or b"")
+        spec_path = os.path.join(self.folder, "spec.json")
+        # path: content of what was started, for a guard that must start it again
+        self.program_files = {path: read_bytes(path) or b"" for path in (spec_path, sys.argv[0])}
+        self.spec: dict[str, Any] = json.loads(self.program_files[spec_path])
         self.state: dict[str, Any] = {
             "state": "running", "supervisor": os.getpid(), "pid": None, "started": None, "ended": None,
             "status": None, "signal": None, "stopped": False, "failures": [],
@@ -245,7 +269,8 @@ class Supervisor:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         held_lock = acquire_lock(os.path.join(self.folder, "lock"), int(sys.argv[3]) if len(sys.argv) > 3 else None)
         _become_subreaper()
-        guard = start_guard(self.run, self.spec["id"], held_lock if self.spec.get("has_agent") else None)
+        restart_lock = held_lock if self.spec.get("has_agent") else None
+        guard = start_guard(self.run, self.spec["id"], restart_lock, self.program_files)
         recover_rank_logs(self.run)
         self.state["started"] = time.time()  # every line stamped from now on belongs to this start
         self._reserve_disk()
@@ -477,10 +502,11 @@ def is_locked(descriptor: int) -> bool:
     return False
 
 
-def start_guard(run: str, run_id: str, held_lock: int | None) -> int:
+def start_guard(run: str, run_id: str, held_lock: int | None, program_files: dict[str, bytes]) -> int:
     """Fork a process that kills the run's processes if the supervisor is killed; return the pipe that dismisses it.
 
-    With `held_lock`, the descriptor of the run's lock, the guard then keeps that lock and restarts the supervisor.
+    With `held_lock`, the descriptor of the run's lock, the guard then keeps that lock and restarts the supervisor from
+    the same `program_files`, whatever these files are by then.
     """
     read, write = os.pipe()
     pid = os.fork()
@@ -506,7 +532,11 @@ def start_guard(run: str, run_id: str, held_lock: int | None) -> int:
         if held_lock is not None and not state["stopped"] and not is_stop_requested(run) and begun < MAX_RESTARTS:
             os.set_inheritable(held_lock, True)
             argv = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
-            os.execv(sys.executable, argv)  # noqa: S606
+            with contextlib.suppress(OSError):
+                for path, content in program_files.items():
+                    if read_bytes(path) != content:
+                        write_atomic(path, content)
+                os.execv(sys.executable, argv)  # noqa: S606
         state.update(state="ended", ended=time.time(), status=None, signal=None, left=surviving_pids)
         _write_json(os.path.join(folder, "state.json"), dict(state, lost="the supervisor was killed"))
     os._exit(0)
