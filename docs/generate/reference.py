@@ -125,6 +125,9 @@ def fleet_page() -> str:
         *example.splitlines(),
         "```",
         "",
+        "`ssh_options`, `python` and `workdir` can name programs. A file with one of them is "
+        "[asked about](../guides/follow-a-run.md#a-run-or-a-fleet-file-from-elsewhere) at its first use.",
+        "",
     ]
     for heading, kind in (
         ("Top level", fleet_file.Fleet),
