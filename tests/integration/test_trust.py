@@ -200,7 +200,8 @@ def test_names_and_addresses_of_a_plan_are_checked(trick: str, here: Path) -> No
     for verb in every if trick == "relative name" else some:
         done = run_verb(*words(verb, RUN=str(run)))
         assert done.returncode == (0 if verb[0] == "runs" else 2), done  # a damaged run is one row of a list
-        assert "damaged: " in (done.stdout if verb == ("runs",) else done.stderr) or verb == ("runs", "--prune"), done
+        printed = done.stdout if verb[0] == "runs" else done.stderr
+        assert "damaged: " in printed or verb == ("runs", "--prune"), done
         assert all(c.isprintable() for c in done.stderr.replace("\n", "")), done
     assert tree(here.parent) == before
 

@@ -114,11 +114,10 @@ def create_file(path: Path, *, mode: int = 0o666) -> BufferedWriter:
 
 
 def append_file(path: Path, *, mode: int = 0o666) -> FileIO:
-    """Open a file for reading and appending, unbuffered; create it and its folder if missing.
+    """Open a file for reading and appending, unbuffered; create it if missing, but not its folder.
 
     Raise OSError for anything but a regular file with one name that this user, or the owner of its folder, owns.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, mode)
     try:
@@ -130,8 +129,9 @@ def append_file(path: Path, *, mode: int = 0o666) -> FileIO:
 
 
 def append_bytes(path: Path, content: bytes) -> None:
-    """Append to a file. Raise OSError, which names it, if the content could not be written completely."""
+    """Append to a file; create it and its folder if missing. OSError names the file that was not written completely."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with append_file(path) as file:
             while content:
                 content = content[file.write(content) or 0 :]
@@ -141,10 +141,12 @@ def append_bytes(path: Path, content: bytes) -> None:
 
 
 def lock_file(path: Path, *, is_blocking: bool, mode: int = 0o666) -> FileIO:
-    """Lock a file until it is closed, however this process ends; create it if missing. Its content is not changed.
+    """Lock a file until it is closed, however this process ends. Its content is not changed.
 
-    Raise BlockingIOError if another process holds the lock and `is_blocking` is false.
+    The file and its folder are created if missing. Raise BlockingIOError if another process holds the lock and
+    `is_blocking` is false.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     file = append_file(path, mode=mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
@@ -174,6 +176,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._file = append_file(path)
         size = self._file.seek(0, os.SEEK_END)
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
