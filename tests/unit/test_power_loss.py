@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from evener.core.base.file_io import make_folder, rename_durably, write_atomic, write_folder_atomic
+from evener.node.remote import content_store, run_control
 from evener.node.remote import file_io as remote_file_io
-from evener.node.remote import run_control
 
 from ..volatile_disk import VolatileDisk
 
@@ -87,6 +87,7 @@ def test_first_files_of_a_run_survive_power_loss(
     monkeypatch.setattr(run_control, "_start_supervisor", lambda run, folder, spec, supervisor: {})
     monkeypatch.setattr(run_control, "kill_leftover_processes", lambda run, run_id: None)
     run = tmp_path / "disk" / "evener" / "run"
+    content_store.find_missing_blobs(str(run.parent), {}, "tree")  # what it is sent first makes the folder
     run_control.start(str(run), {"id": "r"}, "", {"host/agent.json": "{}", "roster.json": "[]"})
     disk.lose_power()
     assert json.loads((run / "host" / "agent.json").read_text()) == {}

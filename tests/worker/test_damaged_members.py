@@ -93,14 +93,16 @@ def test_undamaged_membership_files_are_read(folder: Path) -> None:
     assert read_host_file("killed.json", KilledRanks) == KilledRanks({0: 12.5})
 
 
-def test_damaged_membership_file_is_a_readable_error_or_ignored(folder: Path) -> None:
-    dice, counts = random.Random(SEED), Counter[str]()
+def test_damaged_membership_file_is_a_readable_error_or_ignored(folder: Path, tmp_path: Path) -> None:
+    dice, counts, outside = random.Random(SEED), Counter[str](), tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"{}")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     whole = {path: path.read_bytes() for path in paths}
     with time_limit(HANGS_S):  # a pipe that nobody writes to, a device without an end
         for _ in range(NUM):
             path = dice.choice(paths)
-            damage(path, dice)
+            damage(path, dice, outside)
             error = error_of(folder)
             assert error is None or path.name in str(error)
             counts["read" if error is None else "refused"] += 1

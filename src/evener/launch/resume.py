@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from io import FileIO
+from pathlib import Path
 
 import msgspec
 
@@ -36,12 +38,15 @@ def lock_resume(rundir: RunDir) -> Iterator[None]:
     if not rundir.path.is_dir():  # reported by whoever reads it
         yield
         return
-    path = rundir.inside(RESUME_LOCK_FILE)
+    path, holder = rundir.inside(RESUME_LOCK_FILE), "another process"
     try:
         lock = lock_file(path, is_blocking=False)
+        while not _is_file_at(path, lock):  # its last holder has just removed it
+            lock.close()
+            lock = lock_file(path, is_blocking=False)
     except BlockingIOError:
-        with open_file(path) as held:
-            holder = held.read(1000).decode(errors="replace").strip() or "another process"
+        with contextlib.suppress(OSError), open_file(path) as held:
+            holder = held.read(1000).decode(errors="replace").strip() or holder
         raise RunError(
             f"{rundir}: {holder} is resuming it", hint=f"evener logs -f {quote_word(rundir)} follows it"
         ) from None
@@ -50,7 +55,18 @@ def lock_resume(rundir: RunDir) -> Iterator[None]:
     with lock:
         lock.truncate(0)
         lock.write(f"{local_host_info().host} (pid {os.getpid()})\n".encode())
-        yield
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _is_file_at(path: Path, file: FileIO) -> bool:
+    """Return whether the open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 class ResumedRun:

@@ -28,6 +28,7 @@ from evener.node.remote.file_io import (
     content_digest,
     create_file,
     file_digest,
+    make_folder,
     open_own_file,
     open_regular_file,
     write_atomic,
@@ -54,7 +55,7 @@ def make_private_workdir(workdir: str) -> str:
     """
     root = absolute_path(workdir)
     for folder in (root, *(os.path.join(root, name) for name in FOLDERS)):
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        make_folder(folder, mode=0o700)
     is_own = os.path.basename(root) == ".evener" or OWN_ENTRIES.issuperset(os.listdir(root))
     for folder in [root] * is_own + [os.path.join(root, name) for name in FOLDERS]:
         facts = os.stat(folder)

@@ -18,6 +18,7 @@ from evener.node.remote.file_io import (
     BLOCK_BYTES,
     absolute_path,
     create_file,
+    make_folder,
     open_own_file,
     open_regular_file,
     write_atomic,
@@ -38,7 +39,7 @@ def sync(tree: str, folder: str) -> list[int]:
     tree, folder = absolute_path(tree), absolute_path(folder)
     with open_regular_file(tree + ".json") as file:
         content = json.loads(file.read().decode())
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     with os.fdopen(open_own_file(folder + ".lock", os.O_RDWR | os.O_CREAT), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         sent = _read_sent_files(folder)
