@@ -453,14 +453,12 @@ def test_dry_run_prints_commands(fleet: Fleet) -> None:
 def test_failed_start_on_one_host_ends_the_run_on_others(fleet: Fleet) -> None:
     """A host on whose disk the run has no place: the other is ended again, and no run directory is left."""
     runs = fleet.lab.host("b").home / ".evener" / "runs"
-    runs.mkdir(parents=True, exist_ok=True)
-    runs.rename(runs.with_name("kept"))
-    runs.write_text("in the way")
+    runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    subprocess.run(["chattr", "+i", runs], check=True)  # nothing can be made in it
     try:
         done = fleet.run("launch", "--out", "runs/bad", "--", "hello.py")
     finally:
-        runs.unlink()
-        runs.with_name("kept").rename(runs)
+        subprocess.run(["chattr", "-i", runs], check=True)
     assert done.returncode == 1
     assert "the run did not start on b" in done.stderr
     assert f"hint:  evener doctor --fleet {fleet.fleet} looks closer" in done.stderr

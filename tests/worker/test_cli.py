@@ -39,6 +39,7 @@ def test_left_out_variables_and_hostile_run_folder_do_not_break_a_run(tmp_path, 
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks ended by SIGSEGV. The printed command for the report can be typed."""
     for name, value in (STALE | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).items():
         monkeypatch.setitem(ENV, name, value)
+    monkeypatch.setitem(ENV, "COLUMNS", "200")  # no line is wrapped
     name = "my lab's $(touch pwned)"
     flags = ["--ranks", "2", "--steps", "2", "--eval-every", "0", "--out", name, "--compile", "off"]
     done = evener(tmp_path, "train", "--data", str(corpus), *TINY, *flags)

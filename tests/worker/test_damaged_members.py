@@ -93,9 +93,10 @@ def test_undamaged_membership_files_are_read(folder: Path) -> None:
     assert read_host_file("killed.json", KilledRanks) == KilledRanks({0: 12.5})
 
 
-def test_damaged_membership_file_is_a_readable_error_or_ignored(folder: Path, tmp_path: Path) -> None:
-    dice, counts, outside = random.Random(SEED), Counter[str](), tmp_path / "outside"
-    outside.mkdir()
+def test_damaged_membership_file_is_a_readable_error_or_ignored(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    dice, counts, outside = random.Random(SEED), Counter[str](), tmp_path_factory.mktemp("outside")
     (outside / "file").write_bytes(b"{}")
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     whole = {path: path.read_bytes() for path in paths}
