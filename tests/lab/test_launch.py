@@ -491,6 +491,33 @@ def test_training_across_hosts_matches_single_process(fleet: Fleet, corpus: Path
     assert losses(fleet.rundir("runs/half")) == losses(whole)
 
 
+STALE_LOGIN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "1",
+               "GROUP_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "SLURM_PROCID": "1",
+               "OMPI_COMM_WORLD_RANK": "1", "PMI_RANK": "1", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # fmt: skip
+
+
+@exhaustive
+@pytest.mark.parametrize("membership", ["live", "restart", "fixed"])
+@pytest.mark.parametrize("file", [".bashrc", ".ssh/environment"])
+def test_variables_of_another_launcher_in_a_login_do_not_reach_its_ranks(
+    fleet: Fleet, corpus: Path, membership: str, file: str
+) -> None:
+    """They hung ranks, or made their start fail again and again without a cause."""
+    path = fleet.lab.host("b").home / file
+    before = path.read_bytes() if path.exists() else None
+    export = "export " if file == ".bashrc" else ""
+    text = "".join(f"{export}{name}={value}\n" for name, value in STALE_LOGIN.items())
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    path.write_bytes((before or b"") + text.encode())
+    try:
+        done = fleet.ok("train", "--data", str(corpus), *FLAGS, "3", "--out", "run", "--membership", membership)
+    finally:
+        path.unlink() if before is None else path.write_bytes(before)
+    assert done.stderr.count("env.launcher-variables  b: ") == done.stderr.count("env.debug  b: ") == 1
+    assert f"~/{file}" in done.stderr
+    assert fleet.rundir("run").manifest().world_size == 2
+
+
 def stopped_run(fleet: Fleet, corpus: Path, name: str) -> RunDir:
     """Start a run, stop it while it trains, and return it."""
     fleet.ok("train", "--data", str(corpus), *FLAGS, "100000", "--out", name, "--detach")
