@@ -17,7 +17,7 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
-from evener.core.run.membership_epoch import HOST_TIMEOUT_S, RUN_KEY_FILE, AgentSpec, HostEntry
+from evener.core.run.membership_epoch import HOST_TIMEOUT_S, RUN_KEY_FILE, AgentSpec, HostEntry, make_run_key
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import (
     Member,
@@ -101,6 +101,10 @@ class PreparedFleet(msgspec.Struct, frozen=True, kw_only=True):
     def is_local_run(self) -> bool:
         """Return whether the run is on this machine alone, with the run directory as its folder."""
         return all(place.is_local_run for place in self.hosts)
+
+    def new_key(self) -> str:
+        """Return a key for a run, or "" if it has a single host, which authenticates itself to no other."""
+        return make_run_key() if len(self.hosts) > 1 else ""
 
     def rank_slots(self, machine: MachineSpec) -> list[RankSlot]:
         """Return the rank slots (device, numeric support), by rank."""

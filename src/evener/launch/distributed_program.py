@@ -21,7 +21,6 @@ from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.commands import PreparedFleet, script_plan, without_torchrun
 from evener.launch.root_cause import first_failure
-from evener.launch.start_run import new_run_key
 from evener.launch.torch_subprocess import ERROR_PREFIX, raise_reported_error
 from evener.ssh.session import RemoteError, Sessions
 from evener.transfer.mirror import RunMirror
@@ -88,7 +87,7 @@ def _program_lines(rundir: RunDir, plan: Plan, sessions: Sessions) -> Generator[
 def _program_plan(prepared: PreparedFleet, module: str, args: Mapping[str, str]) -> Plan:
     """Plan a program of evener's own, without a project."""
     program = ["-m", module]
-    plan = script_plan(prepared, program, {}, project=None, key=new_run_key(prepared))
+    plan = script_plan(prepared, program, {}, project=None, key=prepared.new_key())
     hosts = []
     for place, planned in zip(prepared.hosts, plan.hosts, strict=True):
         host = msgspec.structs.replace(planned, code=None, cwd=place.cwd or place.run_dir)

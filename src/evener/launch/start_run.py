@@ -28,7 +28,6 @@ from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.plain_output import print_plain
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.host_info import local_host_info
-from evener.core.run.membership_epoch import make_run_key
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun, find_weights_file
 from evener.core.run.roster import Roster
@@ -80,7 +79,7 @@ def plan_training(
         if weights is not None:
             trees.append(describe_files({weights.name: weights}))
             init_from = {place.name: f"{_tree_path(trees[1], place)}/{weights.name}" for place in prepared.hosts}
-    plan = train_plan(prepared, spec, roster, data, init_from, resume=resume is not None, key=new_run_key(prepared))
+    plan = train_plan(prepared, spec, roster, data, init_from, resume=resume is not None, key=prepared.new_key())
     return PlannedRun(
         rundir=resolved.rundir,
         plan=msgspec.structs.replace(plan, prediction=prediction),
@@ -109,7 +108,7 @@ def plan_script(
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
     passed_names = [] if prepared.is_local_run else list(passed_env)
-    plan = script_plan(prepared, program, environment, project, passed_names, key=new_run_key(prepared))
+    plan = script_plan(prepared, program, environment, project, passed_names, key=prepared.new_key())
     withheld = []
     if trees and trees[0].withheld:
         names = summarize_names(trees[0].withheld)
@@ -142,11 +141,6 @@ def _variable(environment: Mapping[str, str], name: str) -> str:
     if name not in environment:
         raise UsageError(f"--env {name}: it is not set here", hint=f"export {name}=…")
     return environment[name]
-
-
-def new_run_key(prepared: PreparedFleet) -> str:
-    """Return a key for a run, or "" if it has a single host, which authenticates itself to no other."""
-    return make_run_key() if len(prepared.hosts) > 1 else ""
 
 
 def project_name(folder: Path) -> str:
