@@ -6,7 +6,7 @@ import pytest
 
 from evener.launch.commands import FORWARDED_ENV_PATTERN, ScriptProject, script_plan
 from evener.node.remote import facts
-from evener.node.remote.secret_values import hide_secrets, is_secret_variable
+from evener.node.remote.environment import hide_secrets, is_secret_variable
 from evener.transfer.secret_files import has_secret_name
 
 from .test_commands import place, prepared

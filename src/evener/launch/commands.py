@@ -31,7 +31,7 @@ from evener.core.run.roster import (
 )
 from evener.core.run.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.run.run_spec import MachineSpec, RunSpec, to_flags
-from evener.node.remote.secret_values import is_secret_variable
+from evener.node.remote.environment import is_secret_variable
 
 TRAIN_GRACE_S = 600.0  # for a step, which may take minutes, and a checkpoint; stop --now does not wait
 ELASTIC_HOST_TIMEOUT_S = 3.0  # short: a host that was only slow to answer rejoins, so a false alarm is cheap

@@ -37,7 +37,7 @@ from evener.doctor.machine_checks import check_left_out_variables
 from evener.doctor.network_checks import STRANGERS_CHECK
 from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.launch.commands import PreparedFleet, PreparedHost
-from evener.node.remote.login_environment import debug_variables, launcher_variables
+from evener.node.remote.environment import debug_variables, launcher_variables
 from evener.ssh.session import Sessions, connect
 
 LOOPBACK = "127.0.0.1"

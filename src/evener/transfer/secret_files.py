@@ -11,7 +11,7 @@ from fnmatch import translate
 from pathlib import Path
 
 from evener.core.base.file_io import open_file
-from evener.node.remote.secret_values import PRIVATE_KEY
+from evener.node.remote.environment import PRIVATE_KEY
 
 SECRET_FOLDERS = frozenset((".ssh", ".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".docker", ".kaggle"))
 SECRET_NAMES = re.compile("|".join(map(translate, (

@@ -22,13 +22,12 @@ import threading
 import time
 from typing import Any, Dict  # noqa: UP035  python 3.8
 
+from evener.node.remote.environment import HIDDEN, debug_variables, hide_secrets, is_secret_variable, launcher_variables
 from evener.node.remote.file_io import read_link, read_text
-from evener.node.remote.login_environment import debug_variables, launcher_variables
 from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
 from evener.node.remote.programs import find_program, run_program, run_with_error
 from evener.node.remote.prune import folder_bytes, measure_stored
 from evener.node.remote.run_control import is_supervised, list_partial_checkpoints, live_run_ports
-from evener.node.remote.secret_values import HIDDEN, hide_secrets, is_secret_variable
 
 LINUX = sys.platform.startswith("linux")
 RELEVANT_VARIABLES = re.compile(

@@ -39,8 +39,8 @@ import time
 from types import FrameType
 from typing import Any, BinaryIO
 
+from evener.node.remote.environment import rank_environment
 from evener.node.remote.file_io import create_file, open_own_file, path_inside, read_bytes, write_atomic
-from evener.node.remote.login_environment import rank_environment
 from evener.node.remote.process_table import children, kill_processes_with, read_process, send_signal
 
 POLL_S = 0.05

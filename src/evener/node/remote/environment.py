@@ -1,13 +1,25 @@
-"""The one rule of what may hold a secret: environment variables by name and value, and texts with a private key.
+"""Judge environment variables: which a launcher or an experiment left over, and which may hold secrets.
 
-The launcher copies no such variable to the hosts, and doctor shows no such value. Standard library only, Python 3.8 or
-newer, Linux or macOS.
+A launcher tells its processes their rank, world size and rendezvous by variables. What an earlier experiment exported,
+or another launcher set for the session in which evener runs, would reach ranks that evener starts: it is left out.
+Variables that may hold secrets, by name or value, are neither copied to the hosts nor shown; the same rule finds
+private keys in texts. Standard library only, Python 3.8 or newer, Linux or macOS.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Mapping  # noqa: UP035  python 3.8
 
+# Set by torchrun, Slurm, Open MPI, MPICH and Intel MPI, MVAPICH, PMIx, LSF, Flux, and by evener for its own processes.
+LAUNCHER_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|NODE_|ROLE_|CROSS_)?(RANK|WORLD_SIZE)|ROLE_NAME|NPROC_PER_NODE|NNODES|MASTER_(ADDR|PORT)"
+    r"|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|(PMI|PMIX|MPI|I_MPI|HYDRA|HYDI|MV2|PALS|FLUX|JSM|PRTE)_\w+"
+    r"|EVENER_(AGENT|FAILURES|JOINED|KEY_FILE|ROSTER|SAYINGS|WORLD)"
+)
+# Other values of TORCH_DISTRIBUTED_DEBUG keep ranks from starting: DETAIL wraps process groups, which ends ranks that
+# exchange gradients in hooks by SIGSEGV, and hangs if only some hosts set it; an unknown value ends `import torch`.
+SAFE_DEBUG_LEVELS = ("OFF", "INFO")
 HIDDEN = "(hidden)"
 # Whole words of a name, between underscores: TOKENIZERS_PARALLELISM, NCCL_IB_PKEY and MY_KEYBOARD have none of them.
 SECRET_WORD = re.compile(
@@ -28,6 +40,31 @@ PRIVATE_KEY = re.compile(
     r"|PuTTY-User-Key-File-[0-9]+:|AGE-SECRET-KEY-1"
 )
 ARGUMENT = re.compile(r"(?<!\S)(-{1,2}[A-Za-z][\w-]*(?:=|\s+)|[A-Za-z_]\w*=)(\S+)")  # --name value, NAME=value
+
+
+def launcher_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables that a launcher has set.
+
+    >>> launcher_variables({"PATH": "/bin", "RANK": "0", "SLURM_NTASKS": "2", "RANKING": "1"})
+    ['RANK', 'SLURM_NTASKS']
+    """
+    return sorted(name for name in environment if LAUNCHER_VARIABLES.fullmatch(name))
+
+
+def debug_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables for debugging with values that keep ranks from starting or training.
+
+    >>> debug_variables({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}), debug_variables({"TORCH_DISTRIBUTED_DEBUG": "INFO"})
+    (['TORCH_DISTRIBUTED_DEBUG'], [])
+    """
+    level = environment.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    return [] if level.upper() in SAFE_DEBUG_LEVELS else ["TORCH_DISTRIBUTED_DEBUG"]
+
+
+def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the part of a login environment that ranks get."""
+    left_out = {*launcher_variables(environment), *debug_variables(environment)}
+    return {name: value for name, value in environment.items() if name not in left_out}
 
 
 def is_secret_name(name: str) -> bool:
