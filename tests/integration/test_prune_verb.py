@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from evener.core.cluster.fleet_file import load_fleet
+from evener.core.run.trust import trust_fleet
+
 from ..in_process import run_verb
 from ..unit.test_prune_hosts import Host
 
@@ -22,6 +25,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     (tmp_path / "fleet.toml").write_text(
         f'[hosts.here]\naddress = "local"\nworkdir = "{host.workdir}"\n[hosts.other]\naddress = "127.0.0.1"\nport = 1\n'
     )
+    trust_fleet(load_fleet(str(tmp_path / "fleet.toml")))
     return host
 
 

@@ -168,7 +168,7 @@ def test_stop_ends_no_program_whose_pid_file_stands_in_for_the_lock(
 ) -> None:
     process, pid_file = victim
     replace(Path("runs/here/host/lock"), make(pid_file))
-    for _ in zip(range(3), run_control.stop("runs/here", now=True), strict=False):
+    for _ in zip(range(3), run_control.stop("runs/here", "run-files", now=True), strict=False):
         pass
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
@@ -183,7 +183,7 @@ def test_stop_sends_no_signal_to_a_pid_that_is_not_the_supervisors(
     lock.write_text(f"{process.pid}\n")
     with lock.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        for _ in zip(range(3), run_control.stop("runs/here", now=True), strict=False):
+        for _ in zip(range(3), run_control.stop("runs/here", "run-files", now=True), strict=False):
             pass
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
@@ -282,9 +282,9 @@ def test_supervisor_does_not_start_in_a_folder_that_leads_out(world: Path, name:
     with pytest.raises((OSError, RuntimeError), match="leads out of"):
         run_control.start(str(run), spec, bundle("supervisor"))
     deadline = time.monotonic() + TIMEOUT_S
-    while run_control._is_supervised(str(run / "host")) and time.monotonic() < deadline:  # its guard is about to exit
+    while run_control.is_supervised(str(run / "host")) and time.monotonic() < deadline:  # its guard is about to exit
         time.sleep(0.01)
-    assert not run_control._is_supervised(str(run / "host"))
+    assert not run_control.is_supervised(str(run / "host"))
 
 
 @pytest.mark.parametrize("do", [

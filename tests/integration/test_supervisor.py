@@ -569,7 +569,7 @@ def test_stop_does_not_kill_the_run_that_the_files_name(session: Session, tmp_pa
     other = Started(session, tmp_path / "other", python(SLEEP))
     started = Started(session, tmp_path / "run", python(""))
     started.wait()
-    wait_until(lambda: not run_control._is_supervised(str(started.run / "host")))
+    wait_until(lambda: not run_control.is_supervised(str(started.run / "host")))
     (started.run / "host/spec.json").write_text(json.dumps({"id": other.id, "grace_s": 0}))
     started.stop()
     assert session.call("run_control", "status", run=str(other.run))["state"] == "running"
@@ -582,7 +582,7 @@ def test_restarted_host_runs_what_is_sent(session: Session, tmp_path: Path) -> N
     """The files of the earlier start may have been replaced meanwhile."""
     started = Started(session, tmp_path / "run", python(""))
     started.wait()
-    wait_until(lambda: not run_control._is_supervised(str(started.run / "host")))
+    wait_until(lambda: not run_control.is_supervised(str(started.run / "host")))
     spec = json.loads((started.run / "host/spec.json").read_text())
     altered = spec | {"argv": python(f"open({str(tmp_path / 'executed')!r}, 'w')")}
     (started.run / "host/spec.json").write_text(json.dumps(altered))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from evener.core.cluster.fleet_file import load_fleet
+from evener.core.run.trust import trust_fleet
 from evener.transfer.file_tree import describe_data, describe_project
 
 from ..in_process import run_verb
@@ -73,6 +75,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = f"import os; print(os.getenv('HF_TOKEN') == 'open' + 'sesame', {there})"
     fleet = f'[hosts.here]\naddress = "local"\nworkdir = "{tmp_path}/host"\n'
     root = write(tmp_path / "p", SECRET_FILES | {"train.py": script.encode(), "fleet.toml": fleet.encode()})
+    trust_fleet(load_fleet(str(root / "fleet.toml")))
     for name, value in {"HF_TOKEN": "opensesame", "HF_ENDPOINT": "https://me:opensesame@lan", "HF_HUB_X": "1"}.items():
         monkeypatch.setenv(name, value)
     return root

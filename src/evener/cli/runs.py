@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from evener.cli.trust import TRUST
 from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
 
@@ -47,6 +48,7 @@ def runs(
         None, metavar="SIZE", help="with --fleet: the oldest, until a host stores this much: 20GB [all that is old]"
     ),
     yes: bool = typer.Option(False, "--yes", help="with --prune: remove them"),
+    trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
     """List the runs made here, those of benches too, and ask the hosts for the state of the runs that have not ended.
@@ -80,7 +82,7 @@ def runs(
         )
     folder, words = _split_folder(words or [])
     if fleet is not None:
-        return _prune_fleet(folder, fleet, hosts, older_than, max_size, yes, as_json)
+        return _prune_fleet(folder, fleet, hosts, older_than, max_size, yes, trust, as_json)
     run_table.sort_rows([], sort)
     with ThreadPoolExecutor(max_workers=16) as pool:
         rows = list(pool.map(_load_row, [RunDir(path) for path in find_run_dirs(folder)]))
@@ -292,13 +294,14 @@ def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | N
 
 
 def _prune_fleet(folder: Path, file: str, names: str | None, older_than: float | None, max_size: str | None, yes: bool,
-                 as_json: bool) -> int:  # fmt: skip
+                 trust: bool, as_json: bool) -> int:  # fmt: skip
     """List what hosts store and need no longer; remove it if `yes`. Exit status 1 if one cannot be reached."""
     import json
 
     import msgspec
 
     from evener.cli.run_output import find_run_dirs, print_status
+    from evener.cli.trust import approve_fleet
     from evener.core.base.errors import HostError
     from evener.core.base.units import parse_bytes
     from evener.core.cluster.fleet_file import Fleet, HostConfig, fleet_path, load_fleet, select_hosts
@@ -308,7 +311,7 @@ def _prune_fleet(folder: Path, file: str, names: str | None, older_than: float |
 
     path, max_bytes = fleet_path(file), None if max_size is None else parse_bytes(max_size, "--max-size")
     whole = Fleet(hosts={"local": HostConfig(address="local")}) if path is None else load_fleet(path)
-    chosen = select_hosts(whole, names)
+    chosen = approve_fleet(select_hosts(whole, names), trust)
     known = prune_hosts.known_runs(find_run_dirs(folder))
 
     with connect(chosen) as (sessions, errors):

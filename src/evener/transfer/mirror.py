@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.decoding import from_builtins, from_json
-from evener.core.base.errors import CheckpointError, EvenerError, HostError, NoRoomError, RunError
+from evener.core.base.errors import CheckpointError, EvenerError, HostError, NoRoomError, RunError, UsageError
 from evener.core.base.file_io import append_bytes, lock_file, read_file, read_lines, write_atomic
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
@@ -407,5 +407,9 @@ def record_controller_event(rundir: RunDir, plan: Plan, event: str, **facts: Any
         RunWriter(rundir.path).add_event(event, **facts)
         return
     line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
-    append_bytes(rundir.inside("hosts", ".controller", "events.jsonl"), line)
+    path = rundir.inside("hosts", ".controller", "events.jsonl")
+    try:
+        append_bytes(path, line)
+    except OSError as error:
+        raise NoRoomError.from_os_error(error) or UsageError(f"{path}: {error.strerror}") from None
     merge_events(rundir, plan)

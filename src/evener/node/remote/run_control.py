@@ -136,7 +136,7 @@ def restart_run(run: str, spec: dict[str, Any], supervisor: str, files: dict[str
         os.remove(path_inside(run, EXCLUDED_FILE))
     kill_leftover_processes(run, spec["id"])
     passed = (_read_json(os.path.join(folder, "spec.json"), None) or {}).get("env", {})
-    spec["env"].update({name: passed[name] for name in spec["passed_env"] if name in passed})
+    spec["env"].update({name: passed[name] for name in spec.get("passed_env", ()) if name in passed})
     if os.path.exists(os.path.join(folder, "state.json")):
         os.remove(os.path.join(folder, "state.json"))
     if files.get(AGENT_SPEC_FILE):
