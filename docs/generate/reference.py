@@ -125,8 +125,8 @@ def fleet_page() -> str:
         *example.splitlines(),
         "```",
         "",
-        "`ssh_options`, `python` and `workdir` can name programs. A file with one of them is "
-        "[asked about](../guides/follow-a-run.md#a-run-or-a-fleet-file-from-elsewhere) at its first use.",
+        "`ssh_options`, `python` and `workdir` can name programs. evener [asks you to approve]"
+        "(../guides/follow-a-run.md#a-run-or-a-fleet-file-from-elsewhere) a file with one of them at its first use.",
         "",
     ]
     for heading, kind in (

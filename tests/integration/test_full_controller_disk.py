@@ -46,7 +46,7 @@ def is_sentence(done: subprocess.CompletedProcess[str]) -> bool:
 
 
 @pytest.mark.parametrize("verb", [["runs", "--json", "runs"], ["doctor", "--fleet", "local", "--json"], ["--help"]])
-def test_full_disk_of_standard_output(tmp_path: Path, verb: list[str]) -> None:
+def test_full_disk_of_standard_output_is_named(tmp_path: Path, verb: list[str]) -> None:
     (tmp_path / "runs").mkdir()
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(argv(*verb), stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
@@ -57,7 +57,7 @@ def test_full_disk_of_standard_output(tmp_path: Path, verb: list[str]) -> None:
 
 
 @needs_mounts
-def test_doctor_into_file_on_full_disk(tmp_path: Path) -> None:
+def test_doctor_into_file_names_the_full_disk(tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     into_file = ["sh", "-c", 'exec "$@" > small/doctor.json', "sh", *argv("doctor", "--fleet", "local", "--json")]
     done = run(on_small_disk(tmp_path / "small", "64k", "--fill", *into_file, cwd=tmp_path))
@@ -76,7 +76,7 @@ def test_full_disk_of_standard_error_keeps_the_exit_status(tmp_path: Path) -> No
 
 @needs_mounts
 @pytest.mark.parametrize("flags", [[], ["--format", "md"], ["--out", "run/other.html"]])
-def test_report_on_full_disk(tmp_path: Path, flags: list[str]) -> None:
+def test_report_names_the_full_disk(tmp_path: Path, flags: list[str]) -> None:
     shutil.copytree(RECORDS, tmp_path / "run")
     done = run(on_small_disk(tmp_path / "run", "2m", "--fill", *argv("report", "run", *flags), cwd=tmp_path))
     if flags == ["--format", "md"]:
@@ -106,7 +106,7 @@ def home(tmp_path: Path) -> Path:
 @needs_mounts
 @pytest.mark.parametrize("fill", [[], ["--fill"]])
 @pytest.mark.parametrize("verb", ["fetch", "logs -f", "runs", "stop"])
-def test_records_and_checkpoints_that_do_not_fit(home: Path, verb: str, fill: list[str]) -> None:
+def test_records_and_checkpoints_that_do_not_fit_name_the_full_disk(home: Path, verb: str, fill: list[str]) -> None:
     words = [*verb.split(), "runs" if verb == "runs" else "runs/run"]
     done = run(on_small_disk(home, "1m", *fill, *argv(*words), cwd=home.parent))
     assert done.returncode in (1, 2), done.stdout + done.stderr

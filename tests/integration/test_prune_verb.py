@@ -64,7 +64,7 @@ def test_limit_of_size_keeps_what_is_below_it(host: Host) -> None:
         (["--fewer-than", "9"], "--fleet needs --prune, without --fewer-than"),
     ],
 )
-def test_wrong_flags_are_refused(host: Host, flags: list[str], told: str) -> None:
+def test_fleet_prune_refuses_contradicting_flags(host: Host, flags: list[str], told: str) -> None:
     status, _, error = prune(host, *flags)
     assert (status, told in error) == (2, True), error
 

@@ -114,7 +114,9 @@ def start_attached() -> None:
 
 @pytest.mark.parametrize("name", LOCKS)
 @pytest.mark.parametrize("trick", ["link", "hard link", "pipe", "device"])
-def test_lock_that_is_no_own_file_is_neither_emptied_nor_waited_for(world: Path, name: str, trick: str) -> None:
+def test_lock_that_is_not_our_regular_file_is_neither_emptied_nor_waited_for(
+    world: Path, name: str, trick: str
+) -> None:
     tricks = {"link": link_to(world.parent / "outside/file"), "hard link": hard_link_to(world.parent / "outside/file"),
               "pipe": os.mkfifo, "device": link_to(Path("/dev/zero"))}  # fmt: skip
     replace(world / name, tricks[trick])
@@ -350,7 +352,7 @@ HUGE = {"runs/here/plan.json": ["report", "stop", "logs"], "runs/here/manifest.j
 
 
 @pytest.mark.parametrize("name", HUGE)
-def test_terabyte_of_zeros_is_one_sentence(world: Path, name: str) -> None:
+def test_terabyte_file_ends_with_an_error_message(world: Path, name: str) -> None:
     (world / name).unlink()
     create_file(world / name).close()
     os.truncate(world / name, TERABYTE)
@@ -390,7 +392,7 @@ def test_damaged_run_is_one_row_and_others_are_listed(world: Path, content: byte
     assert states["runs/away"][0] != "damaged"
 
 
-def test_any_exception_of_one_run_is_one_row(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_one_run_does_not_end_the_list(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(rundir: RunDir) -> None:
         if rundir.path.name == "here":
             raise RecursionError("maximum recursion depth exceeded")

@@ -369,7 +369,7 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
 
 
-def test_noise_disturbs_nobody(tunnels: Tunnels, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tunnel_carries_data_beside_random_bytes(tunnels: Tunnels, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever strangers send: the gate logs nothing, and continues."""
     noise = random.Random(2)
     gate = tunnels.gate(tunnels.store().port)

@@ -173,7 +173,7 @@ def test_verbs_contact_and_start_nothing_of_a_foreign_run(trick: str, here: Path
     for verb in CONTACTING:
         done = run_verb(*words(verb, RUN=str(run)))
         assert done.returncode == 2, done
-        assert "this run came from elsewhere" in done.stderr, done
+        assert "there is no record that you started this run on this machine" in done.stderr, done
     assert (run.path / "plan.json").read_bytes() == plan
     assert is_foreign_run(run)
     assert not (here / "executed").exists()
@@ -260,7 +260,7 @@ def test_looking_at_a_foreign_run_shows_what_is_here_and_says_why_no_more() -> N
     run = foreign_run()
     logs, runs = run_verb("logs", run), run_verb("runs")
     assert "the text that a rank printed" in logs.stdout
-    line = f"{run}: this run came from elsewhere, so its hosts are not contacted"
+    line = f"{run}: there is no record that you started or approved this run here, so its hosts are not contacted"
     assert line in logs.stderr
     assert line in runs.stdout
     [row] = json.loads(run_verb("runs", "--json").stdout)["runs"]
@@ -395,7 +395,7 @@ def test_own_plan_is_trusted_wherever_it_lies_and_another_text_is_not() -> None:
     assert is_foreign_run(RunDir("runs/moved"))
 
 
-def test_run_moved_to_another_machine_is_one_flag_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_moved_run_is_used_after_trust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = own_run()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another machine"))
     assert run_verb("fetch", run).returncode == 2
@@ -500,14 +500,14 @@ def test_register_that_others_could_have_written_does_not_count(how: str, tmp_pa
     assert "warning: it is not remembered what is trusted" in run_verb("fetch", other).stderr
 
 
-def test_unwritable_register_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_register_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in a read-only home, or on a full disk: this process goes on with what it wrote itself."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run = foreign_run((LOCAL, {}))
     done = run_verb("fetch", run, "--trust")
     assert done.stderr.count("warning: it is not remembered what is trusted: Not a directory") == 1
-    assert "came from elsewhere. It names:" in done.stderr
+    assert "or approved it. It names:" in done.stderr
     assert done.returncode == 0
 
 
@@ -548,7 +548,7 @@ def test_sessions_are_opened_by_the_functions_that_check_trust_alone() -> None:
     assert found == ["ssh/session.py", "ssh/transport.py"]
 
 
-def test_terminal_question_needs_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_question_needs_stdin_and_stderr_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", mock.Mock(isatty=lambda: True))
     monkeypatch.setattr(sys, "stderr", mock.Mock(isatty=lambda: False))
     assert not terminal.is_interactive()

@@ -89,7 +89,7 @@ def test_doctor_prints_reasons_and_evidence_verbatim() -> None:
 
 @pytest.mark.parametrize("verb", [["logs"], ["report"], ["fetch"], ["stop"], ["trace"], ["export"], ["runs"],
                                   ["report", "--format", "md"], ["train", "--resume"]], ids=" ".join)  # fmt: skip
-def test_no_verb_prints_what_a_run_holds_raw(world: Path, verb: list[str]) -> None:
+def test_verbs_escape_control_characters_of_a_run(world: Path, verb: list[str]) -> None:
     """Its log, its events, its model's name and the name, address and folder of its host."""
     hostile = HOSTILE.replace("\udcff", "")
     run = RunDir("runs/here")

@@ -80,7 +80,7 @@ def test_quoted_word_is_one_operand_of_a_shell(tmp_path, monkeypatch, shell, nam
     assert list(tmp_path.iterdir()) == []
 
 
-def test_quoted_command_is_its_words(tmp_path):
+def test_shell_splits_quoted_command_into_its_words(tmp_path):
     shown = subprocess.run(
         ["bash", "-c", quote_command(["printf", "%s\\0", *HOSTILE])], capture_output=True, check=True
     )

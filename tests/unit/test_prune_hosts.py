@@ -106,7 +106,7 @@ def test_old_run_whose_results_are_here_is_removed_with_its_data(host: Host) -> 
         ("run", "old"), ("tree", TREES["own"]), ("tree", TREES["idle"]),
     ]  # fmt: skip
     assert found.prunable[0].why == "ended 8 days ago, its results are here"
-    assert host.kept() == {"new": "it ended lately"}
+    assert host.kept() == {"new": "it ended recently"}
     assert (host.workdir / "runs/old/host/spec.json").exists()  # listing removes nothing
     freed, kept = prune_hosts.prune(host.session, str(host.workdir), found.prunable)
     assert kept == {}

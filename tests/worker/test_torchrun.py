@@ -246,7 +246,7 @@ def test_port_in_use_is_reported_by_all_hosts(agents: Agents) -> None:
         assert agents.wait(0) == 1
         assert f"error: port.in-use: 127.0.0.1:{agents.port}" in agents.said("a")
         assert agents.wait(1) == 1
-        silent = f"error: net.no-store: the first host's store does not answer on 127.0.0.1:{agents.port}: "
+        silent = f"error: net.no-store: cannot reach the first host's store through 127.0.0.1:{agents.port}: "
         assert f"{silent}no answer" in agents.said("b")
 
 

@@ -63,8 +63,8 @@ def init(
     """Write a fleet file: which machines train, and how ssh reaches them.
 
     Without arguments it asks for the hosts. Several sources are merged; a machine in two of them is taken once. No
-    machine is contacted; evener doctor does that afterwards. It asks first if the file of a source names programs to
-    start, such as a ProxyCommand; --trust approves them now.
+    machine is contacted; evener doctor does that later. If an imported file names programs, such as a ProxyCommand,
+    evener doctor asks before it starts them, unless --trust approves them now.
     """
     from evener.core.base.errors import UsageError
     from evener.core.base.file_io import write_atomic

@@ -47,7 +47,7 @@ def up(
         typer.Option(
             "--writeback",
             metavar="SECONDS",
-            help="power-off loses the unflushed writes of up to so many seconds; needs gcc [it loses none]",
+            help="power-off discards writes of the last SECONDS that were not flushed; needs gcc [none]",
         ),
     ] = None,
     interface: Annotated[str | None, typer.Option(help="name of a host's interface [eth0]")] = None,

@@ -26,7 +26,7 @@ def launch(
     fleet: str | None = typer.Option(None, help="hosts to run on; local: this machine [fleet.toml if here]"),
     ranks: int | None = typer.Option(None, min=1, max=1024, help="processes on each host [one per GPU, else one]"),
     include: list[str] | None = typer.Option(
-        None, help="a path to send although git ignores it, or it may hold a secret; may be given again"
+        None, help="send this path even if git ignores it, or if it is a file or folder of secrets; may be given again"
     ),
     env: list[str] | None = typer.Option(
         None, metavar="NAME", help="a variable set here to pass to the hosts, a secret too; may be given again"
@@ -46,9 +46,9 @@ def launch(
     The current folder is sent to the hosts (in a git repository: what git does not ignore), always to the same place,
     so that scripts find the files that they wrote before; `evener fetch` copies these here. Files that may hold secrets
     (.env, keys, credentials) are not sent unless --include names them. Ranks get RANK, WORLD_SIZE, MASTER_ADDR, the
-    right network interface, and the variables of NCCL, torch, Hugging Face and W&B that are set here, without secrets:
-    --env passes one of these, and no file here holds its value. On this machine Ctrl-C ends the run; on a fleet it only
-    stops watching.
+    right network interface, and the variables of NCCL, torch, Hugging Face and W&B that are set here. Variables that
+    may hold secrets are left out: --env NAME passes one, and its value is not written to the run directory. On this
+    machine Ctrl-C ends the run; on a fleet it only stops watching.
     """
     import contextlib
     import os

@@ -24,7 +24,7 @@ def logs(
 ) -> int:
     """Print the output of a run's ranks and launchers: time, rank, host, line.
 
-    Of a run that came from elsewhere it prints what is here, and contacts no host without --trust.
+    For a run that came from elsewhere, print only what is here; with --trust, contact its hosts.
     """
     from evener.cli import follow_output as follow_cli
     from evener.cli import logger_processes, run_output

@@ -129,7 +129,7 @@ def main() -> None:
         is_of_output = _discard_unwritten_output() and error.filename is None
         _print_error(f"standard output: {full}" if is_of_output else str(full), full.hint)
     if reason := trusted.pop_write_error():
-        text = f"warning: it is not remembered what is trusted: {reason}; later commands need --trust"
+        text = f"warning: the approval could not be saved: {reason}; later commands need --trust"
         print_plain(text, file=sys.stderr)
     sys.exit(status or 0)
 
@@ -155,8 +155,8 @@ def _require_utf8_names(words: list[str]) -> None:
     for name in names:
         if any("\udc80" <= character <= "\udcff" for character in name):  # how Python decodes other bytes
             raise UsageError(
-                f"{name}: not UTF-8, as names must be that evener records in its files",
-                hint=f"rename it: mv {quote_word(name)} …",
+                f"{name}: the name is not valid UTF-8, and evener must record it in a file",
+                hint=f"rename it: mv {quote_word(name)} NEW_NAME",
             )
 
 

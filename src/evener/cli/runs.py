@@ -38,14 +38,21 @@ def runs(
     ),
     fewer_than: int | None = typer.Option(None, min=1, help="with --prune: also those that ended after fewer steps"),
     older_than: float | None = typer.Option(
-        None, min=0, metavar="DAYS", help="with --prune: also older runs; with --fleet: only these [7]"
+        None,
+        min=0,
+        metavar="DAYS",
+        help="with --prune: also remove runs older than this; with --fleet: only what is older [7]",
     ),
     fleet: str | None = typer.Option(
-        None, metavar="FILE", help="with --prune: what its hosts store of earlier runs; local: this machine"
+        None,
+        metavar="FILE",
+        help="with --prune: remove what the hosts of this fleet file store of earlier runs; local: this machine",
     ),
     hosts: str | None = typer.Option(None, metavar="NAME,…", help="with --fleet: only these hosts [all]"),
     max_size: str | None = typer.Option(
-        None, metavar="SIZE", help="with --fleet: the oldest, until a host stores this much: 20GB [all that is old]"
+        None,
+        metavar="SIZE",
+        help="with --fleet: remove the oldest only until each host stores at most this: 20GB [all that is old]",
     ),
     yes: bool = typer.Option(False, "--yes", help="with --prune: remove them"),
     trust: bool = TRUST,
@@ -56,8 +63,8 @@ def runs(
     The hosts of a run that came from elsewhere are not contacted.
 
     --prune removes no run that has finished, may still be running or belongs to a bench, and no files on other hosts.
-    --prune --fleet FILE instead removes what the hosts store of earlier runs: their parts of ended runs, code, and
-    data. It keeps each run that is active, was started elsewhere, or whose results are not all here.
+    --prune --fleet FILE lists what the hosts store of earlier runs (their parts of ended runs, code and data), and with
+    --yes removes it. It keeps runs that are active, were started on another machine, or whose results are not all here.
     """
     import json
     from concurrent.futures import ThreadPoolExecutor

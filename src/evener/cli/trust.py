@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from evener.core.run.rundir import RunDir
     from evener.core.run.trust import TrustRequest
 
-TRUST_HELP = "trust the hosts and programs that a run or fleet file from elsewhere names; lists them"
+TRUST_HELP = "list and approve the hosts and programs that a run or fleet file from elsewhere names"
 TRUST = typer.Option(False, "--trust", help=TRUST_HELP)
 
 
@@ -37,7 +37,7 @@ def approve_fleet(fleet: Fleet, trust: bool) -> Fleet:
 
 def not_contacted_text(rundir: RunDir) -> str:
     """Return the line of a verb that only looks: why it contacts no host of a run from elsewhere."""
-    what = "this run came from elsewhere, so its hosts are not contacted"
+    what = "there is no record that you started or approved this run here, so its hosts are not contacted"
     return f"{rundir}: {what}; evener fetch {quote_word(rundir)} shows what it names, and asks"
 
 

@@ -275,15 +275,15 @@ def check_left_out_variables(
     if {*launcher} - {"MASTER_ADDR", "MASTER_PORT"}:
         yield Finding(
             check="env.launcher-variables", severity="warning", host=name,
-            evidence=f"{join_names(launcher)} in its environment, as another launcher sets them: left out of the "
-            "ranks' environment; torchrun by hand, and other programs, would read them",
+            evidence=f"its environment has {join_names(launcher)}, which another launcher sets. evener removes "
+            "them from the ranks' environment, but torchrun started by hand would read them",
             fix=unset_command(*launcher),
         )  # fmt: skip
     if debug:
         yield Finding(
             check="env.debug", severity="warning", host=name,
-            evidence=f"{join_names(debug)} in its environment: left out of the ranks' environment, as ranks "
-            "crash or hang with its value",
+            evidence=f"its environment has {join_names(debug)} with a value with which ranks crash or hang. evener "
+            "removes it from the ranks' environment",
             fix=f"{unset_command(*debug)}  # {debug[0]}=INFO can be used",
         )  # fmt: skip
 

@@ -210,9 +210,10 @@ def _check_strangers(context: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 check=STRANGERS_CHECK, severity="info", host=name,
                 evidence=f"machines that are not of this run answer on its network: {strangers[0]}{others}. Gradients "
-                "and weights are sent unencrypted, and who is on the path can read and change them",
-                fix="--private starts a run only behind a firewall, which evener doctor --private prints; or WireGuard "
-                f'or Tailscale, for example interface = "wg0" under [hosts.{name}] in the fleet file',
+                "and weights are sent unencrypted: anybody on the path can read and change them",
+                fix="evener doctor --private prints firewall commands, and --private starts a run only where they "
+                'are in force; or use WireGuard or Tailscale, for example interface = "wg0" under '
+                f"[hosts.{name}] in the fleet file",
             )  # fmt: skip
             return
 

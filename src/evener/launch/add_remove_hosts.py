@@ -80,7 +80,8 @@ def _check_rejoining_host(rundir: RunDir, plan: Plan, name: str) -> None:
         place = _preflight_newcomer(rundir, others, plan.fleet, sessions, name)
     if (place.address, place.run_dir) != (host.address, host.run):
         raise RunError(
-            f"{name} was at {host.address} with {host.run}, and is at {place.address} with {place.run_dir} now",
+            f"{name}: the plan has address {host.address} and folder {host.run}; "
+            f"now they are {place.address} and {place.run_dir}",
             hint=f"evener stop {quote_word(rundir)}, then evener train --resume {quote_word(rundir)} --fleet FILE",
         )
 
@@ -105,9 +106,9 @@ def _send_missing_trees(rundir: RunDir, plan: Plan, name: str, session: Session,
     if spec.model.init_from is not None:
         weights = find_weights_file(spec.model.init_from)
         trees.append(describe_files({weights.name: weights}))
-    if gone := set(missing) - {tree.digest for tree in trees}:
+    if set(missing) - {tree.digest for tree in trees}:
         raise UsageError(
-            f"{name} lacks the tree {min(gone)}, and {spec.data.data} or the initial weights have changed since",
+            f"{name} lacks the corpus or initial weights of this run, and the copies here have changed since",
             hint=f"evener train --resume {quote_word(rundir)}, once it has ended, sends what is here now",
         )
     part = msgspec.structs.replace(plan, hosts=[host])

@@ -111,6 +111,7 @@ class SSHTransport:
             f"ServerAliveInterval={KEEPALIVE_INTERVAL_S}",
             "ServerAliveCountMax=3",
             "ClearAllForwardings=yes",
+            "ForwardAgent=no",
             "ControlMaster=no",  # use the user's master connection, but never become one
         ]
         argv = ["ssh", "-T", "-e", "none", *more]
@@ -334,12 +335,12 @@ def explain_login_failure(name: str, problem: str, output: str, startup_line: st
         message += f"; line {number} of {file}: {' '.join(text.split())[:80]}"
         hint = (
             f"on {name}: {sudo}sed -i.old {quote_word(f'{number}i {INTERACTIVE_GUARD}')} {home}{quote_word(path)}  "
-            "# what follows is then for terminals alone"
+            "# the lines below it then run only in terminals"
         )
     else:
         hint = (
-            f"on {name}: getent passwd $(id -un) names the shell; ~/.bashrc and ~/.profile must do nothing but set "
-            "variables where no terminal is ([[ $- == *i* ]] || return), and sshd_config must force no command on you"
+            f"on {name}: getent passwd $(id -un) shows the login shell. ~/.bashrc and ~/.profile must print, read and "
+            "start nothing without a terminal ([[ $- == *i* ]] || return), and sshd_config must not set ForceCommand"
         )
     return HostError(message, check="ssh.shell", host=name, hint=hint, output=output)
 

@@ -182,7 +182,7 @@ def _reason_to_keep(
     if run.is_active:
         return "it is active"
     if run.ended > before:
-        return "it ended lately"
+        return "it ended recently"
     found = None if run.id is None or run.host is None else known.get((run.id, run.host, run.folder))
     if found is None:
         return "it was started from elsewhere, or its run directory is not here"
@@ -194,25 +194,26 @@ def _reason_to_keep(
         return f"another terminal is fetching from {rundir}, or is adding a host to it"
     except (EvenerError, OSError) as error:
         return f"{rundir}: {error}"
-    return None if missing is None else f"{missing}; evener fetch {quote_word(rundir)}"
+    return missing
 
 
 def _missing_result(session: Session, run: StoredRun, rundir: RunDir, plan: Plan) -> str | None:
     """Return what of a run's results is on the host alone; None if all is here."""
     assert run.host is not None
-    mirror = HostMirror(rundir, plan, run.host)
+    mirror, fetch = HostMirror(rundir, plan, run.host), f"evener fetch {quote_word(rundir)}"
     for path, num_bytes in run.records.items():
         local = mirror.local_path(path)  # None: of an earlier start, copied then
         if local is None:
             continue
         if not local.is_file() or (path not in REPLACED_FILES and local.stat().st_size < num_bytes):
-            return f"its {path} is not here"
+            return f"its {path} is not here; {fetch}"
     if run.checkpoints and not _has_checkpoints(rundir, run.checkpoints):
-        return "its newest or best checkpoint is not here"
+        return f"its newest or best checkpoint is not here; {fetch}"
     if run.has_rank_state and not (rundir.is_run() and rundir.manifest().verdict == "finished"):
-        return f"it can be resumed bit for bit only with the per-rank state there: rm -r {rundir} gives it up"
+        own = quote_word(f"{run.folder}/own")
+        return f"the per-rank state for an exact resume is only there; to give it up, on {run.host}: rm -r {own}"
     if files := unfetched_outputs(session, rundir, plan.host(run.host), run.state):
-        return f"{files[0]}, which its script wrote, is not here"
+        return f"{files[0]}, which its script wrote, is not here; {fetch}"
     return None
 
 

@@ -122,7 +122,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         return self._open_store(self.timeout.total_seconds(), None)
 
     def _no_store_error(self, reason: str) -> SystemExit:
-        problem = f"the first host's store does not answer on {self.master_addr}:{self.master_port}"
+        problem = f"cannot reach the first host's store through {self.master_addr}:{self.master_port}"
         return SystemExit(f"error: net.no-store: {problem}: {reason}")
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -166,9 +166,10 @@ def make_run_key() -> str:
 
 def read_run_key(path: Path | None) -> bytes:
     """Read the run's key. Raise CheckpointError if the file is absent or holds no key."""
-    hint = f"one file for all hosts, readable by you alone: openssl rand -hex {RUN_KEY_BYTES}"
+    make = f"(umask 077; openssl rand -hex {RUN_KEY_BYTES} > run.key)"
+    hint = f"{make}, a copy of that file on each host, and EVENER_KEY_FILE=run.key"
     if path is None:
-        raise CheckpointError("EVENER_KEY_FILE names no file with the key of this run", hint=hint)
+        raise CheckpointError("EVENER_KEY_FILE is not set: it must name the file with the run's key", hint=hint)
     try:
         key = bytes.fromhex(read_file(path).decode())
     except OSError as error:

@@ -57,7 +57,11 @@ def run_trust_request(rundir: RunDir) -> TrustRequest | None:
         return None
     plan = parse_plan(text, rundir.inside("plan.json"))
     digests = [digest, *_host_digests(plan.fleet, plan.fleet.hosts)]
-    return TrustRequest(f"{rundir}: this run came from elsewhere", _plan_details(plan), digests)
+    return TrustRequest(
+        f"{rundir}: there is no record that you started this run on this machine, or approved it",
+        _plan_details(plan),
+        digests,
+    )
 
 
 def require_trusted_run(rundir: RunDir) -> None:
@@ -78,7 +82,8 @@ def fleet_trust_request(fleet: Fleet) -> TrustRequest | None:
     if not hosts:
         return None
     details = [line for name, host in hosts.items() for line in _host_details(name, host)]
-    what = f"{fleet.file or 'the run'}: this fleet file names programs to start, and you have not approved it yet"
+    where = f"{fleet.file}: this fleet file names" if fleet.file else "the hosts of this run name"
+    what = f"{where} programs to start, which you have not approved"
     return TrustRequest(what, details, _host_digests(fleet, hosts))
 
 

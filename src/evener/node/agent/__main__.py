@@ -179,7 +179,8 @@ class HostAgent:
                         reported = problem
                     continue
                 if port != spec.port:
-                    print(f"evener: this agent listens on port {port}, where the others will call it", flush=True)
+                    moved = f"this agent listens on port {port}, and the others connect to it there"
+                    print(f"evener: port {spec.port} stays taken: {moved}", flush=True)
                 return port
             await asyncio.sleep(PORT_RETRY_S)
 

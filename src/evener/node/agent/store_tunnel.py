@@ -60,7 +60,7 @@ class _Handshake:
     def verify(self, purpose: str, mac: bytes) -> None:
         """Raise ConnectionError unless this is the MAC for the purpose."""
         if not hmac.compare_digest(mac, self.mac(purpose)):
-            raise ConnectionError("it does not have the key of this run")
+            raise ConnectionError("the other end does not have this run's key")
 
 
 class _Link:
@@ -220,7 +220,7 @@ class StoreProxy(_Forwarder):
 
     def __init__(self, gate: tuple[str, int], key: bytes, run_id: str) -> None:
         self._gate, self._is_ready = gate, threading.Event()
-        self.problem = "it was not tried"  # why the gate could not be used so far
+        self.problem = "no connection was tried yet"  # why the gate could not be used so far
         listener = socket.socket()
         listener.bind((LOOPBACK, 0))  # this reserves the port
         super().__init__(listener, key, run_id)
@@ -282,6 +282,8 @@ async def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
     while len(received) < num_bytes:
         part = await _loop().sock_recv(connection, num_bytes - len(received))
         if not part:
-            raise ConnectionError("it closed the connection: it belongs to another run, or has no store yet")
+            raise ConnectionError(
+                "the other end closed the connection: it belongs to another run, or its store is not up yet"
+            )
         received += part
     return received
