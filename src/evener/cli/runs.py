@@ -205,6 +205,10 @@ def _load_row(rundir: RunDir) -> RunRow:
         return _load_sound_row(rundir)
     except NoRoomError:
         raise
+    except OSError as error:
+        if (full := NoRoomError.from_os_error(error)) is not None:
+            raise full from None
+        return RunRow(run=str(rundir), state="damaged", bytes=disk_bytes(rundir.path), error=str(error))
     except Exception as error:  # a file that came from elsewhere may cause any
         return RunRow(
             run=str(rundir), state="damaged", bytes=disk_bytes(rundir.path), error=str(error) or type(error).__name__

@@ -29,7 +29,6 @@ def sample(
 ) -> int:
     """Generate text with a run's newest checkpoint."""
     import json
-    import sys
 
     from evener.core.run.rundir import RunDir
 
@@ -38,8 +37,7 @@ def sample(
     for text in generate_text(rundir, folder, prompt, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
         # A character may take several tokens.
         if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
+            print_plain(text[len(shown) :], end="", flush=True)
             shown = text
     print_plain(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
     return 0

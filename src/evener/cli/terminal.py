@@ -112,7 +112,10 @@ def print_table(
     from rich.cells import cell_len
     from rich.text import Text
 
-    width, grid = line_width(console), [titles, *rows]
+    width = line_width(console)
+    grid = [
+        [cell.replace("\n", r"\n").replace("\t", r"\t") for cell in row] for row in (titles, *rows)
+    ]  # no forged rows
     limit = width or UNLIMITED_WIDTH
     widths = [max(map(cell_len, column)) for column in zip(*grid, strict=True)]
     with_gaps = [widths[0], *(COLUMN_GAP + cells for cells in widths[1:])]

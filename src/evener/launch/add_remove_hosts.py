@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from evener.core.model.corpus import load_corpus
 from evener.core.run.resolve import find_weights_file
 from evener.core.run.run_plan import Plan, read_plan, write_plan
 from evener.core.run.rundir import RunDir
+from evener.core.run.trust import trust_plan_hosts
 from evener.launch import launcher
 from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with_hosts
 from evener.launch.launcher import Notify
@@ -74,11 +76,12 @@ def _check_rejoining_host(rundir: RunDir, plan: Plan, name: str) -> None:
     """Run the preflight for a host that has nothing of the run. RunError if it cannot take part as the plan says."""
     host = plan.host(name)
     others = msgspec.structs.replace(plan, hosts=[other for other in plan.hosts if other.name != name])
-    with connect(plan.fleet) as (sessions, errors):
+    with connect_run(rundir, plan) as (sessions, errors):
         if name in errors or len(sessions) < 2:
             raise errors.get(name) or next(iter(errors.values()))
         place = _preflight_newcomer(rundir, others, plan.fleet, sessions, name)
-    if (place.address, place.run_dir) != (host.address, host.run):
+    parents = posixpath.dirname(place.run_dir), posixpath.dirname(host.run or "")
+    if place.address != host.address or parents[0] != parents[1]:
         raise RunError(
             f"{name}: the plan has address {host.address} and folder {host.run}; "
             f"now they are {place.address} and {place.run_dir}",
@@ -103,7 +106,7 @@ def _send_missing_trees(rundir: RunDir, plan: Plan, name: str, session: Session,
         return
     _check_corpus(rundir, spec.data.data)
     trees = [describe_data(spec.data.data)]
-    if spec.model.init_from is not None:
+    if spec.model.init_from is not None and set(missing) - {trees[0].digest}:
         weights = find_weights_file(spec.model.init_from)
         trees.append(describe_files({weights.name: weights}))
     if set(missing) - {tree.digest for tree in trees}:
@@ -148,6 +151,7 @@ def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
             try:
                 _send_membership(rundir, joined, sessions, name)
                 write_plan(rundir, joined)
+                trust_plan_hosts(joined)
                 if (reason := launcher.start_on_host(rundir, joined, name, sessions[name])) is not None:
                     raise RunError(
                         f"{name} did not start: {reason}", hint=f"evener doctor{fleet.cli_flag} looks closer"

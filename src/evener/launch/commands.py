@@ -40,6 +40,8 @@ SCRIPT_GRACE_S = 0.0  # a user's script gets SIGTERM through torchrun, and 5 s
 FORWARDED_ENV_PATTERN = re.compile(
     r"^(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|KMP|CUBLAS|HF|ACCELERATE|TRANSFORMERS|TOKENIZERS|WANDB|CUDA_LAUNCH)_"
 )
+# Of evener's own programs: nothing is imported from the folder in which they run, which may be anybody's.
+OWN_PROGRAM_ENV = {"PYTHONSAFEPATH": "1"}
 NOT_FORWARDED_ENV = {
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
@@ -222,7 +224,9 @@ def _worker_command(place: PreparedHost, slots: Sequence[RankSlot], spec: RunSpe
         machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads, device=device),
     )
     program = ["-m", "evener.worker", *to_flags(worker_spec), *(["--resume"] if resume else [])]
-    return program, _host_env(place, threads, {}) | {"EVENER_ROSTER": posixpath.join(place.run_dir, ROSTER_FILE)}
+    return program, _host_env(place, threads, OWN_PROGRAM_ENV) | {
+        "EVENER_ROSTER": posixpath.join(place.run_dir, ROSTER_FILE)
+    }
 
 
 def script_plan(

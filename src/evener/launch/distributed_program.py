@@ -19,7 +19,7 @@ from evener.core.base.file_io import follow_lines
 from evener.core.run.run_plan import Plan
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
-from evener.launch.commands import PreparedFleet, script_plan, without_torchrun
+from evener.launch.commands import OWN_PROGRAM_ENV, PreparedFleet, script_plan, without_torchrun
 from evener.launch.root_cause import first_failure
 from evener.launch.torch_subprocess import ERROR_PREFIX, raise_reported_error
 from evener.ssh.session import RemoteError, Sessions
@@ -93,5 +93,6 @@ def _program_plan(prepared: PreparedFleet, module: str, args: Mapping[str, str])
         host = msgspec.structs.replace(planned, code=None, cwd=place.cwd or place.run_dir)
         if host.is_local_run and plan.world_size == 1:
             host = without_torchrun(host, program)
-        hosts.append(msgspec.structs.replace(host, argv=[*host.argv, args[host.name]]))
+        env = host.env | OWN_PROGRAM_ENV
+        hosts.append(msgspec.structs.replace(host, argv=[*host.argv, args[host.name]], env=env))
     return msgspec.structs.replace(plan, kind="probe", hosts=hosts)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.decoding import from_json
-from evener.core.base.errors import HostError, RunError, UsageError
+from evener.core.base.errors import CheckpointError, HostError, NoRoomError, RunError, UsageError
 from evener.core.base.file_io import lock_file, make_folder, read_file
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes
@@ -120,12 +120,13 @@ def start(
         raise RunError(
             f"{rundir}: this run is running here already", hint=f"evener logs -f {quote_word(rundir)}"
         ) from None
-    except OSError as os_error:
-        raise UsageError(f"{rundir}: {os_error.strerror}", hint="another --out") from None
-    except UsageError:
+    except (OSError, UsageError, CheckpointError) as problem:
         attach_lock.__exit__(None, None, None)
         if is_new:
-            shutil.rmtree(rundir.path)
+            shutil.rmtree(rundir.path, ignore_errors=True)
+        if isinstance(problem, OSError):
+            full = NoRoomError.from_os_error(problem)
+            raise full or UsageError(f"{rundir}: {problem.strerror}", hint="another --out") from None
         raise
 
     def start_one(name: str) -> str | None:

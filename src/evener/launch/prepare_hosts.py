@@ -24,7 +24,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, RunError
-from evener.core.base.file_io import state_folder, write_atomic
+from evener.core.base.file_io import read_file, state_folder, write_atomic
 from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import DEFAULT_WORKDIR, RENDEZVOUS_PORT, Fleet, HostConfig, sanitize_host_name
@@ -168,11 +168,13 @@ def _require_preflight(hosts: ConnectedHosts, port: int, machine: MachineSpec) -
 
 def _is_first_run_on(network: str | None) -> bool:
     """Return whether no run of this user on this network was prepared before, and remember this one."""
-    path = state_folder() / "networks"
-    known = path.read_text().splitlines() if path.exists() else []
+    known = list[str]()
+    with contextlib.suppress(OSError):  # none yet
+        known = read_file(state_folder() / "networks").decode(errors="replace").splitlines()
     if str(network) in known:
         return False
     with contextlib.suppress(OSError):
+        path = state_folder() / "networks"
         write_atomic(path, "".join(f"{line}\n" for line in [*known, network]).encode())
     return True
 

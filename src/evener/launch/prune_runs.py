@@ -21,7 +21,7 @@ RUN_MARKER_FILES = ("plan.json", "manifest.json")  # without them a folder is no
 
 
 def is_protected(rundir: RunDir) -> bool:
-    """Return whether the run is in use, part of a bench, or a symbolic link."""
+    """Return whether the run is in use, part of a bench, or reached through a symbolic link."""
     try:
         with _locked(rundir):
             return rundir.path.is_symlink() or any((rundir.path.parent / name).exists() for name in BENCH_FILES)

@@ -24,12 +24,10 @@ from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import NO_SYNC, RankSlot, Roster, requested_sync
 from evener.core.run.run_plan import Plan, read_plan_if_present
 from evener.core.run.run_spec import RunSpec
-from evener.core.run.rundir import RunDir
+from evener.core.run.rundir import RESUME_LOCK_FILE, RunDir
 from evener.launch import launcher
 from evener.launch.launcher import Notify
 from evener.transfer.checkpoint_transfer import fetch_checkpoints
-
-RESUME_LOCK_FILE = "resume.lock"
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from evener.launch.commands import (
     withheld_variables,
 )
 from evener.launch.launcher import Notify
+from evener.node.remote.environment import rank_environment
 from evener.ssh.session import Sessions
 from evener.transfer.checkpoint_transfer import restore_to_hosts
 from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
@@ -107,7 +108,8 @@ def plan_script(
     passed_env = {name: _variable(environment, name) for name in env_names}
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
-    passed_names = [] if prepared.is_local_run else list(passed_env)
+    inherited = rank_environment(environment) if prepared.is_local_run else {}
+    passed_names = [name for name in passed_env if name not in inherited]
     plan = script_plan(prepared, program, environment, project, passed_names, key=prepared.new_key())
     withheld = []
     if trees and trees[0].withheld:
@@ -173,7 +175,10 @@ def started(run: PlannedRun, sessions: Sessions, notify: Notify, *, detach: bool
         if is_new and plan.kind == "train" and not rundir.is_run():
             shutil.rmtree(rundir.path, ignore_errors=True)
 
-    with launcher.start(rundir, plan, members, attached=True), _stop_on_signals(rundir, plan):
+    with (
+        launcher.start(rundir, plan, members, attached=True, passed_env=run.passed_env),
+        _stop_on_signals(rundir, plan),
+    ):
         try:
             yield
         except EvenerError as error:

@@ -32,11 +32,11 @@ def _print_lines(pipe: TextIO) -> None:
 
 
 def program_lines(module: str, *args: str) -> Iterator[str]:
-    """Yield the lines that `python -m module args` prints, as they are printed.
+    """Yield the lines that `python -P -m module args` prints, as they are printed.
 
     Raises the EvenerError that the program reports, or RunError if it fails otherwise.
     """
-    argv = [sys.executable, "-m", module, *args]
+    argv = [sys.executable, "-P", "-m", module, *args]  # -P: nothing is imported from the current folder
     with subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:

@@ -59,7 +59,7 @@ BOOTSTRAP = (
     "sys.path=[p for p in sys.path if p];"
     "exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 )
-PYTHON_FLAGS = ("-E", "-s", "-u")
+PYTHON_FLAGS = ("-I", "-u")  # -I: neither variables nor the current folder name modules
 
 
 class Transport(Protocol):

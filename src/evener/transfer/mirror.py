@@ -127,7 +127,7 @@ class HostMirror:
                     self._copy(session, until_end=True, on_change=on_change)
                     if self._has_gone_down and self._num_restarts < MAX_RESTARTS and self._should_restart():
                         self._num_restarts += 1
-                        self.state = restart_on_host(self._rundir, self._run_plan, self.name, session)
+                        self.state = restart_on_host(self._rundir, read_plan(self._rundir), self.name, session)
                         continue
                 self.is_done = True
             except (HostError, RemoteError) as error:
@@ -178,6 +178,8 @@ class HostMirror:
 
     def unwritable_error(self, error: Exception) -> EvenerError:
         """Return the error that says why the host's records cannot be written on this machine."""
+        if isinstance(error, EvenerError) and not isinstance(error, NoRoomError):
+            return error
         full = NoRoomError.from_os_error(error) if isinstance(error, OSError) else None
         return (NoRoomError if full else RunError)(
             f"the records of {self.name} cannot be written here: {full or error}",

@@ -9,7 +9,9 @@ Never removed: a run that is active, that was started from elsewhere, or whose r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,15 +19,16 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import CheckpointError, EvenerError, HostError
-from evener.core.base.file_io import file_digest
+from evener.core.base.file_io import file_digest, lock_file
 from evener.core.base.shell import quote_word
 from evener.core.base.units import pluralize
 from evener.core.run.run_plan import Plan, read_plan_if_present
-from evener.core.run.rundir import RunDir, read_checkpoint
-from evener.ssh.session import Session
+from evener.core.run.rundir import RESUME_LOCK_FILE, RunDir, read_checkpoint
+from evener.core.run.trust import is_foreign_run
+from evener.ssh.session import RemoteError, Session
 from evener.transfer.checkpoint_transfer import exclusive_lock
 from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
-from evener.transfer.mirror import REPLACED_FILES, HostMirror
+from evener.transfer.mirror import REPLACED_FILES, HostMirror, parse_state
 from evener.transfer.script_outputs import unfetched_outputs
 
 DAY_S = 86_400.0
@@ -81,6 +84,9 @@ class HostStore(msgspec.Struct, frozen=True):
         return sum(run.bytes for run in self.runs) + sum(tree.bytes for tree in self.trees) + self.rest_bytes
 
 
+_LOCK = threading.Lock()  # hosts are pruned by threads, and flock also conflicts within a process
+
+
 class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A run, a tree or the rest of a host's content, with the reason why it can be removed or must stay."""
 
@@ -99,8 +105,12 @@ class HostPruning(msgspec.Struct, frozen=True):
 
 
 def known_runs(paths: Sequence[Path]) -> dict[RunKey, tuple[RunDir, Plan]]:
-    """Return the runs in these run directories by their parts on hosts; skip damaged ones."""
-    known = {}
+    """Return the runs in these run directories by their parts on hosts.
+
+    Skip damaged ones, those that are not this user's, and parts that two run directories claim: one is a copy.
+    """
+    known: dict[RunKey, tuple[RunDir, Plan]] = {}
+    claimed = set[RunKey]()
     for path in paths:
         rundir = RunDir(path)
         try:
@@ -109,7 +119,12 @@ def known_runs(paths: Sequence[Path]) -> dict[RunKey, tuple[RunDir, Plan]]:
             continue
         for host in plan.hosts if plan is not None else []:
             if plan is not None and host.run is not None:
-                known[plan.id, host.name, host.run] = rundir, plan
+                key = plan.id, host.name, host.run
+                if key in claimed:
+                    known.pop(key, None)
+                elif not is_foreign_run(rundir):
+                    known[key] = rundir, plan
+                claimed.add(key)
     return known
 
 
@@ -188,13 +203,21 @@ def _reason_to_keep(
         return "it was started from elsewhere, or its run directory is not here"
     rundir, plan = found
     try:
-        with exclusive_lock(rundir, None), exclusive_lock(rundir, None, "add.lock"):
+        with _LOCK, _not_resumed(rundir), exclusive_lock(rundir, None), exclusive_lock(rundir, None, "add.lock"):
             missing = _missing_result(session, run, rundir, plan)
     except BlockingIOError:
-        return f"another terminal is fetching from {rundir}, or is adding a host to it"
-    except (EvenerError, OSError) as error:
+        return f"another terminal is fetching from {rundir}, resuming it, or adding a host to it"
+    except (EvenerError, RemoteError, OSError) as error:
         return f"{rundir}: {error}"
     return missing
+
+
+@contextlib.contextmanager
+def _not_resumed(rundir: RunDir) -> Iterator[None]:
+    """Keep others from resuming the run; raise BlockingIOError if one does."""
+    path = rundir.inside(RESUME_LOCK_FILE)
+    with lock_file(path, is_blocking=False) if path.exists() else contextlib.nullcontext():
+        yield
 
 
 def _missing_result(session: Session, run: StoredRun, rundir: RunDir, plan: Plan) -> str | None:
@@ -212,7 +235,7 @@ def _missing_result(session: Session, run: StoredRun, rundir: RunDir, plan: Plan
     if run.has_rank_state and not (rundir.is_run() and rundir.manifest().verdict == "finished"):
         own = quote_word(f"{run.folder}/own")
         return f"the per-rank state for an exact resume is only there; to give it up, on {run.host}: rm -r {own}"
-    if files := unfetched_outputs(session, rundir, plan.host(run.host), run.state):
+    if files := unfetched_outputs(session, rundir, plan.host(run.host), parse_state(run.state)):
         return f"{files[0]}, which its script wrote, is not here; {fetch}"
     return None
 

@@ -13,12 +13,15 @@ from pathlib import Path
 from evener.core.base.file_io import open_file
 from evener.node.remote.environment import PRIVATE_KEY
 
-SECRET_FOLDERS = frozenset((".ssh", ".aws", ".azure", ".gcloud", ".gnupg", ".kube", ".docker", ".kaggle"))
+SECRET_FOLDERS = frozenset(
+    (".ssh", ".aws", ".azure", ".gcloud", ".gnupg", ".huggingface", ".kube", ".docker", ".kaggle")
+)
 SECRET_NAMES = re.compile("|".join(map(translate, (
-    ".env", ".env.*", "*.env", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx",
+    ".env", ".env.*", "*.env", ".envrc", "*.tfvars", "*.tfstate", "*.tfstate.*", "*.keytab",
+    "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx",
     "credentials*", ".credentials*", ".netrc", "_netrc", ".npmrc", ".pypirc", ".git-credentials", ".pgpass",
     ".htpasswd", ".boto", ".s3cfg", ".vault-token", ".dockercfg", "kaggle.json", "secrets.toml", "secrets.yaml",
-    "secrets.yml", "secrets.json",
+    "secrets.yml", "secrets.json", "secret.*",
 ))))  # fmt: skip
 MAX_KEY_FILE_BYTES = 1 << 20  # a private key is looked for in whole files up to this size
 PRIVATE_KEY_BYTES = re.compile(PRIVATE_KEY.pattern.encode())

@@ -260,7 +260,7 @@ def _run_local_pip(arguments: list[str], target: WheelTarget) -> None:
             "this environment has no pip to download wheels with",
             hint=f"{sys.executable} -m ensurepip, or: uv pip install pip",
         )
-    argv = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    argv = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
     argv += [arguments[0], *target.pip_flags(), *arguments[1:]]
     result = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if result.returncode:
@@ -279,9 +279,10 @@ def _build_wheel(source: Path, folder: Path) -> Path:
     """Build a wheel with the project's build backend, or with pip, which downloads the backend, if it is missing."""
     if importlib.util.find_spec("hatchling") is not None:
         code = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
-        argv = [sys.executable, "-c", code, str(folder)]
+        argv = [sys.executable, "-P", "-c", code, str(folder)]
     else:
-        argv = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)]
+        pip = [sys.executable, "-P", "-m", "pip"]
+        argv = [*pip, "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)]
     result = subprocess.run(argv, cwd=source, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     wheels = list(folder.glob("evener-*.whl"))
     if result.returncode or len(wheels) != 1:

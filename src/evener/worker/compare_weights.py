@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from evener.core.base.errors import CheckpointError, exit_status_of
 from evener.core.base.units import pluralize
 from evener.core.run.rundir import RunDir, read_checkpoint
+from evener.worker.state.checkpoint import read_safetensors
 from evener.worker.state.replica_hashes import hash_tensors, replica_mismatches
 
 
@@ -52,7 +52,7 @@ def compare_newest_weights(path: Path, other: Path) -> dict[str, Any]:
     for rundir in (RunDir(path), RunDir(other)):
         folder = rundir.checkpoint_path(rundir.newest_checkpoint_step())
         read_checkpoint(folder)
-        states.append((folder, load_file(folder / "weights.safetensors")))
+        states.append((folder, read_safetensors(folder / "weights.safetensors")))
     check = {"what": f"{states[0][0]} and {states[1][0]}"} | max_abs_difference(states[0][1], states[1][1])
     return {
         "run_dir": str(path),
@@ -84,7 +84,7 @@ def max_abs_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> di
 def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
     folder = rundir.checkpoint_path(step)
     checkpoint = read_checkpoint(folder)
-    weights = load_file(folder / "weights.safetensors")
+    weights = read_safetensors(folder / "weights.safetensors")
     stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
     mismatches = replica_mismatches(checkpoint.tensor_names, [list(stored.values()), *checkpoint.replica_hashes])
     return {
@@ -99,7 +99,7 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
 
 def _read_state(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        return read_safetensors(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read: {error}".splitlines()[0]) from None
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import load_file
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, exit_status_of
@@ -38,6 +37,7 @@ from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.record.span_recorder import SpanRecorder
 from evener.worker.record.step_recorder import StepRecorder
 from evener.worker.state import rng
+from evener.worker.state.checkpoint import read_safetensors
 from evener.worker.state.replica_hashes import hash_tensors, replica_mismatches
 from evener.worker.state.training_state import TrainingState
 from evener.worker.sync.sync_factory import make_sync
@@ -90,7 +90,7 @@ class Replay:
         rng.seed_generators(self.spec.train.seed, request.first, 0)
         if folder and checkpoint:
             self.training_state.load_checkpoint(folder)
-            weights = load_file(folder / "weights.safetensors")
+            weights = read_safetensors(folder / "weights.safetensors")
             stored = hash_tensors((name, weights[name]) for name in checkpoint.tensor_names)
             mismatches = replica_mismatches(
                 checkpoint.tensor_names, [*checkpoint.replica_hashes, list(stored.values())]

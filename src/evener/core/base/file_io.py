@@ -57,8 +57,9 @@ def state_folder() -> Path:
 def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     """Let `write(temporary)` fill a temporary folder, make it durable, then rename it to `folder` atomically."""
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder(temporary)
+    remove_entry(temporary)
+    make_folder(temporary.parent)
+    temporary.mkdir()
     try:
         write(temporary)
         for file in temporary.iterdir():
@@ -68,6 +69,14 @@ def write_folder_atomic(folder: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_entry(path: Path) -> None:
+    """Remove a folder with all in it, or a file or link, which is not followed; do nothing if there is none."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o666, is_durable: bool = True) -> None:

@@ -30,6 +30,8 @@ def quote_command(argv: Iterable[str]) -> str:
 
 
 def _quote(text: str) -> str:
+    if text.startswith("="):  # zsh would replace =ls by the path of ls
+        return f"''{shlex.quote(text)}"
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
 
 

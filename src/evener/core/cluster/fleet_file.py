@@ -14,6 +14,7 @@ tokens_per_s = 500.0
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 import unicodedata
@@ -203,7 +204,16 @@ def parse_fleet(text: str, path: str | Path) -> Fleet:
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {_validation_message(error)}") from None
     _check(file, fleet)
-    return fleet
+    return _with_absolute_interpreters(file, fleet)
+
+
+def _with_absolute_interpreters(file: Path, fleet: Fleet) -> Fleet:
+    """Return the fleet with this machine's interpreter as an absolute path; a relative one is that beside the file."""
+    folder = Path(os.path.abspath(file)).parent
+    hosts = {name: msgspec.structs.replace(host, python=str(folder / host.python))
+             if host.is_local and host.python and "/" in host.python and not host.python.startswith("~") else host
+             for name, host in fleet.hosts.items()}  # fmt: skip
+    return msgspec.structs.replace(fleet, hosts=hosts)
 
 
 def format_fleet(hosts: Mapping[str, HostConfig], head: str = "") -> str:

@@ -236,6 +236,9 @@ def _check_host_plan(where: str, host: HostPlan) -> None:
     for key, folder in (("run", host.run), ("code", host.code), ("cwd", host.cwd)):
         if folder and (not folder.startswith("/") or ".." in folder.split("/") or "\0" in folder):
             raise UsageError(f"{where}: {key} {folder!r}: expected an absolute path")
+    python = host.host.python or ""
+    if host.host.is_local and "/" in python and not python.startswith(("/", "~")):
+        raise UsageError(f"{where}: python {python!r}: expected an absolute path")
     if any("\0" in word for word in (*host.argv, *host.env, *host.env.values())):
         raise UsageError(f"{where}: its command contains a NUL")
 

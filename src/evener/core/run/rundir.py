@@ -38,6 +38,7 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.step_cost import StepRecord
 from evener.core.run.step_spans import StepSpans
 
+RESUME_LOCK_FILE = "resume.lock"  # locked by the program that resumes the run
 RUN_FORMAT = 2  # of manifest.json and plan.json
 OLD_FORMAT_HINTS = {
     1: "its batches came from the sampler uniform-1, which this evener no longer has: it drew the same samples "

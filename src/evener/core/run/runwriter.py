@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from evener.core.base.file_io import append_file, write_atomic
+from evener.core.base.file_io import append_file, remove_entry, write_atomic
 from evener.core.run.rundir import Manifest, RunDir
 
 REMOVED_SUFFIX = ".removed"  # suffix of a checkpoint that is being removed
@@ -48,7 +48,7 @@ class RunWriter(RunDir):
     def remove_partial_checkpoints(self) -> None:
         """Remove the half-written checkpoints that killed writers left. Call it only while none is being written."""
         for path in self.checkpoints_path.glob(".step-*.tmp"):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_entry(path)
 
     def drop_checkpoint(self, step: int) -> None:
         """Rename a checkpoint, if it exists and can be renamed, so that the next `prune_checkpoints` removes it."""

@@ -98,6 +98,11 @@ def trust_fleet(fleet: Fleet) -> None:
     trusted.trust(_host_digests(fleet, fleet.hosts))
 
 
+def trust_plan_hosts(plan: Plan) -> None:
+    """Trust the settings of the hosts of a plan that evener has just written: one may be from another fleet file."""
+    trusted.trust(_host_digests(plan.fleet, plan.fleet.hosts))
+
+
 def _host_digests(fleet: Fleet, hosts: dict[str, HostConfig]) -> list[str]:
     return [_host_digest(fleet.file or "", host) for host in hosts.values() if host.names_programs]
 
@@ -121,7 +126,9 @@ def _plan_details(plan: Plan) -> list[str]:
         lines += _host_details(host.name, host.host)
         folders = dict.fromkeys(folder for folder in (host.run, host.code, host.cwd) if folder)
         environment = " ".join(f"{name}={shlex.quote(value)}" for name, value in host.env.items())
-        lines += _printable({"folders": ", ".join(folders), "command": shlex.join(host.argv), "with": environment})
+        ranks = "" if host.agent is None else shlex.join(host.agent.program)
+        lines += _printable({"folders": ", ".join(folders), "command": shlex.join(host.argv), "its ranks": ranks,
+                             "with": environment, "variables of yours": " ".join(host.passed_env)})  # fmt: skip
     return lines
 
 

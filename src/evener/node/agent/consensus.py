@@ -324,7 +324,10 @@ class Consensus:
         kept = ranked[0][0]
         is_own_kept = kept.split_number(self.epoch) is None
         own_hosts = next(hosts for world, hosts in ranked if world.split_number(self.epoch) is None)
-        other, other_hosts = next(side for side in ranked if side[0].split_number(self.epoch) is not None)
+        others = [side for side in ranked if side[0].split_number(self.epoch) is not None]
+        if not others:  # a side whose split is older than the ancestors that an epoch carries
+            return
+        other, other_hosts = others[0]
         number = self.epoch.split_number(other)
         assert number is not None
         conflict = EpochConflict(number, self.epoch, other, own_hosts, other_hosts, self.step, is_own_kept)

@@ -72,10 +72,10 @@ class RankProcesses:
         self._tunnel: StoreGate | StoreProxy | None = None  # of the epoch's store, in an elastic run
         shutil.rmtree(self._status_folder, ignore_errors=True)
         self._status_folder.mkdir(parents=True)
-        self.set_rendezvous(rendezvous)
         env = os.environ | {"EVENER_WORLD": self._env_marker, "EVENER_KEY_FILE": str(key_path)}
         self._launched: LaunchedRanks
         try:
+            self.set_rendezvous(rendezvous)
             if spec.is_elastic:
                 env |= {"EVENER_SAYINGS": str(self._status_folder), "EVENER_AGENT": str(os.getpid())}
                 self._launched = SubprocessRanks(spec, folder, rendezvous, env)
@@ -96,7 +96,7 @@ class RankProcesses:
 
     def _open_tunnel(self, rendezvous: Rendezvous) -> int:
         """Open the tunnel to the store at this rendezvous; return the port of 127.0.0.1 that the ranks use."""
-        hosts, run_id = rendezvous.epoch.hosts, f"{self._spec.run}-{rendezvous.epoch.number}"
+        hosts, run_id = rendezvous.epoch.hosts, f"{self._spec.run}-{rendezvous.epoch.identity}"
         if not rendezvous.port:  # standby ranks: no store yet
             return 0
         if hosts[0] != self._spec.host:
@@ -149,6 +149,9 @@ class TorchrunRanks:
         os.set_blocking(read, False)
         try:
             self._process = subprocess.Popen(argv, env=env | {"EVENER_FAILURES": str(write)}, pass_fds=[write])
+        except BaseException:
+            os.close(read)
+            raise
         finally:
             os.close(write)
         self._failures_pipe = os.fdopen(read, "rb", buffering=0)

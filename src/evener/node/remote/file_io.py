@@ -91,12 +91,17 @@ def read_link(path: str) -> str | None:
 def write_atomic(path: str, content: bytes, *, is_durable: bool = True) -> None:
     """Replace a file atomically. With `is_durable`, flush it and its name to disk: it survives a power loss."""
     temporary = f"{path}.{os.getpid()}.{threading.get_ident()}.tmp"
-    with create_file(temporary) as file:
-        file.write(content)
-        if is_durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with create_file(temporary) as file:
+            file.write(content)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
     if is_durable:
         fsync_folder(os.path.dirname(path) or ".")
 
@@ -109,6 +114,14 @@ def make_folder(folder: str, mode: int = 0o777) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, mode)
         fsync_folder(parent)
+
+
+def remove_entry(path: str) -> None:
+    """Remove a folder with all in it, or a file or link, which is not followed; do nothing if there is none."""
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def copy_durably(source: str, target: str) -> None:

@@ -20,6 +20,8 @@ TREE_PATH = re.compile(r"/trees/([0-9a-f]{32})\b")
 MEASURE_TIMEOUT_S = 0.3
 SPEC_FILES = ("host/spec.json", "host/agent.json")  # they name the trees that a run reads
 
+DAMAGED = (OSError, LookupError, TypeError, ValueError, AttributeError)  # what files of a damaged run cause
+
 Entry = Dict[str, Any]  # noqa: UP006
 
 
@@ -27,7 +29,7 @@ def list_stored(workdir: str) -> Entry:
     """Return {"now", "runs", "trees", "rest_bytes"}; the rest: blobs of no tree, uploads and trees left halfway."""
     root = absolute_path(workdir)
     trees = _list_trees(root)
-    runs = [_describe_run(os.path.join(root, "runs", name)) for name in _entries(root, "runs")]
+    runs = [_describe_run_or_keep(os.path.join(root, "runs", name)) for name in _entries(root, "runs")]
     rest = _unused_blobs(root, kept=set(trees)) + list_stale_parts(root) + _changed_trees(root)
     return {
         "now": time.time(),
@@ -39,7 +41,8 @@ def list_stored(workdir: str) -> Entry:
 
 def remove_stored(workdir: str, runs: list[str], trees: list[str]) -> Entry:
     """Remove runs, trees, and blobs that no other tree has; return {"kept": {name: why}, "freed_bytes"}."""
-    root, kept, freed = absolute_path(workdir), dict[str, str](), 0
+    root, freed = absolute_path(workdir), 0
+    kept: dict[str, str] = {}
     for name in runs:
         folder = os.path.join(root, "runs", os.path.basename(name))
         if _is_active(folder):
@@ -52,6 +55,9 @@ def remove_stored(workdir: str, runs: list[str], trees: list[str]) -> Entry:
         folder = os.path.join(root, "trees", os.path.basename(tree))
         if tree in in_use:
             kept[tree] = "a run has been started with it"
+            continue
+        if time.time() - _modified(folder + ".json") <= STALE_AGE_S:
+            kept[tree] = "it has been asked for since"
             continue
         digests |= _tree_digests(folder)
         freed += _remove(folder) + _remove(folder + ".json")
@@ -78,6 +84,18 @@ def measure_stored(workdir: str) -> int | None:
 def folder_bytes(folder: str) -> int:
     """Return the bytes of the files below a folder, each once."""
     return sum({facts.st_ino: facts.st_size for facts in _walk_files(folder)}.values())
+
+
+def _describe_run_or_keep(folder: str) -> Entry:
+    """Return the entry of a run; a damaged one counts as active, so that it stays."""
+    try:
+        return _describe_run(folder)
+    except DAMAGED:
+        return {
+            "name": os.path.basename(folder), "folder": folder, "id": None, "host": None, "bytes": folder_bytes(folder),
+            "is_active": True, "state": {}, "ended": 0.0, "records": {}, "checkpoints": [], "has_rank_state": False,
+            "trees": [],
+        }  # fmt: skip
 
 
 def _describe_run(folder: str) -> Entry:
@@ -107,8 +125,11 @@ def _state_digest(checkpoint: str) -> str:
 
 def _is_active(folder: str) -> bool:
     """Return whether the run is running, or its processes are being started or ended."""
-    state = status(folder)
-    return is_supervised(os.path.join(folder, "host")) or (state is not None and state["state"] == "running")
+    try:
+        state = status(folder)
+        return is_supervised(os.path.join(folder, "host")) or (state is not None and state["state"] == "running")
+    except DAMAGED:
+        return True
 
 
 def _trees_of_run(folder: str) -> set[str]:

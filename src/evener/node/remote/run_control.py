@@ -35,6 +35,7 @@ from evener.node.remote.file_io import (
     path_inside,
     read_bytes,
     read_text,
+    remove_entry,
     write_atomic,
 )
 from evener.node.remote.process_table import (
@@ -186,15 +187,16 @@ def _with_newer_hosts(run: str, sent: str) -> str:
 
 def _start_supervisor(run: str, folder: str, spec: dict[str, Any], supervisor: str) -> State:
     for path in list_partial_checkpoints(run):  # no process of the run is left that writes them
-        shutil.rmtree(path, ignore_errors=True)
+        remove_entry(path)
     program = os.path.join(folder, "supervisor.py")
     write_atomic(os.path.join(folder, "spec.json"), json.dumps(spec).encode())
     write_atomic(program, supervisor.encode())
     log_path = os.path.join(folder, "supervisor.log")
     with create_file(log_path) as log:
         process = subprocess.Popen(
-            [sys.executable, program, run], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+            [sys.executable, "-I", program, run],  # no module is imported from the folder of the program
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
     deadline = time.monotonic() + START_TIMEOUT_S
     is_last_try = False
     while not is_last_try:

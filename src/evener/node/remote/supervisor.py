@@ -531,7 +531,7 @@ def start_guard(run: str, run_id: str, held_lock: int | None, program_files: dic
         begun = int(sys.argv[2]) if len(sys.argv) > 2 else 0
         if held_lock is not None and not state["stopped"] and not is_stop_requested(run) and begun < MAX_RESTARTS:
             os.set_inheritable(held_lock, True)
-            argv = [sys.executable, sys.argv[0], run, str(begun + 1), str(held_lock)]
+            argv = [sys.executable, "-I", sys.argv[0], run, str(begun + 1), str(held_lock)]
             with contextlib.suppress(OSError):
                 for path, content in program_files.items():
                     if read_bytes(path) != content:

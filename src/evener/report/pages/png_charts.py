@@ -4,10 +4,12 @@ breakdowns of runs.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evener.core.base.file_io import write_atomic
 from evener.core.base.units import format_count, format_seconds, pluralize
 from evener.core.run.step_cost import PHASE_NAMES, StepCost
 from evener.report.draw.run_charts import (
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 INK, SOFT, LINE = "#1c1d1f", "#62656b", "#e4e4e1"
+
+
+def save_png(figure: Figure, path: str | Path) -> None:
+    """Write a figure as a PNG file, which replaces a file or link of that name."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    write_atomic(Path(path), content.getvalue())
 
 
 def scaling_png(series: Mapping[str, Sequence[RunSummary]], path: str | Path) -> None:
@@ -78,7 +87,7 @@ def scaling_png(series: Mapping[str, Sequence[RunSummary]], path: str | Path) ->
     axes.grid(axis="y", color=LINE)
     axes.plot([], [], color=SOFT, linestyle=(0, (4, 3)), linewidth=1.5, label="if nothing were lost")
     axes.legend(frameon=False, fontsize=12, labelcolor=INK, loc="upper left")
-    figure.savefig(path)
+    save_png(figure, path)
 
 
 def throughput_png(runs: Mapping[str, RunSummary], path: str | Path) -> None:
@@ -100,7 +109,7 @@ def throughput_png(runs: Mapping[str, RunSummary], path: str | Path) -> None:
     axes.set_xlim(0, 1.15 * max((run.tokens_per_s or 0.0 for run in measured.values()), default=1.0))
     axes.set_title("tokens/s", loc="left", fontsize=14, color=INK, pad=14)
     axes.grid(axis="x", color=LINE)
-    figure.savefig(path)
+    save_png(figure, path)
 
 
 def tradeoff_png(runs: Mapping[str, RunSummary], path: str | Path) -> None:
@@ -120,7 +129,7 @@ def tradeoff_png(runs: Mapping[str, RunSummary], path: str | Path) -> None:
                    color=INK, pad=14)  # fmt: skip
     axes.set_xlabel("tokens/s", fontsize=12, color=SOFT)
     axes.grid(color=LINE)
-    figure.savefig(path)
+    save_png(figure, path)
 
 
 def comparison_png(runs: Mapping[str, RecordedRun], path: str | Path) -> None:
@@ -156,7 +165,7 @@ def comparison_png(runs: Mapping[str, RecordedRun], path: str | Path) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=11, labelcolor=INK, loc="upper right")
     _draw_breakdown(bars, costs)
-    figure.savefig(path)
+    save_png(figure, path)
 
 
 def _draw_breakdown(axes: Axes, costs: Mapping[str, StepCost]) -> None:

@@ -11,7 +11,7 @@ from evener.core.run.step_cost import PHASE_NAMES
 from evener.plan.scaling.rule_of_thumb import RULE_OF_THUMB
 from evener.plan.scaling.scaling_model import ScalingPoint
 from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
-from evener.report.pages.png_charts import INK, LINE, SOFT
+from evener.report.pages.png_charts import INK, LINE, SOFT, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,7 +81,7 @@ def efficiency_png(points: Sequence[ScalingPoint], path: str | Path, *, title: s
     right.minorticks_off()
     handles, labels = left.get_legend_handles_labels()
     canvas.legend(handles, labels, frameon=False, fontsize=11, labelcolor=INK, loc="outside lower left", ncols=4)
-    canvas.savefig(path)
+    save_png(canvas, path)
 
 
 def breakdown_png(points: Sequence[ScalingPoint], path: str | Path, *, title: str) -> None:
@@ -117,7 +117,7 @@ def breakdown_png(points: Sequence[ScalingPoint], path: str | Path, *, title: st
     _style_axes(axes, f"{what}; above a bar, tokens/s of a rank against one rank alone")
     handles, labels = axes.get_legend_handles_labels()
     canvas.legend(handles[::-1], labels[::-1], frameon=False, fontsize=11, labelcolor=INK, loc="outside right center")
-    canvas.savefig(path)
+    save_png(canvas, path)
 
 
 def _canvas(title: str) -> Canvas:

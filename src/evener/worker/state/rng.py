@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
+
+from evener.worker.state.checkpoint import read_safetensors
 
 RngStates = dict[str, Tensor]
 
@@ -54,5 +55,5 @@ def set_states(saved: RngStates, device: torch.device) -> None:
 
 def load_rank_states(file: Path, rank: int) -> RngStates:
     """Load one rank's states from a checkpoint's file."""
-    saved = load_file(file)
+    saved = read_safetensors(file)
     return {name.rpartition("/")[0]: state for name, state in saved.items() if name.rpartition("/")[2] == str(rank)}
