@@ -578,6 +578,18 @@ def test_stop_does_not_kill_the_run_that_the_files_name(session: Session, tmp_pa
     other.stop()
 
 
+def test_supervisor_imports_nothing_from_the_folder_of_the_run(session: Session, tmp_path: Path) -> None:
+    """A run directory from elsewhere may hold modules with the names of Python's own."""
+    started = Started(session, tmp_path / "first", python(""))
+    started.wait()
+    trap = f"open({str(tmp_path / 'executed')!r}, 'w')"
+    (tmp_path / "run/host").mkdir(parents=True)
+    for name in ("selectors", "json", "subprocess", "ctypes", "signal", "shutil", "threading"):
+        (tmp_path / f"run/host/{name}.py").write_text(trap)
+    assert Started(session, tmp_path / "run", python("")).wait()["status"] == 0
+    assert not (tmp_path / "executed").exists()
+
+
 def test_restarted_host_runs_what_is_sent(session: Session, tmp_path: Path) -> None:
     """The files of the earlier start may have been replaced meanwhile."""
     started = Started(session, tmp_path / "run", python(""))

@@ -497,7 +497,7 @@ def test_register_that_others_could_have_written_does_not_count(how: str, tmp_pa
     assert is_foreign_run(run)
     other = own_run("runs/two")  # trusted by this process, with a warning
     assert not is_foreign_run(other)
-    assert "warning: it is not remembered what is trusted" in run_verb("fetch", other).stderr
+    assert "warning: the approval could not be saved" in run_verb("fetch", other).stderr
 
 
 def test_unwritable_register_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -506,7 +506,7 @@ def test_unwritable_register_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     run = foreign_run((LOCAL, {}))
     done = run_verb("fetch", run, "--trust")
-    assert done.stderr.count("warning: it is not remembered what is trusted: Not a directory") == 1
+    assert done.stderr.count("warning: the approval could not be saved: Not a directory") == 1
     assert "or approved it. It names:" in done.stderr
     assert done.returncode == 0
 

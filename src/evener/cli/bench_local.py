@@ -63,8 +63,7 @@ def run_scaling_bench(
             }
             for corpus, runs in results.items()
         }
-        json.dump({"out": str(folder), "report": str(page), "series": report}, sys.stdout)
-        print_plain()
+        print_plain(json.dumps({"out": str(folder), "report": str(page), "series": report}))
         return 0
     for corpus, runs in results.items():
         title, *figures = bench_rows(runs)
