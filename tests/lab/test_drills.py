@@ -49,10 +49,13 @@ WORDS = {
     "ssh.key-missing": ("/.ssh/id_of_the_old_laptop is not there", "[hosts.b] identity_file"),
     "ssh.key-server": ("its server takes no keys, only: password", "on b: PubkeyAuthentication yes"),
     "ssh.shell-exits": ("ended (exit status 3) before it ran a command: it printed nothing", RETURN),
-    "ssh.shell-reads": ("the login shell there read what was meant for the program", RETURN),
+    "ssh.shell-reads": (
+        "the login shell there read what was meant for the program",
+        "case $- in *i*) ;; *) return ;; esac",
+    ),
     "ssh.shell-sleeps": ("the login shell there has not run a command yet", RETURN),
     "ssh.shell-nologin": ("account is currently not available", "on b: sudo usermod --shell /bin/bash"),
-    "ssh.shell-forced": ("ended (exit status 0) before it ran a command: the menu", "must force no command on you"),
+    "ssh.shell-forced": ("ended (exit status 0) before it ran a command: the menu", "must not set ForceCommand"),
     "ssh.shell-remote": ("has a RemoteCommand for it", '"RemoteCommand=none"]'),
     "disk.space-run": ("rank 1 on b exited with status 1: the disk of b is full", "on b: du -xh "),
 }

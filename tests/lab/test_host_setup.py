@@ -106,7 +106,7 @@ def a_killed_setup_is_completed_from_wheels_that_are_there(controller: Controlle
     assert first["packages"] >= 1  # torch at least: what it depends on was whole before the kill
     assert first["sent_bytes"] < 2_000_000  # evener: all else had arrived
     store = controller.home / ".evener"
-    assert sorted(path.name for path in store.iterdir()) == ["blobs", "setup.lock", "trees", "venv"]
+    assert sorted(path.name for path in store.iterdir()) == ["blobs", "projects", "runs", "setup.lock", "trees", "venv"]
     assert not list((store / "blobs").iterdir())
     assert not list((store / "trees").iterdir())
     assert not (store / "venv/evener-unfinished").exists()

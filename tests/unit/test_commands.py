@@ -313,7 +313,7 @@ def test_file_without_key_is_an_error_that_says_how_to_make_one(tmp_path: Path, 
     path.write_text(text)
     with pytest.raises(CheckpointError, match="not a key of 32 bytes") as damaged:
         read_run_key(path)
-    with pytest.raises(CheckpointError, match="EVENER_KEY_FILE names no file") as unset:
+    with pytest.raises(CheckpointError, match="EVENER_KEY_FILE is not set") as unset:
         read_run_key(None)
     assert {error.value.hint for error in (absent, damaged, unset)} == {
         "one file for all hosts, readable by you alone: openssl rand -hex 32"

@@ -172,9 +172,11 @@ def _rewrite_message(message: str) -> str:
 
 
 def _print_error(message: str, hint: str, output: str = "") -> None:
-    with contextlib.suppress(OSError):  # standard error is a file on a full disk
+    try:
         print_plain(f"error: {message}", file=sys.stderr)
         for line in output.splitlines():
             print_plain(f"  | {line}", file=sys.stderr)
         if hint:
             print_plain(f"hint:  {hint}", file=sys.stderr)
+    except OSError:  # standard error is a file on a full disk; what is left of the text must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

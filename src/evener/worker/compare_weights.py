@@ -100,6 +100,8 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
 def _read_state(file: Path) -> dict[str, Tensor]:
     try:
         return read_safetensors(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{file}: cannot be read: {error}".splitlines()[0]) from None
 

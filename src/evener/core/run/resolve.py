@@ -189,11 +189,11 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
             hint=f"--data {manifest.corpus.path}",
         )
     if manifest.sampler != SAMPLERS[spec.train.sampling]:
-        flag = next(name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler)
+        flags = [name for name, sampler in SAMPLERS.items() if sampler == manifest.sampler]
         raise CheckpointError(
             f"{rundir}: its batches came from the sampler {manifest.sampler}, and "
             f"{SAMPLERS[spec.train.sampling]} would draw others",
-            hint=f"--sampling {flag}",
+            hint=f"--sampling {flags[0]}" if flags else "its manifest.json names no sampler of this version of evener",
         )
 
 

@@ -157,9 +157,12 @@ def describe_non_finite(weights: Mapping[str, Tensor]) -> str:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Load a safetensors file into CPU memory.
+    """Load a safetensors file into CPU memory. CheckpointError if it is damaged.
 
     Return copies: loaded tensors are memory-mapped, and an optimizer would keep a file mapped that is removed later.
     """
     open_file(path).close()  # a pipe would block
-    return {name: tensor.clone() for name, tensor in load_file(path).items()}
+    try:
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
