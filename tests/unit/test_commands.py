@@ -316,7 +316,7 @@ def test_file_without_key_is_an_error_that_says_how_to_make_one(tmp_path: Path, 
     with pytest.raises(CheckpointError, match="EVENER_KEY_FILE is not set") as unset:
         read_run_key(None)
     assert {error.value.hint for error in (absent, damaged, unset)} == {
-        "one file for all hosts, readable by you alone: openssl rand -hex 32"
+        "(umask 077; openssl rand -hex 32 > run.key), a copy of that file on each host, and EVENER_KEY_FILE=run.key"
     }
 
 
