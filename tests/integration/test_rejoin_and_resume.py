@@ -108,7 +108,7 @@ def test_corpus_that_changed_since_is_not_sent(plan: Plan, rundir: RunDir, tmp_p
     data = msgspec.structs.replace(plan.spec.data, data=str(other))
     changed = msgspec.structs.replace(plan, spec=msgspec.structs.replace(plan.spec, data=data))
     write(tmp_path / "host/runs/x/host/state.json", b'{"state": "ended", "failures": []}')
-    with pytest.raises(UsageError, match=r"b lacks the tree .* changed since"):
+    with pytest.raises(UsageError, match=r"b lacks the corpus .* changed since"):
         add_remove_hosts.rejoin_host(rundir, changed, "b", print)
 
 

@@ -175,7 +175,7 @@ def test_proxy_refuses_connections_until_store_is_up(tunnels: Tunnels) -> None:
     with pytest.raises(ConnectionRefusedError):
         connect(proxy.port)
     tunnels.gate(store_port, gate_port)
-    wait_until(lambda: "no store yet" in proxy.problem, lambda: proxy.problem)
+    wait_until(lambda: "store is not up yet" in proxy.problem, lambda: proxy.problem)
     with pytest.raises(ConnectionRefusedError):
         connect(proxy.port)
     with listen(LOOPBACK, store_port):
@@ -248,7 +248,7 @@ def test_reflected_handshake_is_not_admitted(tunnels: Tunnels) -> None:
             reply = receive(connection, 64)
             connection.sendall(reply[32:])  # the proxy's own proof
             assert is_ended_by_peer(connection)
-        wait_until(lambda: "does not have the key" in proxy.problem, lambda: proxy.problem)
+        wait_until(lambda: "does not have this run's key" in proxy.problem, lambda: proxy.problem)
         assert not proxy.wait_ready(0)
     assert store.received == []
 

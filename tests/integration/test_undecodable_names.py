@@ -55,7 +55,7 @@ def test_name_that_is_not_utf8_is_refused_in_one_sentence(folder, cwd, args):
     error, hint = done.stderr.splitlines()
     assert error.startswith("error: ")
     assert r"caf\udce9" in error
-    assert "not UTF-8" in error
+    assert "not valid UTF-8" in error
     assert r"$'" in hint
     assert r"caf\351" in hint
     assert {*folder.rglob("*")} == before

@@ -260,7 +260,7 @@ def test_store_of_another_run_is_refused_and_undisturbed(agents: Agents, tmp_pat
     env = ENV | {"EVENER_KEY_FILE": str(agents.key_file)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 1
-    assert "it belongs to another run, or has no store yet" in done.stderr
+    assert "it belongs to another run, or its store is not up yet" in done.stderr
     agents.start(1, LASTING)
     agents.wait_began("a", "b")
 
