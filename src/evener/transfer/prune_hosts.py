@@ -71,7 +71,7 @@ class StoredTree(msgspec.Struct, frozen=True):
 
 
 class HostStore(msgspec.Struct, frozen=True):
-    """What a host stores of runs."""
+    """The runs, trees and other content that a host stores."""
 
     now: float  # the host's time
     runs: list[StoredRun]

@@ -26,7 +26,7 @@ from evener.core.run.rundir import RunDir
 
 
 class TrustRequest(msgspec.Struct, frozen=True):
-    """What is not trusted yet, and what trust in it would allow."""
+    """A request to trust a run or fleet file, with what that trust would allow."""
 
     what: str  # one sentence
     details: list[str]  # the hosts, and what would be started for them; printable
