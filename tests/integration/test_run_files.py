@@ -170,7 +170,7 @@ def test_stop_ends_no_program_whose_pid_file_stands_in_for_the_lock(
 ) -> None:
     process, pid_file = victim
     replace(Path("runs/here/host/lock"), make(pid_file))
-    for _ in zip(range(3), run_control.stop("runs/here", "run-files", now=True), strict=False):
+    for _ in zip(range(3), run_control.stop("runs/here", now=True), strict=False):
         pass
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
@@ -185,7 +185,7 @@ def test_stop_sends_no_signal_to_a_pid_that_is_not_the_supervisors(
     lock.write_text(f"{process.pid}\n")
     with lock.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        for _ in zip(range(3), run_control.stop("runs/here", "run-files", now=True), strict=False):
+        for _ in zip(range(3), run_control.stop("runs/here", now=True), strict=False):
             pass
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)

@@ -86,7 +86,7 @@ class Started:
 
     def stop(self) -> dict[str, Any]:
         """Its last state."""
-        return list(self.session.stream("run_control", "stop", run=str(self.run), run_id=self.id))[-1]
+        return list(self.session.stream("run_control", "stop", run=str(self.run)))[-1]
 
     def printed(self, name: str = "here") -> dict[str, bytes]:
         """What was written to stdout and stderr, put together again from the log."""
@@ -341,7 +341,7 @@ def test_immediate_stop_kills_unresponsive_rank_without_grace_period(session: Se
     wait_until(lambda: (tmp_path / "run/logs/here.4.log").exists() and b"ready" in started.printed("here.4")["O"])
     os.kill(started.state["pid"], signal.SIGSTOP)
     began = time.monotonic()
-    last = list(session.stream("run_control", "stop", run=str(started.run), run_id=started.id, now=True))[-1]
+    last = list(session.stream("run_control", "stop", run=str(started.run), now=True))[-1]
     assert time.monotonic() - began < DEADLINE_S
     assert (last["signal"], last["stopped"], last["left"]) == ("SIGKILL", True, [])
 
@@ -383,7 +383,7 @@ def test_stalled_supervisor_is_killed(session: Session, tmp_path: Path, monkeypa
     started = Started(session, tmp_path / "run", python(SLEEP), grace_s=0.2)
     os.kill(started.state["supervisor"], signal.SIGSTOP)
     monkeypatch.setattr(run_control, "KILL_TIMEOUT_S", 0.05)
-    *waiting, last = run_control.stop(str(started.run), started.id)
+    *waiting, last = run_control.stop(str(started.run))
     assert waiting == [{"waiting": True}] * len(waiting)
     assert (last["state"], last["lost"], last["left"]) == ("ended", "the supervisor was killed", [])
     assert started.processes() == []
@@ -418,6 +418,22 @@ def test_leftover_processes_of_other_run_are_not_killed(session: Session, tmp_pa
     assert session.call("run_control", "status", run=str(other.run))["state"] == "running"
     assert len(other.processes()) == 1
     other.stop()
+
+
+def test_stop_of_a_copy_with_the_same_id_kills_nothing(session: Session, tmp_path: Path) -> None:
+    """A run directory from somebody else may have any id; this user's own is also stopped through a link to it."""
+    (tmp_path / "linked").symlink_to(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    started = Started(session, tmp_path / "linked", python(SLEEP))
+    started.wait_printed(b"ready")
+    started.kill()
+    shutil.copytree(tmp_path / "run/host", tmp_path / "copy/host")
+    assert session.call("run_control", "status", run=str(tmp_path / "copy"))["state"] == "ended"
+    list(session.stream("run_control", "stop", run=str(tmp_path / "copy")))
+    assert len(started.processes()) == 1
+    assert session.call("run_control", "status", run=str(tmp_path / "run"))["unwatched"]
+    list(session.stream("run_control", "stop", run=str(tmp_path / "run")))
+    assert started.processes() == []
 
 
 RANK = """if True:
@@ -531,7 +547,7 @@ def test_ranks_started_during_stop_are_terminated_too(session: Session, tmp_path
 def test_unkillable_process_is_reported(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_table, "KILL_TIMEOUT_S", 0.05)
     monkeypatch.setattr(process_table, "processes_with", lambda *_: [os.getpid(), 4_999_999])
-    assert process_table.kill_processes_with("EVENER_RUN=hangs") == [4_999_999]
+    assert process_table.kill_processes_with("EVENER_RUN_FOLDER=/hangs") == [4_999_999]
     fake = "def kill_processes_with(*_):\n    return [4_999_999]\n\n\nif __name__ =="
     started = Started(session, tmp_path / "run", python(""), program=SUPERVISOR.replace("if __name__ ==", fake))
     assert started.wait()["left"] == [4_999_999]

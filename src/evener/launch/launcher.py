@@ -35,7 +35,6 @@ from evener.core.run.run_plan import (
     CLUSTER_FILE,
     HostPlan,
     Plan,
-    read_plan,
     read_plan_text,
     restore_plan,
     write_plan,
@@ -106,7 +105,6 @@ def start(
     and exit.
     """
     is_new, previous_text = not rundir.path.exists(), read_plan_text(rundir)
-    previous_id = None if previous_text is None or is_foreign_run(rundir) else read_plan(rundir).id
     attach_lock: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         make_folder(rundir.path)
@@ -130,9 +128,7 @@ def start(
         raise
 
     def start_one(name: str) -> str | None:
-        return start_on_host(
-            rundir, plan, name, sessions[name], previous_id=previous_id, attached=attached, passed_env=passed_env
-        )
+        return start_on_host(rundir, plan, name, sessions[name], attached=attached, passed_env=passed_env)
 
     def undo(names: list[str]) -> None:
         """Stop the hosts that were started, and restore the run directory."""
@@ -165,14 +161,10 @@ def start_on_host(
     name: str,
     session: Session,
     *,
-    previous_id: str | None = None,
     attached: bool = False,
     passed_env: Mapping[str, str] = MappingProxyType({}),
 ) -> str | None:
-    """Start a host's part of the run. Return None, or the reason if it does not start.
-
-    Processes that were left of the run `previous_id`, which had this directory before, are killed.
-    """
+    """Start a host's part of the run. Return None, or the reason if it does not start."""
     host = plan.host(name)
     spec = plan.supervisor_spec(name, attached=_attach_lock_path(rundir) if attached else None)
     spec["env"] |= {variable: passed_env[variable] for variable in host.passed_env}
@@ -191,7 +183,7 @@ def start_on_host(
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
     try:
         session.call("run_control", "start", run=host.run_folder(rundir), spec=spec, supervisor=bundle("supervisor"),
-                     files=files, previous_id=previous_id, timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
+                     files=files, timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
     except RemoteError as error:
         return error.message
     except HostError as error:
@@ -241,7 +233,7 @@ def stop(rundir: RunDir, plan: Plan, *, now: bool = False) -> dict[str, Supervis
     def end(session: Session, host: HostPlan) -> SupervisorState:
         state: SupervisorState = {}
         for item in session.stream(
-            "run_control", "stop", run=host.run_folder(rundir), run_id=plan.id, now=now, timeout_s=STOP_TIMEOUT_S
+            "run_control", "stop", run=host.run_folder(rundir), now=now, timeout_s=STOP_TIMEOUT_S
         ):
             state = item or GONE_STATE
         return parse_state(state)

@@ -63,7 +63,7 @@ START_TIMEOUT_S = 20.0
 STOPPED_FILE = "stopped"  # of supervisor.py
 EXCLUDED_FILE = "host/kept-out"  # of core/run/membership_epoch.py
 AGENT_SPEC_FILE = "host/agent.json"  # the same
-RUN_ID_VARIABLE = "EVENER_RUN"  # of supervisor.py
+RUN_FOLDER_VARIABLE = "EVENER_RUN_FOLDER"  # of supervisor.py
 _tcp_cache: dict[str, Any] = {}  # what `find_stalled_peers` last read
 REPLACED_FILES = ("manifest.json", "tokenizer.json", "meta.pkl", "host/state.json")  # replaced, not appended to
 
@@ -71,24 +71,17 @@ State = Dict[str, Any]  # noqa: UP006  RUN/host/state.json
 Item = Dict[str, Any]  # noqa: UP006  what a function yields
 
 
-def start(
-    run: str,
-    spec: dict[str, Any],
-    supervisor: str,
-    files: dict[str, str | None] | None = None,
-    previous_id: str | None = None,
-) -> State:
+def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str | None] | None = None) -> State:
     """Start the program that `spec` describes, detached; return its state once it is running.
 
     `supervisor` is the text of the supervisor's program, with the modules that it needs.
     `files` are {name: text} to write into RUN; a text of None removes the file of an earlier start.
-    `previous_id` is the id of another run that had this folder before.
+    Processes that an earlier run left in this folder are killed.
     """
     run = absolute_path(run)
     folder = path_inside(run, "host")
     _require_not_running(folder)
-    for run_id in (spec["id"], previous_id):
-        kill_leftover_processes(run, run_id)
+    kill_leftover_processes(run)
     make_folder(folder, mode=0o700)
     for name in ("state.json", "failures.json", "joined", STOPPED_FILE):
         if os.path.exists(os.path.join(folder, name)):
@@ -135,7 +128,7 @@ def restart_run(run: str, spec: dict[str, Any], supervisor: str, files: dict[str
         raise RuntimeError("this run was stopped")
     if os.path.exists(path_inside(run, EXCLUDED_FILE)):
         os.remove(path_inside(run, EXCLUDED_FILE))
-    kill_leftover_processes(run, spec["id"])
+    kill_leftover_processes(run)
     passed = (_read_json(os.path.join(folder, "spec.json"), None) or {}).get("env", {})
     spec["env"].update({name: passed[name] for name in spec.get("passed_env", ()) if name in passed})
     if os.path.exists(os.path.join(folder, "state.json")):
@@ -232,10 +225,10 @@ def status(run: str) -> State | None:
     return state
 
 
-def stop(run: str, run_id: str, now: bool = False) -> Iterator[Item | None]:
+def stop(run: str, now: bool = False) -> Iterator[Item | None]:
     """Stop a run; yield its state once no process of it is left. With `now` the ranks do not save.
 
-    Processes without a supervisor are killed by `run_id`: the id in the run's own files could be that of another run.
+    Processes without a supervisor are killed by the run's folder: an id in its files could be that of another run.
     A supervisor that does not end in time is killed. The state's "left" lists pids that even SIGKILL did not end.
     """
     run = absolute_path(run)
@@ -254,16 +247,16 @@ def stop(run: str, run_id: str, now: bool = False) -> Iterator[Item | None]:
             send_signal(pid, signal.SIGKILL if is_late else signal.SIGTERM)
         yield {"waiting": True}
         time.sleep(POLL_S)
-    surviving_pids = kill_leftover_processes(run, run_id)
+    surviving_pids = kill_leftover_processes(run)
     state = status(run)
     yield None if state is None else dict(state, left=surviving_pids)
 
 
-def kill_leftover_processes(run: str, run_id: str | None) -> list[int]:
-    """Kill the processes left by a run without a supervisor; return the pids that SIGKILL did not end."""
-    if not run_id or is_supervised(path_inside(absolute_path(run), "host")):
+def kill_leftover_processes(run: str) -> list[int]:
+    """Kill what a run without a supervisor left in this folder; return the pids that SIGKILL did not end."""
+    if is_supervised(path_inside(absolute_path(run), "host")):
         return []
-    return kill_processes_with(f"{RUN_ID_VARIABLE}={run_id}")
+    return kill_processes_with(_folder_variable(run))
 
 
 def follow(run: str, have: dict[str, list[Any]] | None, until_end: bool = True) -> Iterator[Item | bytes]:
@@ -575,11 +568,15 @@ def _supervisor_pid(folder: str) -> int | None:
 
 def _has_program(folder: str, state: State) -> bool:
     """Return whether the program that the supervisor started is still running."""
-    spec = _read_json(os.path.join(folder, "spec.json"), None)
     try:
-        return spec is not None and f"{RUN_ID_VARIABLE}={spec['id']}" in read_environment(state["pid"])
+        return _folder_variable(os.path.dirname(folder)) in read_environment(state["pid"])
     except (OSError, LookupError):
         return False
+
+
+def _folder_variable(run: str) -> str:
+    """Return NAME=value as all processes of the run in this folder have it in their environment."""
+    return f"{RUN_FOLDER_VARIABLE}={os.path.realpath(absolute_path(run))}"
 
 
 def _read_state(folder: str) -> State | None:

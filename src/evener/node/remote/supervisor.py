@@ -55,6 +55,7 @@ RESERVED_DISK_BYTES = 1 << 20
 IDLE_AGENT_TIMEOUT_S = 20.0
 MAX_RESTARTS = 5  # restarts of an agent, or of its supervisor, that was killed
 RUN_ID_VARIABLE = "EVENER_RUN"
+RUN_FOLDER_VARIABLE = "EVENER_RUN_FOLDER"
 
 TIMESTAMP_BYTES = len("2026-01-01T00:00:00.000Z ")
 
@@ -239,6 +240,7 @@ class Supervisor:
     def __init__(self, run: str) -> None:
         self.run = run
         self.folder = path_inside(run, "host")
+        self.folder_variable = f"{RUN_FOLDER_VARIABLE}={os.path.realpath(run)}"  # of all that it starts, to kill it by
         spec_path = os.path.join(self.folder, "spec.json")
         # path: content of what was started, for a guard that must start it again
         self.program_files = {path: read_bytes(path) or b"" for path in (spec_path, sys.argv[0])}
@@ -270,7 +272,7 @@ class Supervisor:
         held_lock = acquire_lock(os.path.join(self.folder, "lock"), int(sys.argv[3]) if len(sys.argv) > 3 else None)
         _become_subreaper()
         restart_lock = held_lock if self.spec.get("has_agent") else None
-        guard = start_guard(self.run, self.spec["id"], restart_lock, self.program_files)
+        guard = start_guard(self.run, self.folder_variable, restart_lock, self.program_files)
         recover_rank_logs(self.run)
         self.state["started"] = time.time()  # every line stamped from now on belongs to this start
         self._reserve_disk()
@@ -278,6 +280,7 @@ class Supervisor:
         log = TimestampedLog(path_inside(self.run, "logs", self.log_name))
         env = dict(rank_environment(os.environ), **self.spec["env"])
         env[RUN_ID_VARIABLE] = self.spec["id"]
+        env[RUN_FOLDER_VARIABLE] = self.folder_variable.partition("=")[2]
         self.failures, tell_failures = os.pipe()  # a pipe, because a disk may be full
         os.set_blocking(self.failures, False)
         env["EVENER_FAILURES"] = str(tell_failures)
@@ -366,7 +369,7 @@ class Supervisor:
 
     def _kill_all(self) -> list[int]:
         """SIGKILL all processes of the run; return the pids that it did not end."""
-        return kill_processes_with(f"{RUN_ID_VARIABLE}={self.spec['id']}", os.getpid(), _guard_pids)
+        return kill_processes_with(self.folder_variable, os.getpid(), _guard_pids)
 
     def _reserve_disk(self) -> None:
         """Reserve 1 MiB on the run's disk, for the state that must be written once the disk is full."""
@@ -502,7 +505,7 @@ def is_locked(descriptor: int) -> bool:
     return False
 
 
-def start_guard(run: str, run_id: str, held_lock: int | None, program_files: dict[str, bytes]) -> int:
+def start_guard(run: str, folder_variable: str, held_lock: int | None, program_files: dict[str, bytes]) -> int:
     """Fork a process that kills the run's processes if the supervisor is killed; return the pipe that dismisses it.
 
     With `held_lock`, the descriptor of the run's lock, the guard then keeps that lock and restarts the supervisor from
@@ -519,7 +522,7 @@ def start_guard(run: str, run_id: str, held_lock: int | None, program_files: dic
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     if os.read(read, 16) != b"done":
-        surviving_pids = kill_processes_with(f"{RUN_ID_VARIABLE}={run_id}")
+        surviving_pids = kill_processes_with(folder_variable)
         folder = path_inside(run, "host")
         with contextlib.suppress(OSError):
             os.remove(os.path.join(folder, "room"))
