@@ -92,6 +92,16 @@ def test_picture_replaces_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_pictures_obey_no_matplotlibrc_of_the_current_folder(tmp_path: Path) -> None:
+    """With text.usetex it would have LaTeX run on text that it chooses."""
+    program = "from evener.report.pages.png_charts import scaling_png; scaling_png({}, 'picture.png')"
+    for name, settings in (("plain", ""), ("foreign", "text.usetex: True\nfont.size: 30\naxes.facecolor: red\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "matplotlibrc").write_text(settings)
+        subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path / name, check=True)
+    assert (tmp_path / "foreign/picture.png").read_bytes() == (tmp_path / "plain/picture.png").read_bytes()
+
+
 def test_relative_interpreter_of_this_machine_is_that_beside_the_fleet_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

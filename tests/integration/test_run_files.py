@@ -134,7 +134,16 @@ def test_lock_is_not_truncated(world: Path) -> None:
 
 def test_run_with_an_odd_lock_is_not_pruned(world: Path) -> None:
     replace(world / "runs/here/host/attached", os.mkfifo)
-    assert prune_runs.is_protected(RunDir("runs/here"))
+    assert prune_runs.is_protected(RunDir("runs/here"), Path("runs"))
+
+
+def test_run_behind_a_linked_folder_is_not_pruned(world: Path) -> None:
+    (world / "linked").symlink_to(world / "runs")
+    (world / "others").mkdir()
+    (world / "others/bench").symlink_to(world / "runs")
+    assert not prune_runs.is_protected(RunDir("runs/here"), Path("runs"))
+    assert not prune_runs.is_protected(RunDir("linked/here"), Path("linked"))
+    assert prune_runs.is_protected(RunDir("others/bench/here"), Path("others"))
 
 
 def test_host_locks_are_neither_emptied_nor_followed(world: Path) -> None:

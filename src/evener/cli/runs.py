@@ -95,7 +95,7 @@ def runs(
         rows = list(pool.map(_load_row, [RunDir(path) for path in find_run_dirs(folder)]))
     rows = run_table.sort_rows(run_table.filter_rows(rows, words), sort)
     if prune:
-        return _prune(rows, fewer_than, older_than, yes, as_json)
+        return _prune(folder, rows, fewer_than, older_than, yes, as_json)
     if as_json:
         print_plain(json.dumps({"runs": msgspec.to_builtins(rows)}))
         return 0
@@ -260,7 +260,9 @@ def _load_sound_row(rundir: RunDir) -> RunRow:
 # --- prune ------------------------------------------------------------------------------------------------------------
 
 
-def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | None, yes: bool, as_json: bool) -> int:
+def _prune(
+    folder: Path, rows: Sequence[RunRow], fewer_than: int | None, older_than: float | None, yes: bool, as_json: bool
+) -> int:
     """List the runs that can be pruned, with their sizes; remove them if `yes`."""
     import json
     import time
@@ -276,7 +278,7 @@ def _prune(rows: Sequence[RunRow], fewer_than: int | None, older_than: float | N
     def why(row: RunRow) -> str | None:
         return prune_reason(row, now, fewer_than=fewer_than, older_than_days=older_than)
 
-    prunable = [row for row in rows if why(row) is not None and not prune_runs.is_protected(RunDir(row.run))]
+    prunable = [row for row in rows if why(row) is not None and not prune_runs.is_protected(RunDir(row.run), folder)]
     if yes:
         prunable = [row for row in prunable if why(_load_row(RunDir(row.run))) is not None]  # not resumed meanwhile
         for row in prunable:

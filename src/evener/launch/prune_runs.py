@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import lock_file
@@ -20,11 +21,13 @@ BENCH_FILES = ("bench.json", "compare.json")  # their pages need the runs that t
 RUN_MARKER_FILES = ("plan.json", "manifest.json")  # without them a folder is not a run
 
 
-def is_protected(rundir: RunDir) -> bool:
-    """Return whether the run is in use, part of a bench, or reached through a symbolic link."""
+def is_protected(rundir: RunDir, folder: Path) -> bool:
+    """Return whether the run is in use, part of a bench, or reached through a symbolic link below `folder`."""
+    if rundir.path.resolve() != folder.resolve() / rundir.path.relative_to(folder):
+        return True
     try:
         with _locked(rundir):
-            return rundir.path.is_symlink() or any((rundir.path.parent / name).exists() for name in BENCH_FILES)
+            return any((rundir.path.parent / name).exists() for name in BENCH_FILES)
     except (OSError, CheckpointError):  # locked, or no file to lock
         return True
 

@@ -202,15 +202,27 @@ def _draw_breakdown(axes: Axes, costs: Mapping[str, StepCost]) -> None:
                     handlelength=0.9, handletextpad=0.4, columnspacing=1.2, borderaxespad=0.1)  # fmt: skip
 
 
-def _two_panels(above: float, below: float) -> tuple[Figure, tuple[Axes, Axes]]:
-    """Return a figure of two panels, one above the other, of these heights in inches."""
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches, with matplotlib's own defaults.
+
+    A matplotlibrc in the current folder, which may be somebody else's project, changes nothing and has no program run.
+    """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    matplotlib.rcdefaults()
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _two_panels(above: float, below: float) -> tuple[Figure, tuple[Axes, Axes]]:
+    """Return a figure of two panels, one above the other, of these heights in inches."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    layout = ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.16)
-    figure = Figure(figsize=(9, above + below), dpi=150, layout=layout)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, above + below)
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.16, h_pad=0.16))
     first, second = figure.subplots(2, 1, height_ratios=[above, below])
     for axes in (first, second):
         _style_axes(axes)
@@ -226,12 +238,9 @@ def _style_axes(axes: Axes) -> None:
 
 def _one_panel(height: float) -> tuple[Figure, Axes]:
     """Return a figure with one empty panel."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, height)
     axes = figure.add_subplot()
     _style_axes(axes)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -11,7 +11,7 @@ from evener.core.run.step_cost import PHASE_NAMES
 from evener.plan.scaling.rule_of_thumb import RULE_OF_THUMB
 from evener.plan.scaling.scaling_model import ScalingPoint
 from evener.report.draw.run_charts import PHASE_COLOURS, SERIES_COLOURS
-from evener.report.pages.png_charts import INK, LINE, SOFT, save_png
+from evener.report.pages.png_charts import INK, LINE, SOFT, new_figure, save_png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,12 +121,10 @@ def breakdown_png(points: Sequence[ScalingPoint], path: str | Path, *, title: st
 
 
 def _canvas(title: str) -> Canvas:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    canvas = Figure(figsize=(12, 5.4), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04))
-    FigureCanvasAgg(canvas)
+    canvas = new_figure(12, 5.4)
+    canvas.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04))
     canvas.suptitle(title, x=0.012, ha="left", fontsize=14, color=INK)
     return canvas
 
