@@ -13,10 +13,12 @@ import pytest
 from evener.core.base.file_io import write_folder_atomic
 from evener.core.cluster.fleet_file import HostConfig, load_fleet
 from evener.core.run.runwriter import RunWriter
+from evener.corpus.prepare_corpus import prepare
 from evener.report.pages.png_charts import save_png
 from evener.ssh.session import open_session
 
 from ..source_code import syntax_nodes
+from ..unit.test_corpus import splits
 
 SOURCE = Path(__file__).parents[2] / "src" / "evener"
 TRAPS = ("json", "queue", "selectors", "torch", "pip", "evener", "sitecustomize", "safetensors")
@@ -80,6 +82,15 @@ def test_link_in_the_place_of_a_half_written_checkpoint_is_removed_and_not_follo
     run.remove_partial_checkpoints()
     assert [*run.checkpoints_path.iterdir()] == []
     assert (tmp_path / "outside/weights").read_text() == "mine"
+
+
+def test_link_in_the_place_of_a_corpus_in_preparation_is_removed_and_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/thesis").write_text("mine")
+    (tmp_path / ".corpus.partial").symlink_to("outside")
+    prepare(tmp_path / "corpus", splits(), tokenizer="char")
+    assert (tmp_path / "outside/thesis").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "outside"]
 
 
 def test_picture_replaces_a_link(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from evener.core.base.errors import CheckpointError
 from evener.core.run.rundir import RunDir
+from evener.worker.compare_weights import compare_replicas
 from evener.worker.state.replica_hashes import hash_tensor
 
 from ..tiers import exhaustively
@@ -55,6 +58,12 @@ def test_a_planted_bit_flip_is_reported_with_rank_step_and_tensor(tmp_path, run_
     found = json.loads(compared.stdout)
     assert found["agree"] is False
     assert 0 < found["largest_difference"] < 1
+
+
+def test_pipe_in_the_place_of_a_rank_state_is_reported_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "state-rank-0.pt")
+    with pytest.raises(CheckpointError, match=r"state-rank-0\.pt: .*not a file"):
+        compare_replicas(tmp_path)
 
 
 def test_hash_depends_on_every_bit_and_position():

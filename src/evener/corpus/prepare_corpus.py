@@ -205,12 +205,14 @@ def _lock(partial: Path, out: Path) -> int:
     """Return an open, locked descriptor of the folder `partial`, which is created if missing.
 
     Another run may rename or remove the folder between our open and our lock. Then the descriptor is of a folder that
-    is no longer at this path, and we retry.
+    is no longer at this path, and we retry. A link in its place is removed: what it leads to must not be emptied.
     """
     while True:
+        if partial.is_symlink():
+            partial.unlink()
         partial.mkdir(exist_ok=True)
         try:
-            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             continue
         try:

@@ -11,12 +11,13 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from evener.core.base.errors import CheckpointError, exit_status_of
+from evener.core.base.file_io import open_file
 from evener.core.base.units import pluralize
 from evener.core.run.rundir import RunDir, read_checkpoint
 from evener.worker.state.checkpoint import read_safetensors
@@ -99,7 +100,10 @@ def _check_checkpoint(rundir: RunDir, step: int) -> dict[str, Any]:
 
 def _read_state(file: Path) -> dict[str, Tensor]:
     try:
-        return read_safetensors(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)
+        if file.suffix == ".safetensors":
+            return read_safetensors(file)
+        with open_file(file) as content:  # a pipe would block
+            return cast("dict[str, Tensor]", torch.load(content, weights_only=True))
     except CheckpointError:
         raise
     except Exception as error:
