@@ -33,7 +33,8 @@ from evener.core.run.membership_epoch import (
 from evener.node.agent.__main__ import HostAgent
 from evener.node.agent.consensus import TICK_INTERVAL_S, HostStatus
 
-from .conftest import ENV, TIMEOUT_S, free_port
+from .conftest import ENV, TIMEOUT_S
+from .ranks import free_port
 from .volatile_disk import VolatileDisk
 
 # A rank: it says which world it is in, and what its pulse is to say, and lasts until there is a file or no launcher.

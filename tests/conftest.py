@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,6 @@ from playwright.sync_api import Browser, sync_playwright
 
 from evener.core.run.rundir import Contention, RunDir
 from evener.core.run.runwriter import RunWriter
-from evener.node.remote.sockets import find_free_port
 
 from . import guard, sample_runs, tiers
 from .ranks import Server
@@ -32,6 +30,7 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 collect_ignore_glob = ["worker/loops/*"]  # programs that tests start
 TIMEOUT_S = 300  # of a machine as busy as it likes
 GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
+guard.use_memory_disk()
 # What is trusted is remembered for this test process alone, never in the home folder.
 os.environ["XDG_STATE_HOME"] = str(guard.log_dir() / "state")
 # Tests share the cores: a thread that waits must not keep one busy.
@@ -108,15 +107,6 @@ print(max(1, wall / cpu))
 
     def __exit__(self, *_: object) -> None:
         self.factor = float(self._asks.communicate(b"end", timeout=TIMEOUT_S)[0])
-
-
-def free_port() -> int:
-    """A port of the loopback for who must know it beforehand: one that the kernel gives to nobody who takes any."""
-    range_of_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    low = int(range_of_kernel.read_text().split()[0]) if range_of_kernel.exists() else 32768
-    port = find_free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
-    assert port is not None
-    return port
 
 
 def module_argv(num_ranks: int, module: str, args: list[str]) -> list[str]:

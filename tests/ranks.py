@@ -16,12 +16,13 @@ import os
 import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from evener.node.remote.sockets import find_free_port
 
 GRACE_S, DEADLINE_S, POLL_S = 30.0, 170.0, 0.01
 
@@ -61,6 +62,15 @@ class Server:
         self._process.communicate()
 
 
+def free_port() -> int:
+    """A port of the loopback for who must know it beforehand: one that the kernel gives to nobody who takes any."""
+    range_of_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low = int(range_of_kernel.read_text().split()[0]) if range_of_kernel.exists() else 32768
+    port = find_free_port("127.0.0.1", random.randrange(low // 2, low), low // 2, low)
+    assert port is not None
+    return port
+
+
 def preload() -> None:
     import torch._dynamo  # noqa: F401  (by the first optimizer of a process)
 
@@ -72,10 +82,7 @@ def preload() -> None:
 
 
 def run(job: dict) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pids = []
+    port, pids = free_port(), []
     for rank in range(job["ranks"]):
         pid = os.fork()
         if pid == 0:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
 
-from ..conftest import TIMEOUT_S, free_port, wait_until
+from ..conftest import TIMEOUT_S, wait_until
+from ..ranks import free_port
 
 AWAY = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED")  # what a browser says itself of a server that is not there
 

@@ -15,7 +15,7 @@ from evener.core.run.membership_epoch import AgentSpec, HostEntry
 from evener.node.agent.__main__ import PORT_TIMEOUT_S, HostAgent
 from evener.node.agent.peer_links import PeerLinks
 from evener.node.remote.sockets import SPARE_PORTS, agent_ports
-from tests.conftest import free_port
+from tests.ranks import free_port
 
 LOOPBACK, KEY = "127.0.0.1", b"secret"
 

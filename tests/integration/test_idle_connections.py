@@ -17,7 +17,8 @@ import pytest
 
 from evener.core.run.runwriter import RunWriter
 
-from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
+from ..conftest import ENV, TIMEOUT_S, wait_until
+from ..ranks import free_port
 
 NUM_IDLE = 1300
 OPEN_FILES = 4096  # of this test, which holds the idle connections

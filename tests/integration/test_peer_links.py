@@ -20,7 +20,7 @@ from evener.core.run.membership_epoch import MembershipEpoch
 from evener.node.agent import peer_links
 from evener.node.agent.consensus import ConsensusState, HostStatus
 from evener.node.agent.peer_links import MAX_LINE_BYTES, MAX_UNAUTHENTICATED, NONCE_BYTES, PeerLinks, line_mac
-from tests.conftest import free_port
+from tests.ranks import free_port
 from tests.tiers import num_examples
 
 KEY, OTHER_KEY = b"the run's", b"another run's"

@@ -25,7 +25,7 @@ from evener.node.remote import REMOTE_DIR, connectivity, rpc_server
 from evener.node.remote import facts as collector
 from evener.node.remote.sockets import agent_ports, find_free_port
 from evener.ssh.session import Session, open_session
-from tests.conftest import free_port
+from tests.ranks import free_port
 
 SECRET, IDENTITY, OTHER = "s" * 32, "i" * 32, "o" * 32
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux: network namespaces, /proc")

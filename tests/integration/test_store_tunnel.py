@@ -18,7 +18,8 @@ import pytest
 from evener.node.agent import store_tunnel
 from evener.node.agent.store_tunnel import LOOPBACK, MAX_UNAUTHENTICATED, StoreGate, StoreProxy
 from evener.node.remote.sockets import listen
-from tests.conftest import free_port, wait_until
+from tests.conftest import wait_until
+from tests.ranks import free_port
 from tests.tiers import num_examples
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))

@@ -145,8 +145,9 @@ class Net:
 
     def tick(self) -> None:
         self.now += TICK_S
-        due = [one for one in self.under_way if one[0] <= self.now and one[1] not in self.stopped]
-        self.under_way = [one for one in self.under_way if one not in due]
+        is_due = [at <= self.now and to not in self.stopped for at, to, _ in self.under_way]
+        due = [*itertools.compress(self.under_way, is_due)]
+        self.under_way = [one for one, is_now in zip(self.under_way, is_due, strict=True) if not is_now]
         for _, to, statement in due:
             if (receiver := self.hosts[to].consensus) is not None:
                 receiver.receive(statement, self.now)

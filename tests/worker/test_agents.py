@@ -23,7 +23,7 @@ from evener.core.run.membership_epoch import (
 from evener.core.run.rundir import RunDir
 
 from ..agents import AgentProcesses, Pulse, SimulatedAgents
-from ..conftest import free_port
+from ..ranks import free_port
 from ..tiers import exhaustive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="each host has a loopback address of its own: Linux")

@@ -13,7 +13,8 @@ import pytest
 
 from evener.worker.rank.stop_signals import DUPLICATE_SIGNAL_S, StopSignals
 
-from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
+from ..conftest import ENV, TIMEOUT_S, wait_until
+from ..ranks import free_port
 from ..tiers import exhaustively
 
 HANGS = """

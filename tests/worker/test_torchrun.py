@@ -21,7 +21,8 @@ from torch.distributed import TCPStore
 from evener.core.run.membership_epoch import make_run_key
 from evener.worker import torchrun
 
-from ..conftest import ENV, TIMEOUT_S, free_port, wait_until
+from ..conftest import ENV, TIMEOUT_S, wait_until
+from ..ranks import free_port
 from ..tiers import exhaustive, exhaustively
 
 # The real agent after a change of its constants, or of torch's.
