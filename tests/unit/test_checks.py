@@ -532,6 +532,24 @@ def test_only_machines_outside_the_run_on_its_network_are_strangers():
     assert [one.check for one in world.findings() if one.check == "net.strangers"] == []
 
 
+def test_host_that_is_not_reached_is_not_called_a_stranger():
+    """Its own addresses are unknown."""
+    world = World()
+    world.change("attic", neighbours=[neighbour("192.168.1.9")])
+    world.off("laptop", "ssh.shell", "its shell ended")
+    assert [one.check for one in world.findings() if one.check == "net.strangers"] == []
+
+
+def test_evidence_is_the_line_that_names_the_error():
+    """Below which CPython prints the frames of the thread, although there are none yet."""
+    world = World()
+    error = "Fatal Python error: init_fs_encoding: no codec\nModuleNotFoundError: No module named 'encodings'"
+    world.change(
+        "laptop", python_error=f"{error}\n\nCurrent thread 0x7f (most recent call first):\n  <no Python frame>"
+    )
+    assert world.findings()[0].evidence.endswith("ModuleNotFoundError: No module named 'encodings'")
+
+
 def test_strangers_are_reported_once_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     networks = ["192.168.1.0/24", "192.168.1.0/24", None, "10.0.0.0/8", None, "192.168.1.0/24"]

@@ -6,6 +6,7 @@ evener avoids. A healthy fleet has neither. A fault that hosts have in common is
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -27,6 +28,8 @@ from evener.doctor.firewall import check_port_protection
 from evener.doctor.link_checks import check_links
 from evener.doctor.machine_checks import check_machines
 from evener.doctor.network_checks import check_network
+
+ERROR_LINE = re.compile(r"(Fatal Python error|[\w.]*(Error|Exception)): ")
 
 MIN_PYTHON_VERSION = (3, 11)
 
@@ -93,7 +96,7 @@ def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
     for name, facts in context.facts.items():
         variable = facts.breaking_variable
         if variable is not None and not (facts.shadowed and variable == "PYTHONPATH"):
-            what = f"does not start: {_last_line(facts.python_error)}" if facts.python_error else "finds no torch"
+            what = f"does not start: {_error_line(facts.python_error)}" if facts.python_error else "finds no torch"
             yield Finding(
                 check="env.shadowed", severity="error", host=name,
                 evidence=f"{variable}={facts.environment.get(variable, '')} in its environment: with it "
@@ -108,13 +111,13 @@ def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 check="env.shadowed", severity="error" if breaks else "warning", host=name,
                 evidence=f"PYTHONPATH has {path}{others}: python imports it in place of {_owner_of_module(module)} own"
-                + (f", and ends: {_last_line(error)}" if error else ""),
+                + (f", and ends: {_error_line(error)}" if error else ""),
                 fix=context.unset_command(name, "PYTHONPATH"),
             )  # fmt: skip
         elif facts.python_error is not None and facts.python_version is not None:
             yield Finding(
                 check="env.shadowed", severity="error", host=name,
-                evidence=f"{facts.python} starts only with -I; in its environment: {_last_line(facts.python_error)}",
+                evidence=f"{facts.python} starts only with -I; in its environment: {_error_line(facts.python_error)}",
                 fix=f"on {name}: {quote_word(facts.python)} -c pass shows which file that is",
             )  # fmt: skip
         elif facts.torch_error is not None and facts.torch_version is not None:
@@ -123,7 +126,7 @@ def _check_shadowed_modules(context: CheckContext) -> Iterator[Finding]:
                 severity="error",
                 host=name,
                 evidence=f"torch {facts.torch_version} is there, and cannot be imported: "
-                f"{_last_line(facts.torch_error)}",
+                f"{_error_line(facts.torch_error)}",
                 fix=f"on {name}: {quote_word(facts.python)} -m pip uninstall -y torch; {context.setup_command()}",
             )
 
@@ -132,8 +135,10 @@ def _owner_of_module(module: str) -> str:
     return "torch's" if module == "torch" else "its"
 
 
-def _last_line(output: str) -> str:
-    return output.splitlines()[-1]
+def _error_line(output: str) -> str:
+    """Return the line of a Python program's output that names the error: the last one if none does."""
+    lines = output.splitlines()
+    return next((line for line in reversed(lines) if ERROR_LINE.match(line)), lines[-1])
 
 
 def _check_versions(context: CheckContext) -> Iterator[Finding]:
@@ -142,7 +147,7 @@ def _check_versions(context: CheckContext) -> Iterator[Finding]:
         error = context.facts[name].python_error
         yield Finding(
             check="version.python", severity="error", host=name,
-            evidence=f"{context.facts[name].python} does not start{f': {_last_line(error)}' if error else ''}",
+            evidence=f"{context.facts[name].python} does not start{f': {_error_line(error)}' if error else ''}",
             fix=f'{context.setup_command()}; or [hosts.{name}] python = "…"',
         )  # fmt: skip
     facts = {name: host_facts for name, host_facts in context.facts.items() if name not in broken}

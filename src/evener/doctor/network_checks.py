@@ -197,8 +197,9 @@ def _check_strangers(context: CheckContext) -> Iterator[Finding]:
     """Check for other machines on the network of a run, on the first of its hosts that sees any.
 
     They can reach Gloo and NCCL, which send gradients and weights unencrypted; --private and WireGuard prevent that.
+    While a host is not reached, its own addresses are unknown, so nobody counts as a stranger.
     """
-    if context.machine.private or len(context.fleet.hosts) == 1:
+    if context.machine.private or len(context.fleet.hosts) == 1 or context.errors:
         return
     own = {entry.address for facts in context.facts.values() for nic in facts.interfaces for entry in nic.addresses}
     for name, chosen in context.network.interfaces.items():
