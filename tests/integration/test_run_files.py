@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from evener.core.base.errors import EvenerError
-from evener.core.base.file_io import LineFile, append_file, create_file, lock_file, write_atomic
+from evener.core.base.file_io import LineFile, create_file, lock_file, open_for_append, write_atomic
 from evener.core.run.run_plan import read_plan
 from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
@@ -207,7 +207,7 @@ WRITES: dict[str, Callable[[], object]] = {
     "runs/away/hosts/.controller/events.jsonl": lambda: mirror.record_controller_event(
         RunDir("runs/away"), read_plan(RunDir("runs/away")), "start"),
     "runs/here/steps/rank-0.jsonl": lambda: LineFile(RunDir("runs/here").steps_path(0)).write(b"{}\n"),
-    "runs/here/loggers/tensorboard.log": lambda: append_file(RunDir("runs/here").inside("loggers/tensorboard.log")),
+    "runs/here/loggers/tensorboard.log": lambda: open_for_append(RunDir("runs/here").inside("loggers/tensorboard.log")),
     "runs/here/logs/here.log": lambda: supervisor.TimestampedLog("runs/here/logs/here.log").add("O", b"text\n"),
     "runs/here/host/lock": lambda: supervisor.acquire_lock("runs/here/host/lock"),
 }  # fmt: skip

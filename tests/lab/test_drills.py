@@ -69,7 +69,7 @@ version.python version.evener code.mismatch spec.mismatch data.mismatch tokenize
 ssh.unreachable ssh.auth ssh.hostkey clock.skew limit.nofile limit.memlock mem.space disk.space disk.stored shm.size
 mem.swap cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver gpu.p2p env.ineffective
 env.interface-syntax tty.attached run.hang run.collective-mismatch run.peer-exit run.nonfinite run.diverged
-run.straggler run.two-epochs
+run.straggler run.split-brain
 ssh.shell ssh.key net.duplicate-address host.same-name env.shadowed run.oom run.cut-off
 supervisor.lost checkpoint.damaged
 """

@@ -104,11 +104,11 @@ class Host:
 
     def boot(self, now: float) -> Consensus:
         kept, self.saved = self.disk.load() or self.first, None
-        is_back = kept.life > 0
+        is_back = kept.incarnation > 0
         self.has_ranks = False
         self.consensus = Consensus(
             self.name,
-            msgspec.structs.replace(kept, life=max(kept.life + 1, int(now * 1000))),
+            msgspec.structs.replace(kept, incarnation=max(kept.incarnation + 1, int(now * 1000))),
             host_timeout_s=SILENT_S,
             join_deadline=now + (SILENT_S if is_back else 10),
             is_elastic=self.lives,
@@ -403,7 +403,7 @@ def split(proposer: str, hosts: str, step: int, number: int = 1) -> MembershipEp
 )
 def test_equal_sides_agree_on_the_one_that_continues(of_a: MembershipEpoch, of_b: MembershipEpoch, kept: str) -> None:
     worlds = {"a": of_a, "b": msgspec.structs.replace(of_b, ancestors=["", "b:0"][: of_b.number])}
-    hosts = {name: Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S)
+    hosts = {name: Consensus(name, ConsensusState(world, incarnation=1), host_timeout_s=SILENT_S)
              for name, world in worlds.items()}  # fmt: skip
     for tick in range(20):
         for name, consensus in hosts.items():
@@ -418,7 +418,7 @@ def test_host_that_missed_the_end_of_a_split_brain_does_not_revive_its_side() ->
     """It comes back with an epoch of three hosts, whose others have long joined the side that has shrunk to two."""
     kept = MembershipEpoch(number=4, hosts=["a", "b"], step=900, proposer="a:1", ancestors=["", "a:1", "a:1", "a:1"])
     lost = MembershipEpoch(number=1, hosts=["b", "c", "d"], step=950, proposer="c:1", ancestors=[""])
-    hosts = {name: Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S)
+    hosts = {name: Consensus(name, ConsensusState(world, incarnation=1), host_timeout_s=SILENT_S)
              for name, world in (("a", kept), ("b", kept), ("c", lost))}  # fmt: skip
     for tick in range(20):
         for name, consensus in hosts.items():
@@ -431,12 +431,14 @@ def test_host_that_missed_the_end_of_a_split_brain_does_not_revive_its_side() ->
 def test_member_that_forgot_that_its_ranks_had_failed_ends_no_proposal() -> None:
     """Its phase is an earlier one then: this raised ValueError on all other hosts."""
     world = MembershipEpoch(number=0, hosts=["a", "b"])
-    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    a, b = (Consensus(name, ConsensusState(world, incarnation=1), host_timeout_s=SILENT_S) for name in "ab")
     a.phase, b.phase = HostPhase.RUNNING, HostPhase.FAILED
     for tick in range(20):
         now = tick * TICK_S
         if tick == 3:
-            b = Consensus("b", ConsensusState(world, life=2), host_timeout_s=SILENT_S, join_deadline=now + SILENT_S)
+            b = Consensus(
+                "b", ConsensusState(world, incarnation=2), host_timeout_s=SILENT_S, join_deadline=now + SILENT_S
+            )
             b.receive(a.make_status(now), now)
         b.tick(now)
         a.receive(b.make_status(now), now)
@@ -599,19 +601,19 @@ def test_leaving_host_votes_but_is_not_in_next_epoch() -> None:
 
 def test_outdated_message_is_ignored() -> None:
     world = MembershipEpoch(number=0, hosts=["a", "b"])
-    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    a, b = (Consensus(name, ConsensusState(world, incarnation=1), host_timeout_s=SILENT_S) for name in "ab")
     first, second = b.make_status(0.0), b.make_status(0.0)
     a.receive(second, 1.0)
     a.receive(first, 9.0)
     assert a.make_status(2.0).live_peers == ["b"]
     assert a.make_status(9.0).live_peers == []
-    a.receive(Consensus("b", ConsensusState(world, life=2), host_timeout_s=SILENT_S).make_status(0.0), 9.0)
+    a.receive(Consensus("b", ConsensusState(world, incarnation=2), host_timeout_s=SILENT_S).make_status(0.0), 9.0)
     assert a.make_status(9.0).live_peers == ["b"]
 
 
 def test_unchanged_heartbeat_is_not_a_change() -> None:
     world = MembershipEpoch(number=0, hosts=["a", "b"])
-    a, b = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "ab")
+    a, b = (Consensus(name, ConsensusState(world, incarnation=1), host_timeout_s=SILENT_S) for name in "ab")
     assert a.receive(b.make_status(0.0), 0.0)
     b.process_samples, b.sampled_at = {1: ProcessSample(pid=7, state="R", cpu_s=1.0)}, 0.2
     said = b.make_status(0.2)
@@ -630,7 +632,7 @@ def test_dead_connection_is_replaced_within_failure_timeout() -> None:
 def test_heartbeats_are_more_frequent_while_epoch_is_being_decided() -> None:
     """Also who is in none: its word is waited for."""
     world = MembershipEpoch(number=0, hosts=["a", "b"])
-    a, b, c = (Consensus(name, ConsensusState(world, life=1), host_timeout_s=SILENT_S) for name in "abc")
+    a, b, c = (Consensus(name, ConsensusState(world, incarnation=1), host_timeout_s=SILENT_S) for name in "abc")
     a.phase = b.phase = HostPhase.RUNNING
     for one in (b, c):
         one.receive(a.make_status(0.0), 0.0)

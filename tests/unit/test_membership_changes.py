@@ -67,18 +67,18 @@ def test_initial_start_and_damaged_events_are_not_changes() -> None:
 
 
 def test_split_brain_is_reported_once_by_the_host_that_lost_steps() -> None:
-    kept, lost = ({"event": "run.two-epochs", "number": 3, "host": host, "kept": host != "a", "hint": "a UPS",
+    kept, lost = ({"event": "run.split-brain", "number": 3, "host": host, "kept": host != "a", "hint": "a UPS",
                    "error": f"split brain, says {host}"} for host in "ba")  # fmt: skip
     assert split_brains([*EVENTS, kept, lost, kept]) == ["split brain, says a. A UPS"]
     assert split_brains([kept]) == ["split brain, says b. A UPS"]
-    assert split_brains([{"event": "run.two-epochs", "number": "x"}, *EVENTS]) == []
+    assert split_brains([{"event": "run.split-brain", "number": "x"}, *EVENTS]) == []
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_verify_mentions_split_brain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
-    RunWriter(tmp_path).add_event("run.two-epochs", number=1, kept=False, error="split brain: b, c", hint="a UPS")
+    RunWriter(tmp_path).add_event("run.split-brain", number=1, kept=False, error="split brain: b, c", hint="a UPS")
     compared = json.dumps({"agree": True, "largest_difference": 0.0, "checks": []})
     monkeypatch.setattr("evener.launch.torch_subprocess.program_lines", lambda *args: iter([compared]))
     assert verify(str(tmp_path), None, 0.0, None, None, as_json) == 0

@@ -116,7 +116,7 @@ def test_split_brain_is_reported_and_the_smaller_side_rejoins(hosts: MakeHosts, 
     fleet.start("a")
     fleet.until(lambda: "split brain" in fleet.log("a"))
     (event,) = RunDir(tmp_path / "a").events()
-    assert (event["event"], event["number"], event["kept"]) == ("run.two-epochs", 1, False)
+    assert (event["event"], event["number"], event["kept"]) == ("run.split-brain", 1, False)
     assert event["sides"] == [["a"], ["b", "c"]]
     assert event["error"].startswith(
         "split brain: membership epoch 1 was decided twice; the side of b, c continues, the side of a rejoins it"

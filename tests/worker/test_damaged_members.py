@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                      program=["-m", "evener.worker"], is_elastic=True)  # fmt: skip
     files = {
         "host/agent.json": spec,
-        "host/kept.json": ConsensusState(WORLD, AcceptorState((2, "b"), (1, "a"), WORLD), life=2),
+        "host/kept.json": ConsensusState(WORLD, AcceptorState((2, "b"), (1, "a"), WORLD), incarnation=2),
         "host/world.json": Rendezvous(epoch=WORLD, address="127.0.0.1", port=2, first_rank=1, world_size=2),
         "host/sayings/0": RankStatus(pid=7, epoch_number=3, step=17),
         "host/killed.json": KilledRanks({0: 12.5}),
@@ -114,7 +114,7 @@ def test_damaged_membership_file_is_a_readable_error_or_ignored(
 
 def test_damaged_consensus_promises_are_refused(folder: Path) -> None:
     """Paxos holds as long as nobody forgets what it promised: an agent whose file is damaged does not begin."""
-    (folder / "host" / "kept.json").write_text(json.dumps({"world": {"number": 3, "hosts": ["a", "d"]}}))
+    (folder / "host" / "kept.json").write_text(json.dumps({"epoch": {"number": 3, "hosts": ["a", "d"]}}))
     with pytest.raises(EvenerError, match=r"kept\.json names d, but .*agent\.json does not"):
         read_all(folder)
     os.truncate(folder / "host" / "kept.json", 20)

@@ -16,7 +16,7 @@ from evener.cli import follow_output, probe, run_output
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.cli.trust import approve_run
 from evener.core.base.errors import UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.cluster.fleet_file import Fleet, load_fleet, select_hosts
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.run_plan import Plan
@@ -117,7 +117,7 @@ def _print_results(bench: FleetBench, console: Console, as_json: bool) -> int:
             "failed": bench.failed,
             "explanation": sentences,
         }
-        print_plain(json.dumps(result))
+        print_escaped(json.dumps(result))
         return int(bool(bench.failed))
     console.print()
     print_comparison(console, bench.kind, bench.runs, bench.runs.get(bench.base) if bench.base else None)
@@ -127,5 +127,5 @@ def _print_results(bench: FleetBench, console: Console, as_json: bool) -> int:
     for sentence in sentences:
         print_text(console, sentence)
     console.print(f"\npicture: {picture}\nreport:  ", end="", soft_wrap=True)
-    print_plain(page)
+    print_escaped(page)
     return int(bool(bench.failed))

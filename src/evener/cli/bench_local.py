@@ -15,7 +15,7 @@ from evener.bench import scaling as bench
 from evener.cli import follow_output
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.errors import UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.cluster.host_info import usable_cores
 from evener.core.run.resolve import resolve
 from evener.core.run.run_spec import RunSpec
@@ -63,7 +63,7 @@ def run_scaling_bench(
             }
             for corpus, runs in results.items()
         }
-        print_plain(json.dumps({"out": str(folder), "report": str(page), "series": report}))
+        print_escaped(json.dumps({"out": str(folder), "report": str(page), "series": report}))
         return 0
     for corpus, runs in results.items():
         title, *figures = bench_rows(runs)
@@ -73,7 +73,7 @@ def run_scaling_bench(
         screen.print()
         print_text(screen, explained[corpus])
     screen.print(f"\npicture: {folder / 'scaling.png'}\nreport:  ", end="", soft_wrap=True)
-    print_plain(page)
+    print_escaped(page)
     return 0
 
 

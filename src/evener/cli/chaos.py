@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 
 def chaos(
@@ -44,7 +44,7 @@ def chaos(
         hint = f"evener lab up {flags} makes hosts that support it"
         if faults:
             raise UsageError(f"{names}: the hosts of {lab.name} have no such limit of their own", hint=hint)
-        print_plain(f"left out: {names}; {hint}", file=sys.stderr)
+        print_escaped(f"left out: {names}; {hint}", file=sys.stderr)
     events = schedule_faults(seed, minutes, [host.name for host in lab.hosts], kinds)
     if not events:
         raise UsageError(f"--minutes {minutes:g}: too short for any fault", hint="--minutes 5")
@@ -54,14 +54,14 @@ def chaos(
             facts = {"fault": event.fault.name, "host": event.host, "begins": begins, "at_s": event.at_s,
                      "lasts_s": event.duration_s, "expects": event.fault.expected,
                      "pause_s": event.fault.max_pause_s}  # fmt: skip
-            print_plain(json.dumps(facts | ({} if dry_run else {"time": at})), flush=True)
+            print_escaped(json.dumps(facts | ({} if dry_run else {"time": at})), flush=True)
         elif begins:
             when = f"{event.at_s:6.0f} s" if dry_run else now
-            print_plain(f"{when}  {event}", flush=True)
+            print_escaped(f"{when}  {event}", flush=True)
         elif event.duration_s:
-            print_plain(f"{now}  fault over", flush=True)
+            print_escaped(f"{now}  fault over", flush=True)
     if not as_json:
-        print_plain("next: evener report RUN shows what it cost", file=sys.stderr)
+        print_escaped("next: evener report RUN shows what it cost", file=sys.stderr)
     return 0
 
 
@@ -72,7 +72,7 @@ def _list_faults(as_json: bool) -> int:
     if as_json:
         faults = [{"name": row.name, "what": row.description, "expects": row.expected,
                  "pause_s": row.max_pause_s, "lasts_s": list(row.durations_s)} for row in FAULT_TABLE]  # fmt: skip
-        print_plain(json.dumps({"faults": faults, "not_possible": UNSUPPORTED_FAULTS}))
+        print_escaped(json.dumps({"faults": faults, "not_possible": UNSUPPORTED_FAULTS}))
         return 0
     screen = make_console()
     rows = [
@@ -88,5 +88,5 @@ def _list_faults(as_json: bool) -> int:
           left_aligned=["lasts"], wrap_last=True)  # fmt: skip
     screen.print()
     print_table(screen, ("what no lab can do", "why"), list(UNSUPPORTED_FAULTS.items()), wrap_last=True)
-    print_plain("\nnext: evener lab chaos --seed 1 --minutes 10", file=sys.stderr)
+    print_escaped("\nnext: evener lab chaos --seed 1 --minutes 10", file=sys.stderr)
     return 0

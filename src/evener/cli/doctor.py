@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +61,7 @@ def doctor(
         with connect(known, connect_timeout_s=CONNECT_TIMEOUT_S) as (sessions, errors):
             preflight = run_preflight(known, sessions, errors, quick=quick, port=port, machine=machine, notify=notify)
     if as_json:
-        print_plain(json.dumps(preflight_to_dict(preflight)))
+        print_escaped(json.dumps(preflight_to_dict(preflight)))
     else:
         print_preflight(make_console(), preflight)
     return 1 if preflight.blocking_findings else 0

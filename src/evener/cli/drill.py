@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +53,7 @@ def _list_drills(as_json: bool) -> int:
     if as_json:
         rows = [{"name": one.name, "fault": one.description, "check": one.check, "host": one.host, "peer": one.peer,
                  "hosts": list(one.hosts), "lacks": lacking.get(one.name)} for one in DRILLS.values()]  # fmt: skip
-        print_plain(
+        print_escaped(
             json.dumps(
                 {"drills": rows, "not_possible": [{"check": k, "reason": v} for k, v in UNSUPPORTED_CHECKS.items()]}
             )
@@ -67,7 +67,7 @@ def _list_drills(as_json: bool) -> int:
     print_table(screen, ("drill", "named on", "what is broken"), drills, left_aligned=["named on"], wrap_last=True)
     screen.print()
     print_table(screen, ("what no lab can break", "why"), list(UNSUPPORTED_CHECKS.items()), wrap_last=True)
-    print_plain("\nnext: evener lab drill net.firewall", file=sys.stderr)
+    print_escaped("\nnext: evener lab drill net.firewall", file=sys.stderr)
     return 0
 
 
@@ -98,11 +98,11 @@ def _run_all(drills: Sequence[Drill], as_json: bool) -> int:
             failed += not (result["named"] and result.get("mended"))
         results.append(result)
         if not as_json:
-            print_plain(f"{one.name:28} {one.where:8} {line}", flush=True)
+            print_escaped(f"{one.name:28} {one.where:8} {line}", flush=True)
     if as_json:
-        print_plain(json.dumps({"drills": results}))
+        print_escaped(json.dumps({"drills": results}))
     else:
-        print_plain(f"{len(results) - failed} of {len(results)} named and fixed")
+        print_escaped(f"{len(results) - failed} of {len(results)} named and fixed")
     return 1 if failed else 0
 
 
@@ -141,7 +141,7 @@ def _run_one(one: Drill, short: bool, as_json: bool) -> int:
         screen.set_status("taking the lab down")
     result = _result_to_dict(one, diagnosis, outputs, fixes, remaining)
     if as_json:
-        print_plain(json.dumps(result))
+        print_escaped(json.dumps(result))
     screen.print_verdict(one, diagnosis, remaining)
     return 0 if result["named"] else 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 EXAMPLES = "evener export runs/mine --out mine"
 
@@ -51,5 +51,5 @@ def export(
         write_folder_atomic(target, write)
     except OSError as error:
         raise UsageError(f"--out {target}: {error.strerror}", hint="another --out") from None
-    print_plain(json.dumps({"out": str(target), "checkpoint": str(folder)}) if as_json else target)
+    print_escaped(json.dumps({"out": str(target), "checkpoint": str(folder)}) if as_json else target)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 EXAMPLES = "evener fetch runs/mine"
 
@@ -56,7 +56,7 @@ def fetch(
     if as_json:
         result = {"run_dir": str(rundir), "came": copied, "files": [str(path) for path in files]}
         failures = [{"host": getattr(error, "host", None), "error": str(error), "hint": error.hint} for error in errors]
-        print_plain(json.dumps(result | run_output.checkpoint_info(rundir, plan) | {"errors": failures}))
+        print_escaped(json.dumps(result | run_output.checkpoint_info(rundir, plan) | {"errors": failures}))
         return 1 if errors else 0
     for error in errors:
         run_output.print_status(f"error: {error}\nhint:  {error.hint}")

@@ -13,7 +13,7 @@ import typer
 from evener.cli.help import CliApp
 from evener.cli.terminal import is_interactive
 from evener.cli.trust import TRUST_HELP
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -91,7 +91,7 @@ def init(
     if trust and (request := fleet_trust_request(fleet)) is not None:
         request.approve()  # the file is printed below
     if as_json:
-        print_plain(json.dumps(_result_to_dict(out, hosts, host_list, fleet)))
+        print_escaped(json.dumps(_result_to_dict(out, hosts, host_list, fleet)))
     else:
         _print_result(out, text, host_list, fleet, _hints(fleet) if listed else [])
 
@@ -131,7 +131,7 @@ def _prompt_hosts(out: Path) -> HostList:
     try:
         return prompt_hosts(out, local_host_name())
     except (KeyboardInterrupt, EOFError):
-        print_plain("\nnothing was written", file=sys.stderr)
+        print_escaped("\nnothing was written", file=sys.stderr)
         raise typer.Abort from None
 
 
@@ -154,8 +154,8 @@ def _print_result(out: Path, text: str, host_list: HostList, fleet: Fleet, advic
     screen = make_console(stderr=True)
     for line in _import_warnings(host_list):
         print_text(screen, line)
-    print_plain(f"{out}: {pluralize(len(fleet.hosts), 'host')}\n", file=sys.stderr)
-    print_plain(text if len(fleet.hosts) <= MAX_PRINTED_HOSTS else "\n".join([*fleet.hosts, ""]), end="", flush=True)
+    print_escaped(f"{out}: {pluralize(len(fleet.hosts), 'host')}\n", file=sys.stderr)
+    print_escaped(text if len(fleet.hosts) <= MAX_PRINTED_HOSTS else "\n".join([*fleet.hosts, ""]), end="", flush=True)
     screen.print()
     for line in advice:
         print_text(screen, line)

@@ -10,7 +10,7 @@ import msgspec
 
 from evener.cli.terminal import make_console, print_text
 from evener.core.base.errors import EvenerError, UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.cluster.fleet_file import HostConfig
 from evener.sources.hostfile import parse_host_argument
 from evener.sources.import_hosts import USERNAME_PATTERN, HostList, ImportedHost, SkippedHost
@@ -46,7 +46,7 @@ def _ssh_config_hosts() -> tuple[list[ImportedHost], list[SkippedHost]]:
         listing = import_ssh_config()
     except EvenerError as error:
         if (Path.home() / ".ssh" / "config").exists():
-            print_plain(f"no hosts offered from ~/.ssh/config: {error}", file=sys.stderr)
+            print_escaped(f"no hosts offered from ~/.ssh/config: {error}", file=sys.stderr)
         return [], []
     return listing.hosts, listing.skipped
 
@@ -60,7 +60,7 @@ def _read_hosts(known: list[ImportedHost], local_name: str) -> list[ImportedHost
         except EOFError:
             if not entries:
                 raise
-            print_plain(file=sys.stderr)
+            print_escaped(file=sys.stderr)
             return entries
         if not line:
             return entries
@@ -96,19 +96,19 @@ def _with_login_names(entries: list[ImportedHost], known: list[ImportedHost]) ->
                 ImportedHost(one.name, msgspec.structs.replace(one.host, user=user)) if one in missing else one
                 for one in entries
             ]
-        print_plain(f"{user!r} is no login name", file=sys.stderr)
+        print_escaped(f"{user!r} is no login name", file=sys.stderr)
     return entries
 
 
 def _confirm(question: str) -> bool:
     while (answer := _read_answer(f"{question} [Y/n] ").lower()) not in ("", "y", "yes", "n", "no"):
-        print_plain("y or n", file=sys.stderr)
+        print_escaped("y or n", file=sys.stderr)
     return answer in ("", "y", "yes")
 
 
 def _read_answer(prompt: str) -> str:
     """Prompt for a line and return it stripped; raise EOFError at the end of input."""
-    print_plain(prompt, end="", file=sys.stderr, flush=True)
+    print_escaped(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
         raise EOFError

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from evener.cli.terminal import make_console, print_text
 from evener.core.base.decoding import json_decoder
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.file_io import follow_lines
-from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.run.progress import WINDOW_STEPS, RunProgress, StragglerDetector
@@ -38,7 +38,7 @@ HEALTH_EVENTS = (
     "run.cut-off",
     "run.goes-on",
     "run.leaves",
-    "run.two-epochs",
+    "run.split-brain",
     "host.failed",
     "supervisor.lost",
 )
@@ -152,7 +152,7 @@ def format_health_event(event: dict[str, Any]) -> str:
 def print_health_event(update: StepRecord | dict[str, Any]) -> None:
     """Print a health event of a run whose own output is shown, such as a hang or a failed host; ignore all else."""
     if not isinstance(update, StepRecord) and update["event"] in HEALTH_EVENTS:
-        print_plain(format_health_event(update), file=sys.stderr, flush=True)
+        print_escaped(format_health_event(update), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -196,7 +196,9 @@ def print_summary(summary: RunSummary) -> None:
     """Print the last lines of a run: verdict, throughput, loss, replica agreement, memory, next command."""
     result, manifest = summary.manifest.result, summary.manifest
     if result is None:  # ended with --now
-        print_plain(f"{manifest.verdict} at once; earlier checkpoints: {summary.run_dir}/checkpoints", file=sys.stderr)
+        print_escaped(
+            f"{manifest.verdict} at once; earlier checkpoints: {summary.run_dir}/checkpoints", file=sys.stderr
+        )
         return
     lines = [f"{manifest.verdict} after step {result.steps}"]
     if summary.tokens_per_s:
@@ -210,7 +212,7 @@ def print_summary(summary: RunSummary) -> None:
         lines.append(f"resume:  evener train --resume {quote_word(summary.run_dir)}")
     else:
         lines.append(f"report:  evener report {quote_word(summary.run_dir)}")
-    print_plain("\n".join(lines), file=sys.stderr)
+    print_escaped("\n".join(lines), file=sys.stderr)
 
 
 def exit_status(manifest: Manifest) -> int:

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from evener.cli.terminal import wrap_words
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,7 +139,7 @@ class CliGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as typer does; without a verb print the help and exit with status 2."""
         if not args and not self.invoke_without_command:
-            print_plain(format_help_page(self, ctx))
+            print_escaped(format_help_page(self, ctx))
             ctx.exit(2)
         return super().parse_args(ctx, args)
 

@@ -14,7 +14,7 @@ import typer
 from evener.cli.chaos import chaos
 from evener.cli.drill import drill
 from evener.cli.help import CliApp
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ def up(
     lab = EmulatedLab.up(spec, out=out)
     took_s = time.monotonic() - started
     if lab.rootless and any(host.cpus or host.memory or host.disk for host in spec.hosts.values()):
-        print_plain(
+        print_escaped(
             "warning: without root a lab limits no cpus, no memory and no disks; cores are pinned", file=sys.stderr
         )
     if as_json:
-        print_plain(json.dumps(_lab_to_dict(lab)))
+        print_escaped(json.dumps(_lab_to_dict(lab)))
         return
-    print_plain(
+    print_escaped(
         f"lab {lab.name} is up after {format_seconds(took_s)}: {', '.join(lab.state.hosts)}; its fleet file is {out}"
     )
-    print_plain(f"next: evener lab exec {quote_word(lab.hosts[0].name)} -- ip -brief address", file=sys.stderr)
+    print_escaped(f"next: evener lab exec {quote_word(lab.hosts[0].name)} -- ip -brief address", file=sys.stderr)
 
 
 @app.command(epilog="evener lab status")
@@ -115,10 +115,10 @@ def status(name: Annotated[str | None, typer.Argument(help="which one [all]")] =
     labs = {key: EmulatedLab.find(key) if name or state.load(state.labs_root() / key) else None for key in names}
     if as_json:
         described = [_lab_to_dict(lab) if lab else {"name": key, "state": "half made"} for key, lab in labs.items()]
-        print_plain(json.dumps(described[0] if name is not None else {"labs": described}))
+        print_escaped(json.dumps(described[0] if name is not None else {"labs": described}))
         return
     if not labs:
-        print_plain("no lab is up; `evener lab up` makes one", file=sys.stderr)
+        print_escaped("no lab is up; `evener lab up` makes one", file=sys.stderr)
     screen = make_console()
     for key, lab in labs.items():
         if lab is None:
@@ -184,9 +184,9 @@ def power_off(
 
     lab = EmulatedLab.find(name)
     lab.host(host).power_off()
-    print_plain(json.dumps({"off": host}) if as_json else f"{host} is off")
+    print_escaped(json.dumps({"off": host}) if as_json else f"{host} is off")
     if not as_json:
-        print_plain(f"next: evener lab boot {quote_word(host)} --name {quote_word(lab.name)}", file=sys.stderr)
+        print_escaped(f"next: evener lab boot {quote_word(host)} --name {quote_word(lab.name)}", file=sys.stderr)
 
 
 @app.command(epilog="evener lab boot b")
@@ -197,7 +197,7 @@ def boot(
     from evener.lab.emulated_lab import EmulatedLab
 
     EmulatedLab.find(name).host(host).boot()
-    print_plain(json.dumps({"booted": host}) if as_json else f"{host} accepts logins")
+    print_escaped(json.dumps({"booted": host}) if as_json else f"{host} accepts logins")
 
 
 @app.command(epilog="evener lab down")
@@ -222,9 +222,11 @@ def down(
         raise UsageError(f"which lab? {', '.join(labs)}", hint="evener lab down --all ends them all")
     ended = [lab for lab in names if take_down(lab)]
     if as_json:
-        print_plain(json.dumps({"down": ended}))
+        print_escaped(json.dumps({"down": ended}))
     else:
-        print_plain(f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do")
+        print_escaped(
+            f"down: {', '.join(ended)}" if ended else f"no lab {name or ''}".rstrip() + " is up: nothing to do"
+        )
 
 
 app.command("drill", epilog="evener lab drill --list\nevener lab drill net.firewall")(drill)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,7 +125,7 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
     if as_json:
         files = {name: msgspec.to_builtins(one) for name, one in find_outputs(rundir, plan, states).items()}
         result = {"run_dir": str(rundir), "stopped": stopped, "hosts": states, "written": files}
-        print_plain(json.dumps(result | run_output.checkpoint_info(rundir, plan)))
+        print_escaped(json.dumps(result | run_output.checkpoint_info(rundir, plan)))
     else:
         run_output.print_status(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
         if not stopped and (line := missing_gpu_message(rundir, plan, states)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from evener.cli.run_output import print_status
 from evener.core.base.errors import EvenerError, RunError, UsageError
-from evener.core.base.file_io import append_file, read_file
+from evener.core.base.file_io import open_for_append, read_file
 from evener.core.base.shell import quote_word
 from evener.core.base.units import pluralize
 from evener.core.run.rundir import RunDir
@@ -84,7 +84,7 @@ def defer_loggers(rundir: RunDir, names: Sequence[str]) -> None:
 
 def _start_feeder(rundir: RunDir, name: str) -> subprocess.Popen[bytes]:
     """Start a feeder in its own session: Ctrl-C does not reach it, and closing the terminal only ends its input."""
-    with append_file(rundir.inside("loggers", f"{name}.log")) as log:
+    with open_for_append(rundir.inside("loggers", f"{name}.log")) as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "evener.report.export.logger_feed", str(rundir.path), name],
             stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,

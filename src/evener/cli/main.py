@@ -36,7 +36,7 @@ from evener.cli import (
 from evener.cli.help import CliApp
 from evener.core.base import trusted
 from evener.core.base.errors import EvenerError, NoRoomError, UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.shell import quote_word
 from evener.core.base.version import __version__
 
@@ -71,9 +71,9 @@ def _root(
     context: typer.Context, version: bool = typer.Option(False, "--version", help="print the version and exit")
 ) -> None:
     if version:
-        print_plain(f"evener {__version__}")
+        print_escaped(f"evener {__version__}")
     elif context.invoked_subcommand is None:
-        print_plain(context.get_help())
+        print_escaped(context.get_help())
 
 
 train.register(app)
@@ -130,7 +130,7 @@ def main() -> None:
         _print_error(f"standard output: {full}" if is_of_output else str(full), full.hint)
     if reason := trusted.pop_write_error():
         text = f"warning: the approval could not be saved: {reason}; later commands need --trust"
-        print_plain(text, file=sys.stderr)
+        print_escaped(text, file=sys.stderr)
     sys.exit(status or 0)
 
 
@@ -173,10 +173,10 @@ def _rewrite_message(message: str) -> str:
 
 def _print_error(message: str, hint: str, output: str = "") -> None:
     try:
-        print_plain(f"error: {message}", file=sys.stderr)
+        print_escaped(f"error: {message}", file=sys.stderr)
         for line in output.splitlines():
-            print_plain(f"  | {line}", file=sys.stderr)
+            print_escaped(f"  | {line}", file=sys.stderr)
         if hint:
-            print_plain(f"hint:  {hint}", file=sys.stderr)
+            print_escaped(f"hint:  {hint}", file=sys.stderr)
     except OSError:  # standard error is a file on a full disk; what is left of the text must not fail at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

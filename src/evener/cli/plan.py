@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 EXAMPLES = (
     "evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500\n"
@@ -121,7 +121,7 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
     prediction = answer_request(request)
     extras = plan_output.compute_extras(prediction, request, **of_bill)
     if as_json:
-        print_plain(json.dumps(plan_output.plan_to_dict(prediction, request, extras), allow_nan=False))
+        print_escaped(json.dumps(plan_output.plan_to_dict(prediction, request, extras), allow_nan=False))
     else:
         plan_output.print_plan(prediction, request, extras)
     return 0

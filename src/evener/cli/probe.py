@@ -12,7 +12,7 @@ import typer
 from evener.cli.help import CliApp
 from evener.cli.terminal import make_console, print_findings, print_omitted_columns, print_text
 from evener.cli.trust import TRUST_HELP, approve_fleet
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from evener.core.cluster.collective_results import CollectiveBenchSpec, CollectiveResult
@@ -96,7 +96,7 @@ def wire(
             tcp_settings.finding_for_gain(gain, source, target, "" if seen.facts[gain.host].is_root else "sudo ")
         )
     if as_json:
-        print_plain(json.dumps({"fleet": path, "wires": msgspec.to_builtins(found.measurements),
+        print_escaped(json.dumps({"fleet": path, "wires": msgspec.to_builtins(found.measurements),
                           "findings": msgspec.to_builtins(findings)}))  # fmt: skip
     else:
         if found.measurements:
@@ -184,7 +184,7 @@ def collectives(
     findings = report.bandwidth_findings(judged, world)
     explanation = report.explain_bandwidth(judged, stopped, world, wire_Bps)
     if as_json:
-        print_plain(json.dumps({
+        print_escaped(json.dumps({
             "world": msgspec.to_builtins(world),
             "wire_Bps": wire_Bps,
             "rows": [msgspec.to_builtins(one.row) | {"share_of_wire": one.share_of_wire,
@@ -272,7 +272,7 @@ def host(
         update_fleet_file(path, rates=rates)
         print_status(f"written to [rates] of {path}")
     if as_json:
-        print_plain(json.dumps({"fleet": path, "devices": results, "findings": msgspec.to_builtins(findings)}))
+        print_escaped(json.dumps({"fleet": path, "devices": results, "findings": msgspec.to_builtins(findings)}))
     else:
         print_findings(make_console(), findings)
     return int(any(finding.severity == "error" for finding in findings))

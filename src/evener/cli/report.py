@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from evener.report.pages.compare_runs import Runs
@@ -107,12 +107,12 @@ def _report_one(run: str, out: str | None, kind: str) -> int:
         result = summary_json(summary) | run_output.checkpoint_info(rundir, read_plan_if_present(rundir))
     page = write_report(rundir, None if out is None else Path(out))
     if kind == "json":
-        print_plain(json.dumps(result | {"explanation": explanation, "page": str(page)}))
+        print_escaped(json.dumps(result | {"explanation": explanation, "page": str(page)}))
         return 0
     _print_explanation(explanation)
     if result.get("newer_checkpoint"):
         run_output.print_checkpoint(rundir, read_plan_if_present(rundir))
-    print_plain(page)
+    print_escaped(page)
     return 0
 
 
@@ -125,16 +125,16 @@ def _report_comparison(runs: list[str], out: str, kind: str) -> int:
 
     comparison = compare_runs.compare_runs(runs)
     if kind == "json":
-        print_plain(json.dumps(compare_runs.comparison_json(comparison)))
+        print_escaped(json.dumps(compare_runs.comparison_json(comparison)))
     elif kind == "md":
-        print_plain(compare_runs.comparison_markdown(comparison), end="")
+        print_escaped(compare_runs.comparison_markdown(comparison), end="")
     else:
         if kind == "html":
             write_atomic(Path(out), compare_runs.comparison_page(comparison, " · ".join(comparison)).encode())
         else:
             _draw_comparison(comparison, Path(out))
         _print_explanation(compare_runs.explain_comparison(comparison))
-        print_plain(out)
+        print_escaped(out)
     return 0
 
 

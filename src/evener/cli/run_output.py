@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from evener.cli.terminal import make_console, print_findings
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.file_io import follow_lines, read_file
-from evener.core.base.plain_output import print_plain
 from evener.core.base.shell import quote_word
 from evener.core.run.run_plan import Plan, read_plan
 from evener.core.run.rundir import RunDir
@@ -24,7 +24,7 @@ from evener.transfer.script_outputs import find_outputs
 
 def print_status(text: str) -> None:
     """Print one status line on stderr."""
-    print_plain(text, file=sys.stderr, flush=True)
+    print_escaped(text, file=sys.stderr, flush=True)
 
 
 def find_run(run: str) -> Path:
@@ -69,10 +69,10 @@ def print_plan(plan: Plan, as_json: bool) -> None:
     The run's key is not printed: the real call makes another one.
     """
     if as_json:
-        print_plain(json.dumps(json.loads(msgspec.json.encode(msgspec.structs.replace(plan, key="")))))
+        print_escaped(json.dumps(json.loads(msgspec.json.encode(msgspec.structs.replace(plan, key="")))))
         return
     for host in plan.hosts:
-        print_plain(f"# on {host.name}\n{host.shell_command()}\n")
+        print_escaped(f"# on {host.name}\n{host.shell_command()}\n")
     if plan.key:
         print_status("each host reads the run's key from its EVENER_KEY_FILE, which a real start writes")
 
@@ -158,7 +158,7 @@ class RankLogPrinter:
         for stamp, label, _, text in self._new_lines():
             shown = text.rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
             line = f"{label:{self._width}} │ {shown}"
-            print_plain(f"{stamp} {line}" if with_timestamps else line, flush=True)
+            print_escaped(f"{stamp} {line}" if with_timestamps else line, flush=True)
 
     def print_new_json(self) -> None:
         """Print the new lines as JSON, one object a line; rank is null for a launcher's own output."""
@@ -166,7 +166,7 @@ class RankLogPrinter:
         for stamp, label, stream, text in self._new_lines():
             rank, host = label.split()
             record = {"time": stamp, "host": host, "rank": None if rank == "-" else int(rank)}
-            print_plain(
+            print_escaped(
                 json.dumps(record | {"stream": "stdout" if stream in "Oo" else "stderr", "text": text}), flush=True
             )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def runs(
     if prune:
         return _prune(folder, rows, fewer_than, older_than, yes, as_json)
     if as_json:
-        print_plain(json.dumps({"runs": msgspec.to_builtins(rows)}))
+        print_escaped(json.dumps({"runs": msgspec.to_builtins(rows)}))
         return 0
     screen = make_console()
     if not rows:
@@ -284,7 +284,7 @@ def _prune(
         for row in prunable:
             prune_runs.delete_run(RunDir(row.run))
     if as_json:
-        print_plain(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in prunable],
+        print_escaped(json.dumps({"pruned": [{"run": row.run, "bytes": row.bytes, "why": why(row)} for row in prunable],
                           "removed": yes}))  # fmt: skip
         return 0
     screen = make_console()
@@ -355,7 +355,7 @@ def _prune_fleet(folder: Path, file: str, names: str | None, older_than: float |
     freed_bytes = sum(freed for _, freed in pruned)
     if as_json:
         failures = [{"host": name, "error": str(error), "hint": error.hint} for name, error in errors.items()]
-        print_plain(json.dumps({"pruned": msgspec.to_builtins(prunable), "kept": msgspec.to_builtins(kept),
+        print_escaped(json.dumps({"pruned": msgspec.to_builtins(prunable), "kept": msgspec.to_builtins(kept),
                           "removed": yes, "freed_bytes": freed_bytes, "errors": failures}))  # fmt: skip
         return 1 if errors else 0
     for error in errors.values():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,9 +37,9 @@ def sample(
     for text in generate_text(rundir, folder, prompt, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
         # A character may take several tokens.
         if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):
-            print_plain(text[len(shown) :], end="", flush=True)
+            print_escaped(text[len(shown) :], end="", flush=True)
             shown = text
-    print_plain(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
+    print_escaped(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
     return 0
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.errors import UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.units import format_bytes, format_count, pluralize
 from evener.plan.choice.options import explain_memory_shortage, job_with_larger_batch, predict_training
 from evener.plan.scaling.rule_of_thumb import describe_rule, nanogpt_scenario
@@ -60,7 +60,7 @@ def print_scaling(
     pictures = _draw_plots(points, draw, request.job.model) if draw is not None else []
     rule = describe_rule(nanogpt_scenario())
     if as_json:
-        print_plain(json.dumps({"points": [msgspec.to_builtins(point) | {"step_s": point.step_s} for point in points],
+        print_escaped(json.dumps({"points": [msgspec.to_builtins(point) | {"step_s": point.step_s} for point in points],
                           "assumed": assumptions, "rule_of_thumb": rule, "pictures": pictures}))  # fmt: skip
         return 0
     _print_table(request, scenario, points, assumptions, rule, pictures)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from evener.transfer.host_setup import SetupProgress
@@ -66,19 +66,19 @@ def setup(
              "evidence": str(error), "fix": error.hint}
             for name, error in errors.items()
         ]  # fmt: skip
-        print_plain(
+        print_escaped(
             json.dumps({"hosts": [msgspec.to_builtins(one) for one in done], "findings": findings}, ensure_ascii=False)
         )
         return 1 if errors else 0
     for one in done:
-        print_plain(one.summary)
+        print_escaped(one.summary)
     for name, error in errors.items():
         text = str(error) if str(error).startswith(f"{name}:") else f"{name}: {error}"
-        print_plain(f"error: {text}", file=sys.stderr)
+        print_escaped(f"error: {text}", file=sys.stderr)
         for line in error.output.splitlines()[-15:]:
-            print_plain(f"  | {line}", file=sys.stderr)
+            print_escaped(f"  | {line}", file=sys.stderr)
         if error.hint:
-            print_plain(f"hint:  {error.hint}", file=sys.stderr)
+            print_escaped(f"hint:  {error.hint}", file=sys.stderr)
     return 1 if errors else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 EXAMPLES = "evener stop runs/mine"
 
@@ -60,7 +60,9 @@ def _stop(run: str, now: bool, trust: bool, as_json: bool) -> int:
         run_output.print_status(f"warning: {error}")
     if as_json:
         answers = {name: {"error": str(one)} if isinstance(one, HostError) else one for name, one in ended.items()}
-        print_plain(json.dumps({"run_dir": str(rundir), "hosts": answers, **run_output.checkpoint_info(rundir, plan)}))
+        print_escaped(
+            json.dumps({"run_dir": str(rundir), "hosts": answers, **run_output.checkpoint_info(rundir, plan)})
+        )
     else:
         run_output.print_outputs(rundir, plan)
     return int(any(isinstance(one, HostError) for one in ended.values()))
@@ -81,7 +83,7 @@ def _stop_stale(fleet: str | None, trust: bool, as_json: bool) -> int:
     with connect(approve_fleet(load_fleet(path), trust)) as (sessions, errors):
         ended = parallel_map(sessions, lambda name: sessions[name].call("facts", "kill_stale_processes"))
     if as_json:
-        print_plain(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))
+        print_escaped(json.dumps({"hosts": ended | {name: {"error": str(error)} for name, error in errors.items()}}))
         return 1 if errors else 0
     for name, processes in ended.items():
         for process in processes:

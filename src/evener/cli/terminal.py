@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from evener.core.base.plain_output import escape_controls
+from evener.core.base.escaped_output import escape_controls
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 EXAMPLES = """
 evener trace runs/mine
@@ -46,7 +46,7 @@ def trace(
     num_events = write_trace(rundir, timeline, path, profiles)
     missing = missing_ranges(timeline.recorded_ranges, timeline.num_steps)
     if as_json:
-        print_plain(
+        print_escaped(
             json.dumps(
                 {
                     "trace": str(path),
@@ -69,7 +69,7 @@ def trace(
         if error_s != 0:
             print_text(screen, f"clock of {names.rank_label(rank)}: {format_clock_error(error_s)}")
     print_text(screen, "open https://ui.perfetto.dev and drop the file there; it stays in your browser")
-    print_plain(path)
+    print_escaped(path)
     return 0
 
 

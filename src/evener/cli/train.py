@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from evener.cli.trust import TRUST
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from evener.core.run.resolve import ResolvedRun
@@ -102,7 +102,7 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
         return 130
     summary, plan = summarize_run(run.rundir), read_plan_if_present(run.rundir)
     if as_json:
-        print_plain(json.dumps(summary_json(summary) | run_output.checkpoint_info(run.rundir, plan)))
+        print_escaped(json.dumps(summary_json(summary) | run_output.checkpoint_info(run.rundir, plan)))
     else:
         follow_output.print_summary(summary)
         run_output.print_checkpoint(run.rundir, plan)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from evener.cli.terminal import is_interactive
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ def _approve(request: TrustRequest | None, trust: bool) -> None:
         return
     if not trust and not is_interactive():
         raise request.to_error()
-    print_plain(f"{request.what}. It names:", file=sys.stderr)
+    print_escaped(f"{request.what}. It names:", file=sys.stderr)
     for line in request.details:
-        print_plain(f"  | {line}", file=sys.stderr)
+        print_escaped(f"  | {line}", file=sys.stderr)
     if not trust and not _confirm("Contact these hosts, and start these programs, from now on? [y/N] "):
         raise request.to_error()
     request.approve()
 
 
 def _confirm(question: str) -> bool:
-    print_plain(question, end="", file=sys.stderr, flush=True)
+    print_escaped(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.base.shell import quote_word
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ def verify(
     passes = comparison["agree"] or (largest is not None and largest <= tolerance)
     twice = split_brains(RunDir(run).events())
     if as_json:
-        print_plain(json.dumps(comparison | {"passes": passes, "split_brains": twice}))
+        print_escaped(json.dumps(comparison | {"passes": passes, "split_brains": twice}))
     else:
         for check in comparison["checks"]:
-            print_plain(f"{_format_check(check):>24}  {check['what']} ({check['tensors']} tensors)")
-        print_plain(_format_verdict(comparison["agree"], largest, passes))
+            print_escaped(f"{_format_check(check):>24}  {check['what']} ({check['tensors']} tensors)")
+        print_escaped(_format_verdict(comparison["agree"], largest, passes))
         for sentence in twice:
-            print_plain(f"warning: {sentence}", file=sys.stderr)
+            print_escaped(f"warning: {sentence}", file=sys.stderr)
     return 0 if passes else 1
 
 
@@ -122,7 +122,8 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
         steps = [{"step": ours.step, "loss": ours.loss, "grad_norm": ours.grad_norm, "recorded_loss": theirs.loss,
                   "recorded_grad_norm": theirs.grad_norm}
                  for ours, theirs in zip(replayed, next(iter(recorded.values())), strict=False)]  # fmt: skip
-        print_plain(json.dumps({"run_dir": run, "first_step": job.first, "device": header["device"], "dtype": job.dtype,
+        print_escaped(json.dumps({"run_dir": run, "first_step": job.first, "device": header["device"],
+                          "dtype": job.dtype,
                           "passes": verdict.is_match, "verdict": msgspec.to_builtins(verdict),
                           "tolerance": msgspec.to_builtins(tolerance), "steps": steps}))  # fmt: skip
     else:
@@ -132,16 +133,16 @@ def _replay(run: str, num_steps: int, from_step: int | None, as_json: bool) -> i
 
 def _print_replay(job: ReplayJob, device: str, verdict: ReplayVerdict, tolerance: ReplayTolerance) -> None:
     start = f"its checkpoint of step {job.first}" if job.first else "the weights of its seed"
-    print_plain(f"replayed steps {job.first + 1} to {job.first + job.num_steps} from {start}, on {device} in "
+    print_escaped(f"replayed steps {job.first + 1} to {job.first + job.num_steps} from {start}, on {device} in "
           f"{job.dtype}")  # fmt: skip
     if verdict.largest_loss is not None and verdict.largest_norm is not None:
         loss, norm = tolerance.later if job.num_steps > 1 else tolerance.first
         allowed = "not compared" if norm is None else f"{norm:.0e} allowed"
-        print_plain(f"largest relative difference: loss {verdict.largest_loss:.1e} ({loss:.0e} allowed), gradient norm "
-              f"{verdict.largest_norm:.1e} ({allowed}): {tolerance.why}")  # fmt: skip
-    print_plain(f"{'agree' if verdict.is_match else 'DIFFER'}: {verdict.sentence}")
+        print_escaped(f"largest relative difference: loss {verdict.largest_loss:.1e} ({loss:.0e} allowed), gradient "
+              f"norm {verdict.largest_norm:.1e} ({allowed}): {tolerance.why}")  # fmt: skip
+    print_escaped(f"{'agree' if verdict.is_match else 'DIFFER'}: {verdict.sentence}")
     if not verdict.is_match and job.later_start_step is not None:
-        print_plain(
+        print_escaped(
             f"the run was resumed at step {job.later_start_step}: if its flags were changed then, these steps were "
             "taken with the earlier ones"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 EXAMPLES = """
 evener watch runs/mine
@@ -41,7 +41,7 @@ def watch(
         watch_actions.print_shared_warning(one.getsockname()[1])
 
     def begin() -> None:
-        print_plain(dashboard_url(one, host, token), flush=True)
+        print_escaped(dashboard_url(one, host, token), flush=True)
         print_status("Ctrl-C ends the page; the runs go on")
 
     with watch_actions.background_followers() as follow:

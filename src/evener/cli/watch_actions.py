@@ -14,7 +14,7 @@ from evener.cli.run_output import find_run, find_run_dirs, print_status
 from evener.cli.sample import generate_text
 from evener.cli.terminal import make_console
 from evener.core.base.errors import EvenerError, HostError, NoRoomError, UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.run.run_plan import read_plan, read_plan_if_present
 from evener.core.run.rundir import RunDir
 from evener.core.run.trust import is_foreign_run
@@ -85,7 +85,7 @@ def watch_in_terminal(find: Callable[[], Sequence[Path]]) -> int:
                 for key, reader in hub.readers.items():
                     if printed.get(key) != (text := terminal_dashboard.status_line(key, reader, now)):
                         printed[key] = text
-                        print_plain(text, flush=True)
+                        print_escaped(text, flush=True)
                 if all(assess_health(reader, now).is_over for reader in hub.readers.values()):
                     return 0
                 time.sleep(LINE_INTERVAL_S)

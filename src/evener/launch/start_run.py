@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.prediction import Prediction
@@ -201,7 +201,7 @@ def _stop_on_signals(rundir: RunDir, plan: Plan) -> Iterator[None]:
         nonlocal num_signals
         num_signals += 1
         if num_signals == 1 and plan.grace_s:
-            print_plain("stopping after this step and a checkpoint; a second Ctrl-C stops at once", file=sys.stderr)
+            print_escaped("stopping after this step and a checkpoint; a second Ctrl-C stops at once", file=sys.stderr)
         now = num_signals > 1
         threading.Thread(target=stop, args=(now,), daemon=True).start()
 

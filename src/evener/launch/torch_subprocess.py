@@ -11,7 +11,7 @@ from typing import NoReturn, TextIO
 from evener.core.base import errors
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, RunError
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 
 PRINT_TIMEOUT_S = 5.0  # for what a program has written to stderr before its end
 ERROR_PREFIX = '{"error"'  # start of the line by which a worker reports an EvenerError
@@ -28,7 +28,7 @@ def raise_reported_error(line: str) -> NoReturn:
 def _print_lines(pipe: TextIO) -> None:
     """Print the lines of a pipe on stderr."""
     for line in pipe:
-        print_plain(line, end="", file=sys.stderr, flush=True)
+        print_escaped(line, end="", file=sys.stderr, flush=True)
 
 
 def program_lines(module: str, *args: str) -> Iterator[str]:

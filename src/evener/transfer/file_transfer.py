@@ -27,7 +27,7 @@ import msgspec
 
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import HostError, UsageError
-from evener.core.base.file_io import append_bytes, append_file, file_digest, fsync_path, make_folder, rename_durably
+from evener.core.base.file_io import append_bytes, file_digest, fsync_path, make_folder, open_for_append, rename_durably
 from evener.core.base.units import format_bytes
 from evener.core.cluster.fleet_file import Fleet
 from evener.node.remote import content_store
@@ -163,7 +163,7 @@ class FileFetcher:
             )  # fmt: skip
             return content or b""
 
-        with append_file(partial) as target:
+        with open_for_append(partial) as target:
             target.truncate(offset)
         began = time.monotonic()
         for content in _pipelined(read, range(offset, file.size, self._chunk_bytes), self._window):

@@ -34,7 +34,7 @@ from evener.transfer.script_outputs import unfetched_outputs
 DAY_S = 86_400.0
 DEFAULT_AGE_DAYS = 7.0  # assumption: a run is looked at, or resumed, within a week
 
-RunKey = tuple[str, str, str]  # identifier of the run, name of the host in its plan, folder there
+StoredRunId = tuple[str, str, str]  # identifier of the run, name of the host in its plan, folder there
 
 
 class StoredCheckpoint(msgspec.Struct, frozen=True):
@@ -104,13 +104,13 @@ class HostPruning(msgspec.Struct, frozen=True):
     kept: list[StoredEntry]
 
 
-def known_runs(paths: Sequence[Path]) -> dict[RunKey, tuple[RunDir, Plan]]:
+def known_runs(paths: Sequence[Path]) -> dict[StoredRunId, tuple[RunDir, Plan]]:
     """Return the runs in these run directories by their parts on hosts.
 
     Skip damaged ones, those that are not this user's, and parts that two run directories claim: one is a copy.
     """
-    known: dict[RunKey, tuple[RunDir, Plan]] = {}
-    claimed = set[RunKey]()
+    known: dict[StoredRunId, tuple[RunDir, Plan]] = {}
+    claimed = set[StoredRunId]()
     for path in paths:
         rundir = RunDir(path)
         try:
@@ -131,7 +131,7 @@ def known_runs(paths: Sequence[Path]) -> dict[RunKey, tuple[RunDir, Plan]]:
 def plan_pruning(
     session: Session,
     workdir: str,
-    known: Mapping[RunKey, tuple[RunDir, Plan]],
+    known: Mapping[StoredRunId, tuple[RunDir, Plan]],
     *,
     older_than_days: float | None = None,
     max_bytes: int | None = None,
@@ -191,7 +191,7 @@ def _format_days(seconds: float) -> str:
 
 
 def _reason_to_keep(
-    session: Session, run: StoredRun, known: Mapping[RunKey, tuple[RunDir, Plan]], before: float
+    session: Session, run: StoredRun, known: Mapping[StoredRunId, tuple[RunDir, Plan]], before: float
 ) -> str | None:
     """Return why a run must stay on its host; None if it ended before `before` and its results are here."""
     if run.is_active:

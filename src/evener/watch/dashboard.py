@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from evener.core.base.plain_output import print_plain
+from evener.core.base.escaped_output import print_escaped
 from evener.core.run.rundir import RunDir
 from evener.watch import page_fragments
 from evener.watch.multi_run import comparison_fragments, overview_fragments
@@ -92,7 +92,7 @@ class Dashboard:
             except Exception:  # a bug in one view must not stop the others
                 if printed != (text := traceback.format_exc()):  # else every second
                     printed = text
-                    print_plain(text, file=sys.stderr, flush=True)
+                    print_escaped(text, file=sys.stderr, flush=True)
                 is_more = False
             self._notify()
             if not is_more:

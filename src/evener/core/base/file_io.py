@@ -6,7 +6,7 @@ block, or read without end:
 
     path_inside                           a path of a folder; refused if a symbolic link or ".." leads out of it
     open_file, read_file, read_lines      read a regular file: no pipe, no device, nothing larger than a limit
-    append_file, lock_file, LineFile      open a regular file with one name, owned by this user; it is never truncated
+    open_for_append, lock_file, LineFile  open a regular file with one name, owned by this user; it is never truncated
     create_file, write_atomic             make a new file; a link in its place is replaced, not followed
 """
 
@@ -122,7 +122,7 @@ def create_file(path: Path, *, mode: int = 0o666) -> BufferedWriter:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
 
 
-def append_file(path: Path, *, mode: int = 0o666) -> FileIO:
+def open_for_append(path: Path, *, mode: int = 0o666) -> FileIO:
     """Open a file for reading and appending, unbuffered; create it if missing, but not its folder.
 
     Raise OSError for anything but a regular file with one name that this user, or the owner of its folder, owns.
@@ -141,7 +141,7 @@ def append_bytes(path: Path, content: bytes) -> None:
     """Append to a file; create it and its folder if missing. OSError names the file that was not written completely."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with append_file(path) as file:
+        with open_for_append(path) as file:
             while content:
                 content = content[file.write(content) or 0 :]
     except OSError as error:
@@ -156,7 +156,7 @@ def lock_file(path: Path, *, is_blocking: bool, mode: int = 0o666) -> FileIO:
     `is_blocking` is false.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = append_file(path, mode=mode)
+    file = open_for_append(path, mode=mode)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if is_blocking else fcntl.LOCK_NB))
     except BaseException:
@@ -186,12 +186,12 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = append_file(path)
+        self._file = open_for_append(path)
         size = self._file.seek(0, os.SEEK_END)
         if size and os.pread(self._file.fileno(), 1, size - 1) != b"\n":
             self._file.close()
             write_atomic(path, b"".join(line + b"\n" for line in read_lines(path)))
-            self._file = append_file(path)
+            self._file = open_for_append(path)
 
     def write(self, lines: bytes) -> None:
         """Append lines. Raise OSError if they could not be written completely."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from evener.core.base.file_io import append_file, remove_entry, write_atomic
+from evener.core.base.file_io import open_for_append, remove_entry, write_atomic
 from evener.core.run.rundir import Manifest, RunDir
 
 REMOVED_SUFFIX = ".removed"  # suffix of a checkpoint that is being removed
@@ -29,7 +29,7 @@ class RunWriter(RunDir):
         A line that a full disk cut short is terminated first.
         """
         line = msgspec.json.encode({"event": event, "time": time.time()} | facts) + b"\n"
-        with append_file(self.events_path) as file:
+        with open_for_append(self.events_path) as file:
             if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                 line = b"\n" + line
             file.write(line)

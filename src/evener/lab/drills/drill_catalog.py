@@ -27,7 +27,7 @@ UNSUPPORTED_CHECKS: dict[str, str] = {
     "disk.stored": "a lab has no disk for 50 GB of earlier runs",
     "run.nonfinite": "a program causes it, not a host: the run records which rank",
     "run.diverged": "it needs a flipped bit in memory: evener verify detects it, and its tests flip one",
-    "run.two-epochs": "it needs a disk that loses what it confirmed just when the hosts decide: tests simulate that",
+    "run.split-brain": "it needs a disk that loses what it confirmed just when the hosts decide: tests simulate that",
     "run.straggler": "`evener report` detects it in the records of a longer run",
 }
 

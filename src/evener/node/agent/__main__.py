@@ -108,12 +108,12 @@ class HostAgent:
             if self._state_path.exists()
             else ConsensusState(MembershipEpoch(number=0, hosts=spec.first))
         )
-        if unknown := sorted({*saved.world.voters} - spec.hosts.keys()):
+        if unknown := sorted({*saved.epoch.voters} - spec.hosts.keys()):
             mismatch = f"{self._state_path} names {', '.join(unknown)}, but {self._spec_path} does not"
             raise CheckpointError(f"{mismatch}: one of the two files is damaged")
-        is_restart = saved.life > 0
+        is_restart = saved.incarnation > 0
         # the wall clock: higher than in its last start even if a power loss took that from a disk that lies
-        saved = ConsensusState(saved.world, saved.vote, max(saved.life + 1, int(time.time() * 1000)))
+        saved = ConsensusState(saved.epoch, saved.vote, max(saved.incarnation + 1, int(time.time() * 1000)))
         join_by = self._clock() + (spec.host_timeout_s if is_restart else spec.join_s)
         self._consensus = Consensus(
             spec.host, saved, host_timeout_s=spec.host_timeout_s, join_deadline=join_by, is_elastic=spec.is_elastic
@@ -133,7 +133,7 @@ class HostAgent:
         self._have_ranks_joined = False  # this host's ranks have been in an epoch
         self._restart_at, self._num_failed_starts = 0.0, 0  # when standby ranks may be started; starts that failed
         self._training_since = math.inf  # since when this host's ranks have been training
-        self._hang_monitor = HangMonitor(spec, folder, saved.world.hosts)
+        self._hang_monitor = HangMonitor(spec, folder, saved.epoch.hosts)
 
     async def run(self) -> int:
         """Take part until the run ends or continues without this host; return the exit status."""
@@ -299,7 +299,7 @@ class HostAgent:
         print(f"evener: {error}", flush=True)
         with contextlib.suppress(OSError):  # a full disk
             run.add_event(
-                "run.two-epochs",
+                "run.split-brain",
                 host=self._spec.host,
                 number=conflict.number,
                 sides=[conflict.own_hosts, conflict.other_hosts],

@@ -118,15 +118,15 @@ class AcceptorState(msgspec.Struct, frozen=True):
 
     promised: Ballot = NO_BALLOT  # it ignores lower ballots
     accepted: Ballot = NO_BALLOT
-    world: MembershipEpoch | None = None  # the value it accepted
+    value: MembershipEpoch | None = None  # that it accepted
 
 
 class ConsensusState(msgspec.Struct, frozen=True):
     """The durable state of a host, written to its disk before it is broadcast."""
 
-    world: MembershipEpoch  # the newest epoch it knows to be decided
+    epoch: MembershipEpoch  # the newest epoch it knows to be decided
     vote: AcceptorState = AcceptorState()
-    life: int = 0  # of its agent: higher at each start, also of a host that has forgotten its last one
+    incarnation: int = 0  # of its agent: higher at each start, also of a host that has forgotten its last one
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +150,7 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def order_key(self) -> tuple[int, int]:
         """The order of a host's statuses: a later one compares greater."""
-        return self.consensus_state.life, self.sequence
+        return self.consensus_state.incarnation, self.sequence
 
 
 def _without_volatile_fields(status: HostStatus) -> HostStatus:
@@ -178,7 +178,7 @@ class Consensus:
         `is_elastic`: ranks survive from epoch to epoch.
         """
         self.host, self.state, self._is_elastic = host, state, is_elastic
-        self.phase, self.step, self.store_port, self.reason = HostPhase.WAITING, state.world.step, 0, ""
+        self.phase, self.step, self.store_port, self.reason = HostPhase.WAITING, state.epoch.step, 0, ""
         self.has_training_state = False
         self.process_samples, self.sampled_at = dict[int, ProcessSample](), 0.0
         self._host_timeout_s, self._join_deadline = host_timeout_s, join_deadline
@@ -195,7 +195,7 @@ class Consensus:
     @property
     def epoch(self) -> MembershipEpoch:
         """The newest decided epoch that this host knows."""
-        return self.state.world
+        return self.state.epoch
 
     @property
     def is_voter(self) -> bool:
@@ -253,7 +253,7 @@ class Consensus:
     def peer_status(self, host: str) -> HostStatus | None:
         """Return the newest status of another host, or None if it is of another epoch than this host's."""
         received = self._received.get(host)
-        return received[0] if received and received[0].consensus_state.world == self.epoch else None
+        return received[0] if received and received[0].consensus_state.epoch == self.epoch else None
 
     def waiting_hosts(self, now: float) -> list[str]:
         """Return the hosts that could be members of the next epoch and are not of this one."""
@@ -296,34 +296,34 @@ class Consensus:
 
     def _adopt_newer_epoch(self) -> None:
         """Adopt the newest epoch that another host reports, if it continues this host's history: a quorum chose it."""
-        newer = [status.consensus_state.world for status, _ in self._received.values()
-                 if status.consensus_state.world.number > self.epoch.number]  # fmt: skip
-        newer = [world for world in newer if world.split_number(self.epoch) is None]
+        newer = [status.consensus_state.epoch for status, _ in self._received.values()
+                 if status.consensus_state.epoch.number > self.epoch.number]  # fmt: skip
+        newer = [epoch for epoch in newer if epoch.split_number(self.epoch) is None]
         if newer:
-            self._enter_epoch(max(newer, key=lambda world: world.number))
+            self._enter_epoch(max(newer, key=lambda epoch: epoch.number))
 
     def _resolve_conflict(self, now: float) -> None:
         """If connected hosts are in another history, keep this one or adopt that one; see the module's docstring."""
-        worlds = {host: self._received[host][0].consensus_state.world for host in self._connected_hosts(now)
+        epochs = {host: self._received[host][0].consensus_state.epoch for host in self._connected_hosts(now)
                   if host != self.host}  # fmt: skip
-        if all(world == self.epoch or self.epoch.split_number(world) is None for world in worlds.values()):
+        if all(epoch == self.epoch or self.epoch.split_number(epoch) is None for epoch in epochs.values()):
             self._conflict_since = None
             return
         self._conflict_since = now if self._conflict_since is None else self._conflict_since
         settled_at = self._conflict_since + CONFLICT_SETTLE_S
         if now < max(settled_at, self._join_deadline, self._grace_until):
             return
-        worlds[self.host] = self.epoch
+        epochs[self.host] = self.epoch
         newest: list[MembershipEpoch] = []  # of each history
-        for world in sorted(worlds.values(), key=lambda world: (-world.number, world.lineage)):
-            if all(world.split_number(other) is not None for other in newest):
-                newest.append(world)
-        sides = [self._side_hosts(world, worlds, now) for world in newest]
+        for epoch in sorted(epochs.values(), key=lambda epoch: (-epoch.number, epoch.lineage)):
+            if all(epoch.split_number(other) is not None for other in newest):
+                newest.append(epoch)
+        sides = [self._side_hosts(epoch, epochs, now) for epoch in newest]
         ranked = sorted(zip(newest, sides, strict=True), reverse=True,
                         key=lambda side: (len(side[1]), side[0].step, side[0].number, side[0].lineage))  # fmt: skip
         kept = ranked[0][0]
         is_own_kept = kept.split_number(self.epoch) is None
-        own_hosts = next(hosts for world, hosts in ranked if world.split_number(self.epoch) is None)
+        own_hosts = next(hosts for epoch, hosts in ranked if epoch.split_number(self.epoch) is None)
         others = [side for side in ranked if side[0].split_number(self.epoch) is not None]
         if not others:  # a side whose split is older than the ancestors that an epoch carries
             return
@@ -339,18 +339,18 @@ class Consensus:
                      for one in self.conflicts):  # fmt: skip
             self.conflicts.append(conflict)  # once, although the other side takes a while to adopt this one
 
-    def _side_hosts(self, newest: MembershipEpoch, worlds: dict[str, MembershipEpoch], now: float) -> list[str]:
-        """Return the hosts in the history of `newest`: of `worlds`, and voters of theirs whom they receive."""
-        hosts = {host for host, world in worlds.items() if world.split_number(newest) is None}
+    def _side_hosts(self, newest: MembershipEpoch, epochs: dict[str, MembershipEpoch], now: float) -> list[str]:
+        """Return the hosts in the history of `newest`: of `epochs`, and voters of theirs whom they receive."""
+        hosts = {host for host, epoch in epochs.items() if epoch.split_number(newest) is None}
         for host in list(hosts):
             peers = self._live_peers(now) if host == self.host else self._received[host][0].live_peers
-            hosts |= set(worlds[host].voters).intersection(peers) - worlds.keys()
+            hosts |= set(epochs[host].voters).intersection(peers) - epochs.keys()
         return sorted(hosts)
 
-    def _enter_epoch(self, world: MembershipEpoch) -> None:
-        self.state = ConsensusState(world, AcceptorState(), self.state.life)
+    def _enter_epoch(self, epoch: MembershipEpoch) -> None:
+        self.state = ConsensusState(epoch, AcceptorState(), self.state.incarnation)
         self.phase, self.store_port, self.reason, self.process_samples = HostPhase.WAITING, 0, "", {}
-        self.has_training_state &= not world.is_cold_start and self.host in world.hosts
+        self.has_training_state &= not epoch.is_cold_start and self.host in epoch.hosts
         self._ballot, self._ballot_started_at, self._ended_at = NO_BALLOT, -math.inf, {}
 
     def _acceptor_states(self) -> Iterator[tuple[str, AcceptorState]]:
@@ -362,7 +362,7 @@ class Consensus:
                 yield host, status.consensus_state.vote
 
     def _set_acceptor_state(self, vote: AcceptorState) -> None:
-        self.state = ConsensusState(self.epoch, vote, self.state.life)
+        self.state = ConsensusState(self.epoch, vote, self.state.incarnation)
 
     def _promise_and_accept(self, now: float) -> None:
         """As an acceptor: promise the highest ballot, and accept the value that another host accepted in it."""
@@ -370,10 +370,10 @@ class Consensus:
         highest = max(vote.promised for vote in votes)
         mine = self.state.vote
         if highest > mine.promised:
-            mine, self._ballot_started_at = AcceptorState(highest, mine.accepted, mine.world), now
+            mine, self._ballot_started_at = AcceptorState(highest, mine.accepted, mine.value), now
         for vote in votes:
             if vote.accepted == mine.promised != mine.accepted:
-                mine = AcceptorState(mine.promised, vote.accepted, vote.world)
+                mine = AcceptorState(mine.promised, vote.accepted, vote.value)
         self._set_acceptor_state(mine)
 
     def _propose(self, now: float) -> None:
@@ -384,24 +384,24 @@ class Consensus:
             promises = {host: vote for host, vote in self._acceptor_states() if vote.promised == self._ballot}
             if mine.accepted != self._ballot and self.epoch.is_quorum(promises):
                 last = max(promises.values(), key=lambda vote: vote.accepted)
-                world = last.world if last.accepted != NO_BALLOT else self._proposal(now)
-                if world is not None:
-                    self._set_acceptor_state(AcceptorState(self._ballot, self._ballot, world))
+                epoch = last.value if last.accepted != NO_BALLOT else self._proposal(now)
+                if epoch is not None:
+                    self._set_acceptor_state(AcceptorState(self._ballot, self._ballot, epoch))
         elif not is_waiting and self._connected_hosts(now)[0] == self.host and self._proposal(now) is not None:
             self._ballot, self._ballot_started_at = (mine.promised[0] + 1, self.host), now
-            self._set_acceptor_state(AcceptorState(self._ballot, mine.accepted, mine.world))
+            self._set_acceptor_state(AcceptorState(self._ballot, mine.accepted, mine.value))
 
     def _adopt_chosen_epoch(self) -> None:
         """Enter the epoch that a quorum has accepted in one ballot, if any."""
         accepted: dict[Ballot, set[str]] = {}
-        worlds: dict[Ballot, MembershipEpoch] = {}
+        epochs: dict[Ballot, MembershipEpoch] = {}
         for host, vote in self._acceptor_states():
-            if vote.world is not None:
+            if vote.value is not None:
                 accepted.setdefault(vote.accepted, set()).add(host)
-                worlds[vote.accepted] = vote.world
+                epochs[vote.accepted] = vote.value
         for ballot, hosts in accepted.items():
             if self.epoch.is_quorum(hosts):
-                self._enter_epoch(worlds[ballot])
+                self._enter_epoch(epochs[ballot])
                 return
 
     # --- what this host would propose -------------------------------------------------------------------------------
@@ -447,22 +447,22 @@ class Consensus:
         """Return the epoch that should follow, or None while this one should continue."""
         if now < max(self._join_deadline, self._grace_until) or not self.epoch.is_quorum(self._connected_hosts(now)):
             return None
-        world, able = self.epoch, self._fully_connected_hosts(now)
+        epoch, able = self.epoch, self._fully_connected_hosts(now)
         end = self._epoch_end(now, able)
         if end is None:
             return None
-        surviving = [host for host in world.hosts if host in able and self._host_has_training_state(host)]
+        surviving = [host for host in epoch.hosts if host in able and self._host_has_training_state(host)]
         hosts = self._elastic_hosts(now, end, surviving) if surviving else able
         if hosts is None:
             return None
-        step = max(world.step, self.step, *(self._received[host][0].step for host in hosts if host != self.host))
+        step = max(epoch.step, self.step, *(self._received[host][0].step for host in hosts if host != self.host))
         has_failed = HostPhase.FAILED in end.ended.values() and not end.lost  # not as a consequence of a lost host
-        failures = (0 if step > world.step else world.failures) + has_failed
+        failures = (0 if step > epoch.step else epoch.failures) + has_failed
         is_over = failures > MAX_CONSECUTIVE_FAILURES or HostPhase.FATAL in end.ended.values() or not hosts
-        reason = end.reason([host for host in hosts if host not in world.hosts])
-        hosts = world.hosts if is_over else hosts
+        reason = end.reason([host for host in hosts if host not in epoch.hosts])
+        hosts = epoch.hosts if is_over else hosts
         return MembershipEpoch(
-            number=world.number + 1,
+            number=epoch.number + 1,
             hosts=hosts,
             standby_hosts=[host for host in able if host not in hosts],
             is_cold_start=not surviving,
@@ -470,8 +470,8 @@ class Consensus:
             step=step,
             failures=failures,
             is_over=is_over,
-            proposer=f"{self.host}:{self.state.life}",
-            ancestors=world.lineage,
+            proposer=f"{self.host}:{self.state.incarnation}",
+            ancestors=epoch.lineage,
         )
 
     def _epoch_end(self, now: float, able: list[str]) -> EpochEnd | None:

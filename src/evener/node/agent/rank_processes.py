@@ -245,16 +245,16 @@ def make_rendezvous(spec: AgentSpec, epoch: MembershipEpoch, store_port: int) ->
 
 def torchrun_argv(spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> list[str]:
     """Return the command that starts this host's ranks with torchrun."""
-    member, world = spec.hosts[spec.host], rendezvous.epoch
+    member, epoch = spec.hosts[spec.host], rendezvous.epoch
     address = f"[{rendezvous.address}]" if ":" in rendezvous.address else rendezvous.address
     return [
         sys.executable, "-P", "-m", "evener.worker.torchrun",
-        f"--nnodes={len(world.hosts)}",
+        f"--nnodes={len(epoch.hosts)}",
         f"--nproc-per-node={member.num_ranks}",
         "--rdzv-backend=evener",
         f"--rdzv-endpoint={address}:{rendezvous.port}",
-        f"--rdzv-conf=rank={world.hosts.index(spec.host)}",
-        f"--rdzv-id={spec.run}-{world.identity}",
+        f"--rdzv-conf=rank={epoch.hosts.index(spec.host)}",
+        f"--rdzv-id={spec.run}-{epoch.identity}",
         f"--local-addr={member.address}",
         "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
         f"--log-dir={folder}/host/ranks",

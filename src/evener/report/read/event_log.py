@@ -133,7 +133,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             | "run.cut-off"
             | "run.leaves"
             | "run.no-room"
-            | "run.two-epochs"
+            | "run.split-brain"
             | "host.failed"
             | "supervisor.lost"
             | "checkpoint.damaged"

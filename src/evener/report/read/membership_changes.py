@@ -89,7 +89,7 @@ def split_brains(events: Sequence[Mapping[str, Any]]) -> list[str]:
     by_number: dict[int, Mapping[str, Any]] = {}
     for event in events:
         number = event.get("number")
-        if event.get("event") != "run.two-epochs" or not isinstance(number, int):
+        if event.get("event") != "run.split-brain" or not isinstance(number, int):
             continue
         if by_number.get(number, {}).get("kept") is not False:
             by_number[number] = event

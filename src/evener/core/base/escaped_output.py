@@ -1,8 +1,8 @@
 """Print text whose control characters are escaped: it may come from a run directory, a host or a program there.
 
 A terminal obeys what it is sent: an escape sequence in a host's name or in a log can set the title, move the cursor
-over an earlier line, or write to the clipboard. All output on plain streams goes through `print_plain`, and all output
-of rich through a console of cli/terminal.py.
+over an earlier line, or write to the clipboard. All output on plain streams goes through `print_escaped`, and all
+output of rich through a console of cli/terminal.py.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ def escape_controls(text: str) -> str:
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
-def print_plain(*values: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+def print_escaped(*values: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print like `print`, with control characters escaped."""
     print(*(escape_controls(str(value)) for value in values), end=end, file=file, flush=flush)

@@ -14,8 +14,8 @@ import pytest
 
 from evener.cli.doctor import print_preflight
 from evener.cli.terminal import make_console, print_table
+from evener.core.base.escaped_output import escape_controls, print_escaped
 from evener.core.base.file_io import write_atomic
-from evener.core.base.plain_output import escape_controls, print_plain
 from evener.core.cluster.finding import Finding
 from evener.core.run.run_plan import read_plan, write_plan
 from evener.core.run.rundir import RunDir
@@ -56,7 +56,7 @@ def test_every_control_character_but_newline_and_tab_is_escaped() -> None:
 
 def test_plain_streams_get_escapes() -> None:
     out = io.StringIO()
-    print_plain(HOSTILE, 1, file=out)
+    print_escaped(HOSTILE, 1, file=out)
     assert out.getvalue() == f"{ESCAPED} 1\n"
 
 
@@ -123,7 +123,7 @@ def test_log_content_is_printed_with_visible_escapes(world: Path) -> None:
 
 def test_nothing_is_printed_but_through_the_two_places() -> None:
     """Ranks print to their logs, and the programs of hosts to a pipe."""
-    allowed = ("worker/", "node/", "lab/", "core/base/plain_output.py", "core/base/errors.py",
+    allowed = ("worker/", "node/", "lab/", "core/base/escaped_output.py", "core/base/errors.py",
                "report/export/logger_feed.py", "watch/terminal_dashboard.py: Console")  # fmt: skip
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
