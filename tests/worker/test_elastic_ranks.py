@@ -197,11 +197,16 @@ def test_others_continue_without_host_that_cannot_checkpoint(tmp_path: Path, cor
 
 
 def ask(fleet: Training, host: str, meanwhile: Callable[[], object]) -> None:
-    """For a checkpoint, which all then have who were there."""
-    saved = fleet.saved("a")
+    """For a checkpoint, which all then have who were there: on a busy machine c may hang in Gloo and rejoin later."""
+    saved, before = fleet.saved("a"), len(worlds(fleet))
     (fleet.folder / host / "host" / "save").touch()
     meanwhile()
-    fleet.until(lambda: fleet.saved("c") == fleet.saved("a") > saved)
+    fleet.until(
+        lambda: (
+            fleet.saved("a") > saved
+            and (fleet.saved("c") == fleet.saved("a") or any("c" not in hosts for hosts in worlds(fleet)[before:]))
+        )
+    )
 
 
 class Pairs(Living):
