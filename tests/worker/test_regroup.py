@@ -145,3 +145,72 @@ def test_replicas_and_outer_momentum_are_equal_after_any_membership_change(torch
     done = torchrun(REPLICAS, sync, "12", "its own", ranks=3)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])[0] is True
+
+
+LOST_PEERS = """
+import os, sys, threading, time
+import torch.distributed as dist
+from evener.core.run.membership_epoch import MembershipEpoch, Rendezvous
+from evener.worker.rank import process_groups
+
+place, num, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+lost = num - 2  # peers; the last rank is a fresh one
+store = dist.TCPStore("127.0.0.1", port, num, place == 0, wait_for_workers=False)
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    del os.environ[name]
+process_groups._connect_store = lambda rendezvous, rank: dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+group = process_groups.ProcessGroups("cpu")
+
+def join(number, rank):
+    epoch = MembershipEpoch(number=number, hosts=["a", "b"])
+    group.join_epoch(Rendezvous(epoch=epoch, port=port, first_rank=rank, world_size=2))
+
+def lose_epochs():  # each when Gloo waits for its peer
+    while True:
+        time.sleep(0.05)
+        if time.monotonic() - began > 0.7:
+            group.shut_down_connections()
+
+if 0 < place <= lost:  # it has told its address, and ends before anybody connects
+    threading.Thread(target=join, args=[place, 1], daemon=True).start()
+while store.num_keys() < lost:
+    time.sleep(0.02)
+if 0 < place <= lost:
+    os._exit(0)
+if place == 0:
+    time.sleep(0.5)
+    began = time.monotonic()
+    threading.Thread(target=lose_epochs, daemon=True).start()
+    for number in range(1, lost + 1):
+        began = time.monotonic()
+        try:
+            join(number, 0)
+            dist.barrier()
+        except RuntimeError:
+            print(f"failed {time.monotonic() - began:.1f}", flush=True)
+        group.leave_epoch()
+    began = float("inf")
+    store.set("come", "")
+else:
+    store.wait(["come"])
+join(num, int(place > 0))
+dist.barrier()
+if place == 0:
+    print("joined", flush=True)
+    store.set("end", "")
+    time.sleep(1.0)  # the store is this process's
+else:
+    store.wait(["end"])
+os._exit(0)
+"""
+
+
+def test_peer_that_is_lost_while_a_group_is_formed_hangs_nobody(run_script):
+    """Of each pair one connects and the other waits, by their ports: seven pairs. A fresh rank can join afterwards."""
+    done = run_script(LOST_PEERS, ranks=9)
+    assert done.returncode == 0, done.stderr
+    *failed, joined = done.stdout.splitlines()
+    assert joined == "joined"
+    took_s = [float(line.removeprefix("failed ")) for line in failed]
+    assert len(took_s) == 7
+    assert max(took_s) < 20, took_s

@@ -31,6 +31,7 @@ from evener.core.run.membership_epoch import (
 from evener.core.run.peer_failure import PeersLostError
 from evener.core.run.roster import Backend
 from evener.node.remote.sockets import listen
+from evener.worker.rank.torch_private import restart_group_names
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 STORE_TIMEOUT_S = 10.0  # timeout of connecting to the store and of its operations
@@ -74,6 +75,7 @@ class ProcessGroups:
         self._has_separate_gradient_group = False  # whether Gloo has a second group for gradients
         self._sockets_before: set[str] = set()  # before the epoch was joined
         self._epoch_sockets: set[str] | None = None  # of the epoch; None while it is being joined
+        self._store_port = 0  # of the epoch's store, which rank 0 serves
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             dist.set_debug_level(dist.DebugLevel.INFO)
             if self.rank == 0:
@@ -111,7 +113,7 @@ class ProcessGroups:
         """Join a membership epoch; raise RuntimeError if one of its ranks does not come."""
         self.membership_epoch, self.rank = rendezvous.epoch, rendezvous.first_rank + self.local_rank
         self.world_size, self.member_ranks = rendezvous.world_size, list(range(rendezvous.world_size))
-        self._sockets_before, self._epoch_sockets = _open_sockets(), None
+        self._sockets_before, self._epoch_sockets, self._store_port = _open_sockets(), None, rendezvous.port
         store = PrefixStore(self.membership_epoch.identity, _connect_store(rendezvous, self.rank))
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=COLLECTIVE_TIMEOUT
@@ -125,21 +127,24 @@ class ProcessGroups:
     def shut_down_connections(self) -> None:
         """Shut down all connections of this epoch, so that collectives in flight fail on all ranks.
 
-        Callable from any thread. Gloo's own abort would wait for the collectives instead.
+        Callable from any thread. Gloo's own abort would wait for the collectives instead. While a group is formed, Gloo
+        also waits for peers to connect, which a lost one never does; see `_connect_in_place_of_peers`.
         """
         epoch_sockets = _open_sockets() - self._sockets_before if self._epoch_sockets is None else self._epoch_sockets
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}") in epoch_sockets:
                     with socket.socket(fileno=os.dup(int(name))) as connection:
-                        # Gloo aborts without its listening socket.
                         if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                             connection.shutdown(socket.SHUT_RDWR)
+                        elif self._epoch_sockets is None and connection.getsockname()[1] != self._store_port:
+                            _connect_in_place_of_peers(connection, self.world_size)
 
     def leave_epoch(self) -> None:
         """Destroy the process group and become a group of one; call `shut_down_connections` first."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        restart_group_names()  # those of ranks that could not join this epoch, and of fresh ones, are equal again
         self.rank, self.world_size, self.backend = 0, 1, "none"
         self.control_group = self.gradient_group = None
 
@@ -264,6 +269,19 @@ def _wait_for_store(rendezvous: Rendezvous) -> None:
             time.sleep(0.02)
         else:
             return
+
+
+def _connect_in_place_of_peers(listener: socket.socket, world_size: int) -> None:
+    """Connect to a listening socket of Gloo's in place of each peer for which it may wait, and end the connection.
+
+    Gloo aborts without its listening socket. A connection begins with the number of the pair for which it is, an int64;
+    a process numbers its pairs from 0 (gloo/transport/tcp/listener.cc).
+    """
+    for number in range(world_size):
+        with contextlib.suppress(OSError), socket.socket(listener.family) as peer:
+            peer.settimeout(1.0)
+            peer.connect(listener.getsockname())
+            peer.sendall(number.to_bytes(8, sys.byteorder))
 
 
 def _open_sockets() -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import utils
+from torch.distributed import distributed_c10d, utils
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -22,6 +22,7 @@ for _owner, _name in (
     (dist.Reducer, "prepare_for_backward"),
     (DistributedDataParallel, "_remove_autograd_hooks"),
     (utils, "_sync_module_states"),
+    (distributed_c10d._world, "group_count"),
     (_pytree, "tree_leaves"),
 ):
     if not hasattr(_owner, _name):
@@ -46,6 +47,14 @@ def remove_autograd_hooks(ddp: DistributedDataParallel) -> None:
 def broadcast_module(module: nn.Module, group: Any) -> None:
     """Broadcast rank 0's parameters and buffers to all ranks."""
     utils._sync_module_states(module, group, BROADCAST_BUCKET_BYTES, 0, (), broadcast_buffers=True)
+
+
+def restart_group_names() -> None:
+    """Have the next process groups named as in a fresh process: all ranks of a group must give it the same name.
+
+    torch numbers groups, and begins again when the default group is destroyed; but not after its creation failed.
+    """
+    distributed_c10d._world.group_count = 0
 
 
 def tree_leaves(tree: Any) -> list[Any]:
