@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
 from evener.ssh.fake import FakeSession
 from evener.ssh.session import RemoteError
-from evener.transfer.mirror import HostMirror, RunMirror, StaleOffsetError, record_controller_event
+from evener.transfer.mirror import MAX_RESTARTS, HostMirror, RunMirror, StaleOffsetError, record_controller_event
 
 DEADLINE_S = 120.0
 
@@ -185,6 +186,30 @@ def test_returning_host_is_restarted_when_run_continues_elsewhere(
     mirror.follow(lambda: None)
     assert there.calls == ["run_control.restart_run"]
     assert (mirror.state or {})["status"] == 0
+
+
+@pytest.mark.parametrize(("trains", "num_restarts"), [(True, MAX_RESTARTS + 5), (False, MAX_RESTARTS)])
+def test_host_that_trains_between_its_losses_is_always_restarted(
+    make: Callable[..., HostMirror], monkeypatch: pytest.MonkeyPatch, trains: bool, num_restarts: int
+) -> None:
+    """One that goes down each time before it has taken a step is not, in the end."""
+    running = {"state": "running", "status": None, "stopped": False, "failures": [], "supervisor": 1}
+    numbers = itertools.count()
+
+    def follow(**sent: Any) -> Iterator[Any]:
+        number = next(numbers)
+        if trains:
+            yield {"path": "steps/rank-0.jsonl", "offset": 0, "identity": f"{number} 0", "size": 3}
+            yield b"{}\n"
+        end = {"status": 0} if number == MAX_RESTARTS + 5 else {"lost": "the host went down"}
+        yield {"caught_up": running | {"state": "ended"} | end}
+
+    there = FakeSession("there", {"run_control.restart_run": lambda **sent: running, "run_control.follow": follow})
+    monkeypatch.setattr("evener.ssh.session.open_session", lambda *args: there)
+    mirror = make()
+    mirror._is_restart_wanted = lambda: True
+    mirror.follow(lambda: None)
+    assert there.calls.count("run_control.restart_run") == num_restarts
 
 
 def test_run_on_local_host_alone_copies_no_file(there: Path) -> None:

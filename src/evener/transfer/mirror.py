@@ -41,7 +41,7 @@ from evener.transfer.file_transfer import REMOTE_WORK_TIMEOUT_S
 
 RECONNECT_BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 POLL_S, FIRST_STATE_TIMEOUT_S = 0.1, 60.0  # to wait for the states of other hosts
-MAX_RESTARTS = 20  # restarts of a host that went down
+MAX_RESTARTS = 20  # restarts in a row of a host that goes down each time before it has trained
 STREAM_TIMEOUT_S = 12.0  # a following host streams several items a second
 
 RANK_0_FILES = ("manifest.json", *TOKENIZER_FILES)
@@ -201,6 +201,8 @@ class HostMirror:
             if isinstance(item, bytes):
                 assert pending is not None
                 self._append(pending, item)
+                if pending["path"].startswith("steps/"):
+                    self._num_restarts = 0
                 pending, dirty = None, True
             elif "path" in item:
                 pending = item if item["size"] else None
