@@ -156,6 +156,16 @@ def test_host_locks_are_neither_emptied_nor_followed(world: Path) -> None:
     refused(lambda: project_sync.sync(str(home / "tree"), str(home / "projects/mine")))
 
 
+@pytest.mark.parametrize(("verb", "name"), [("report", "report.html"), ("trace", "trace.json")])
+def test_folder_in_the_place_of_an_output_is_one_error_message(world: Path, verb: str, name: str) -> None:
+    path = world / "runs/here" / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    argv = [sys.executable, "-P", "-m", "evener", verb, "runs/here"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, done.stderr) == (2, f"error: runs/here/{name}: Is a directory\n")
+
+
 # --- pids -------------------------------------------------------------------------------------------------------------
 
 

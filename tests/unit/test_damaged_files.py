@@ -28,7 +28,7 @@ import msgspec
 import typer
 
 from evener.cli import main as cli
-from evener.core.base.errors import EvenerError, HostError
+from evener.core.base.errors import EvenerError, HostError, file_error
 from evener.core.base.file_io import file_digest, write_atomic
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.run_plan import HostPlan, Plan, read_plan_if_present, write_plan
@@ -384,6 +384,10 @@ def outcome(args: list[str]) -> tuple[str, str]:
             return "refused", f"error: {error}\n{error.hint}\n{error.output}"
         except typer.TyperException as error:
             return "refused", error.format_message()
+        except OSError as error:  # as `main` does
+            if (problem := file_error(error)) is None:
+                raise
+            return "refused", f"error: {problem}"
         except Started:
             return "taken", ""
 

@@ -35,7 +35,7 @@ from evener.cli import (
 )
 from evener.cli.help import CliApp
 from evener.core.base import trusted
-from evener.core.base.errors import EvenerError, NoRoomError, UsageError
+from evener.core.base.errors import EvenerError, UsageError, file_error
 from evener.core.base.escaped_output import print_escaped
 from evener.core.base.shell import quote_word
 from evener.core.base.version import __version__
@@ -123,11 +123,11 @@ def main() -> None:
         sys.stdout = None
         status = 0
     except OSError as error:
-        if (full := NoRoomError.from_os_error(error)) is None:
+        if (problem := file_error(error)) is None:
             raise
-        status = full.exit_status
+        status = problem.exit_status
         is_of_output = _discard_unwritten_output() and error.filename is None
-        _print_error(f"standard output: {full}" if is_of_output else str(full), full.hint)
+        _print_error(f"standard output: {problem}" if is_of_output else str(problem), problem.hint)
     if reason := trusted.pop_write_error():
         text = f"warning: the approval could not be saved: {reason}; later commands need --trust"
         print_escaped(text, file=sys.stderr)

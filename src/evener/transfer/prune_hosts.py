@@ -98,7 +98,7 @@ class StoredEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPruning(msgspec.Struct, frozen=True):
-    """What can be removed from a host, and the runs that must stay."""
+    """The entries that can be removed from a host, and the runs that must stay."""
 
     prunable: list[StoredEntry]
     kept: list[StoredEntry]

@@ -60,6 +60,12 @@ class NoRoomError(UsageError):
         )
 
 
+def file_error(error: OSError) -> EvenerError | None:
+    """Return the error that says what is wrong with a file or disk of this machine; None if `error` names no file."""
+    full = NoRoomError.from_os_error(error)
+    return full or (UsageError(f"{error.filename}: {error.strerror}") if error.filename is not None else None)
+
+
 class UntrustedError(UsageError):
     """A run or a fleet file from elsewhere would have hosts contacted or programs started; `output` shows which."""
 

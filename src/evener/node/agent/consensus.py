@@ -114,7 +114,7 @@ class EpochConflict:
 
 
 class AcceptorState(msgspec.Struct, frozen=True):
-    """What a host, as a Paxos acceptor, has promised and accepted for the epoch after its current one."""
+    """The promise and the accepted value of a host, as a Paxos acceptor, for the epoch after its current one."""
 
     promised: Ballot = NO_BALLOT  # it ignores lower ballots
     accepted: Ballot = NO_BALLOT
