@@ -162,7 +162,7 @@ def test_requested_checkpoint_is_saved_despite_rank_loss(
     fleet, chance = training(tmp_path, corpus), random.Random(5)
     with ended(fleet):
         fleet.until(lambda: RunDir(tmp_path / "a").is_run() and len(fleet.records(0)) > 5)
-        for _ in range(6):
+        for _ in range(3):
             ask(fleet, "a", lambda: [time.sleep(chance.uniform(0.0, 0.1)), *(one.kill() for one in fleet.ranks("b"))])
             fleet.until(lambda: worlds(fleet)[-1:] == [{"a", "b", "c"}])
         ask(fleet, "b", lambda: [])
@@ -170,7 +170,7 @@ def test_requested_checkpoint_is_saved_despite_rank_loss(
     losses = fleet.losses()
     assert list(losses) == list(range(len(losses)))
     told = [event for name in "abc" for event in RunDir(tmp_path / name).events()]  # by whoever is the first there
-    assert len({event["step"] for event in told if event["event"] == "checkpoint"}) == 8
+    assert len({event["step"] for event in told if event["event"] == "checkpoint"}) == 5
 
 
 @exhaustive
