@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from evener.core.base.decoding import from_json
+from evener.core.base.errors import exit_status_of
 from evener.core.model.shape import GPTShape
 from evener.worker.state.checkpoint import load_weights
 from evener.worker.train.model import GPT
@@ -30,7 +31,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @torch.no_grad()
-def main() -> None:
+def print_tokens() -> None:
+    """Print the ids of the tokens that continue the prompt; CheckpointError if the checkpoint is damaged."""
     request = from_json(sys.argv[1], GenerateRequest)
     model = GPT(request.shape).eval()
     load_weights(Path(request.checkpoint), model)
@@ -42,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status_of(print_tokens))
