@@ -43,11 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nanogpt", metavar="DIR", help="a checkout of karpathy/nanoGPT, to be launched on two hosts")
     parser.addoption("--record-drills", action="store_true", help="write what doctor sees in each fault drill anew")
     parser.addoption("--exhaustive", action="store_true", help="run every test: the tier of `make test-all`")
+    parser.addoption("--times", type=int, default=1, metavar="N", help="N times as many seeds and random examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the tier, and take back SIGINT and SIGHUP, which a shell has a background job (or nohup) ignore."""
-    tiers.RUNS_EXHAUSTIVE = config.getoption("exhaustive")
+    tiers.RUNS_EXHAUSTIVE, tiers.TIMES = config.getoption("exhaustive"), config.getoption("times")
     # The fast tiers try the same examples every time; new ones are looked for by `make test-all`.
     hypothesis.settings.register_profile("tier", derandomize=not tiers.RUNS_EXHAUSTIVE)
     hypothesis.settings.load_profile("tier")

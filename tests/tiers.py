@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 exhaustive = pytest.mark.exhaustive  # of a test, or of one of its parameters: `make test-all` alone
-RUNS_EXHAUSTIVE = False  # set by conftest.py before any test module is imported
+# Set by conftest.py before any test module is imported.
+RUNS_EXHAUSTIVE = False
+TIMES = 1  # as many seeds and random examples as `make test-all` tries: --times
 
 
 def num_examples(in_test: int, in_test_all: int) -> int:
     """Return how many random examples a test of this tier tries."""
-    return in_test_all if RUNS_EXHAUSTIVE else in_test
+    return TIMES * in_test_all if RUNS_EXHAUSTIVE else in_test
 
 
 def seeds(num: int, fast: int = 1) -> list[Any]:
     """Return `num` seeds, of which the first `fast` ones are in the fast tiers."""
-    return [seed if seed < fast else pytest.param(seed, marks=exhaustive) for seed in range(num)]
+    return [seed if seed < fast else pytest.param(seed, marks=exhaustive) for seed in range(TIMES * num)]
 
 
 def exhaustively(*values: object) -> list[Any]:

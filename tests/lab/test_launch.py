@@ -497,10 +497,11 @@ STALE_LOGIN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR":
 
 
 @exhaustive
-@pytest.mark.parametrize("membership", ["live", "restart", "fixed"])
-@pytest.mark.parametrize("file", [".bashrc", ".ssh/environment"])
+@pytest.mark.parametrize(
+    ("file", "membership"), [(".bashrc", "live"), (".ssh/environment", "restart"), (".bashrc", "fixed")]
+)
 def test_variables_of_another_launcher_in_a_login_do_not_reach_its_ranks(
-    fleet: Fleet, corpus: Path, membership: str, file: str
+    fleet: Fleet, corpus: Path, file: str, membership: str
 ) -> None:
     """They hung ranks, or made their start fail again and again without a cause."""
     path = fleet.lab.host("b").home / file

@@ -323,7 +323,7 @@ HISTORIES, LYING_HISTORIES = 20, 50  # in a test
 
 
 @pytest.mark.parametrize("lives", [False, True])
-@pytest.mark.parametrize("block", seeds(10_000 // 2 // HISTORIES))
+@pytest.mark.parametrize("block", seeds(2_000 // 2 // HISTORIES))
 def test_epoch_number_has_only_one_membership_where_disks_keep_what_they_confirm(
     block: int, lives: bool, tmp_path: Path
 ) -> None:
@@ -340,7 +340,7 @@ def test_epoch_number_has_only_one_membership_where_disks_keep_what_they_confirm
 
 
 @pytest.mark.parametrize("lives", [False, True])
-@pytest.mark.parametrize("block", seeds(1_000 // 2 // LYING_HISTORIES))
+@pytest.mark.parametrize("block", seeds(200 // 2 // LYING_HISTORIES))
 def test_split_brain_is_reported_and_ends_in_one_history_where_disks_lie(block: int, lives: bool) -> None:
     """A host that changes sides without a report fails in `Net.tick`; hosts that stay apart fail in `all_run`."""
     num_split, num_met = 0, 0

@@ -51,7 +51,7 @@ from tests.in_process import time_limit
 from tests.sample_runs import write_run
 from tests.tiers import num_examples
 
-NUM, SEED = num_examples(300, 10_000), 20261123
+NUM, SEED = num_examples(300, 2_000), 20261123
 HANGS_S = 60  # by the clock, of a machine as busy as it likes
 LONG = 600  # times the median processor time of a verb: 2 s where that is 3 ms
 RECORD = Path(__file__).parent / "records" / "two-hosts"

@@ -15,12 +15,29 @@ from tests.worker.test_membership_epochs import Training, alone, ended, pytestma
 
 from ..tiers import exhaustive
 
+# evener's own worker, which takes its steps slowly: while a test waits for hosts, others need the processor.
+PACED = """
+import time
+from evener.worker.__main__ import main
+from evener.worker.train import loop
+train_one_step = loop.train_one_step
+def paced(*args):
+    time.sleep(0.03)
+    train_one_step(*args)
+loop.train_one_step = paced
+raise SystemExit(main())
+"""
+
 
 class Living(Training):
     """The same, of ranks that live on, for as long as it takes."""
 
     LIVES = True
     STEPS = 100_000
+
+    def __init__(self, folder: Path, corpus: Path, names: str = "abc", program: str = PACED) -> None:
+        (folder / "worker.py").write_text(program)
+        super().__init__(folder, corpus, names, [str(folder / "worker.py")])
 
     @classmethod
     def flags(cls, corpus: Path) -> list[str]:
@@ -107,8 +124,7 @@ def test_drifting_replicas_continue_and_accept_joining_host(tmp_path: Path, corp
 
 @exhaustive
 def test_stuck_rank_ends_and_rejoins(tmp_path: Path, corpus: Path) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK)
-    fleet = Living(tmp_path, corpus, worker=[str(tmp_path / "stuck.py")])
+    fleet = Living(tmp_path, corpus, program=STUCK)
     with ended(fleet):
         fleet.until(lambda: fleet.saved("a") >= 20)
         fleet.kill("c")
@@ -182,7 +198,7 @@ def test_others_continue_without_host_that_cannot_checkpoint(tmp_path: Path, cor
         lasting = {one.pid for name in "ab" for one in fleet.ranks(name)}
         (tmp_path / "c" / "checkpoints").touch()
         (tmp_path / "a" / "host" / "save").touch()
-        fleet.until(lambda: worlds(fleet, "a")[:1] == [{"a", "b"}])
+        fleet.until(lambda: {"a", "b"} in worlds(fleet, "a"))  # c's rank may have been there for one more world
         fleet.until(lambda: fleet.saved("b") == fleet.saved("a") > 0)
         (tmp_path / "c" / "checkpoints").unlink()
         fleet.until(lambda: worlds(fleet, "a")[-1] == {"a", "b", "c"})
