@@ -359,24 +359,27 @@ def test_max_s_stops_and_saves(tmp_path, corpus):
 @exhaustive
 def test_bench_writes_runs_and_comparison(tmp_path, corpus):
     argv = ["bench", "--data", str(corpus), "--model", "tiny", "--seconds", "2", "--ranks", "1", "--ranks", "2"]
-    done = evener(tmp_path, *argv)
-    assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "bench"
+    folder.mkdir(parents=True)
+    (folder / "bench.json").write_text("of an earlier bench")
+    refused = evener(tmp_path, *argv)
+    assert refused.returncode == 2
+    assert "exists and is not empty" in refused.stderr
+    assert [path.name for path in folder.iterdir()] == ["bench.json"]
+
+    done = evener(tmp_path, *argv, "--force", "--json")
+    assert done.returncode == 0, done.stderr
     assert json.loads((folder / "bench.json").read_text())["series"] == {"verbs": ["verbs-1", "verbs-2"]}
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert Path(tmp_path, done.stdout.strip()).samefile(folder / "report.html")
-    assert "speed-up" in done.stderr
+    assert "speed-up" in (folder / "report.html").read_text()
     one, two = (RunDir(folder / f"verbs-{n}").records(0) for n in (1, 2))
     common = min(len(one), len(two))
     assert common > 3
     assert [r.loss for r in two[:common]] == pytest.approx([r.loss for r in one[:common]], rel=1e-4)
 
-    again = evener(tmp_path, *argv)
-    assert again.returncode == 2
-    assert "exists and is not empty" in again.stderr
-    forced = evener(tmp_path, *argv, "--force", "--json")
-    assert forced.returncode == 0, forced.stderr
-    series = json.loads(forced.stdout)["series"]["verbs"]
+    told = json.loads(done.stdout)
+    assert Path(tmp_path, told["report"]).samefile(folder / "report.html")
+    series = told["series"]["verbs"]
     assert [run["run_dir"] for run in series["runs"]] == ["runs/bench/verbs-1", "runs/bench/verbs-2"]
     assert series["largest_loss_gap"] < 1e-4
     assert len(series["explanation"]) > 100
