@@ -40,8 +40,8 @@ def pids_of(host: LabHost, program: str) -> list[int]:
 def test_losses_are_unchanged_by_hosts_leaving_and_joining(
     make_lab: MakeLab, tmp_path: Path, corpus: Path, train: Callable[..., RunDir]
 ) -> None:
-    """A rank is killed; the first host loses its power, and is back; an agent is killed; one leaves and is let in
-    again. Then it is stopped, and every step that it took has the loss of one process.
+    """A rank is killed; the first host loses its power, and is back; an agent and a supervisor are killed; one leaves
+    and is let in again. Then it is stopped, and every step that it took has the loss of one process.
     """
     file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
     lab = make_lab(file, a=HostSpec(rate="20Mbit"), b=HostSpec(rate="20Mbit"), c=HostSpec(rate="20Mbit"))
@@ -84,10 +84,11 @@ def test_losses_are_unchanged_by_hosts_leaving_and_joining(
         lab.host("a").boot()
         wait_until(lambda: worlds()[-1] == ["b", "c", "a"], "a is back", WITHIN_S)
         until_saved(1)
-        num = len(worlds())
-        os.kill(min(pids_of(lab.host("c"), "evener.node.agent")), signal.SIGKILL)
-        wait_until(lambda: len(worlds()) > num and len(worlds()[-1]) == 3, "c after its agent", WITHIN_S)
-        until_saved(1)
+        for what in ("evener.node.agent", "supervisor.py"):
+            num = len(worlds())
+            os.kill(min(pids_of(lab.host("c"), what)), signal.SIGKILL)
+            wait_until(lambda num=num: len(worlds()) > num and len(worlds()[-1]) == 3, f"c after {what}", WITHIN_S)
+            until_saved(1)
         left = verb("leave", "run", "--host", "b")
         assert "b has left; " in left.stderr
         wait_until(lambda: "b" not in worlds()[-1], "the others go on", WITHIN_S)

@@ -159,14 +159,14 @@ bad_tomls = st.one_of(
 )
 
 
-@settings(max_examples=num_examples(40, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
+@settings(max_examples=num_examples(40, 240), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(args=bad_flags)
 def test_invalid_flags_are_refused(world, args, monkeypatch):
     monkeypatch.chdir(world)
     assert_refused(world, "train", "--data=data/verbs", "--model=tiny", *args)
 
 
-@settings(max_examples=num_examples(25, 80), deadline=None, suppress_health_check=SHARED_FOLDER)
+@settings(max_examples=num_examples(25, 160), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(text=bad_tomls)
 def test_invalid_toml_is_refused(world, text, monkeypatch):
     monkeypatch.chdir(world)
@@ -174,7 +174,7 @@ def test_invalid_toml_is_refused(world, text, monkeypatch):
     assert_refused(world, "train", "run.toml", "--data=data/verbs")
 
 
-@settings(max_examples=num_examples(20, 60), deadline=None, suppress_health_check=SHARED_FOLDER)
+@settings(max_examples=num_examples(20, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(
     file=st.sampled_from(["meta.json", "tokenizer.json", "train.bin", "val.bin"]),
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),
@@ -197,7 +197,7 @@ def test_damaged_corpus_is_refused(world, file, how, where, tmp_path_factory, mo
     assert tree(folder) == before
 
 
-@settings(max_examples=num_examples(8, 60), deadline=None, suppress_health_check=SHARED_FOLDER)
+@settings(max_examples=num_examples(8, 120), deadline=None, suppress_health_check=SHARED_FOLDER)
 @given(
     file=st.sampled_from(["manifest.json", f"{SAVED}/state.json", f"{SAVED}/weights.safetensors"]),
     how=st.sampled_from(["gone", "cut", "empty", "noise"]),

@@ -35,8 +35,8 @@ class Living(Training):
     LIVES = True
     STEPS = 100_000
 
-    def __init__(self, folder: Path, corpus: Path, names: str = "abc", program: str = PACED) -> None:
-        (folder / "worker.py").write_text(program)
+    def __init__(self, folder: Path, corpus: Path, names: str = "abc", source: str = PACED) -> None:
+        (folder / "worker.py").write_text(source)
         super().__init__(folder, corpus, names, [str(folder / "worker.py")])
 
     @classmethod
@@ -124,7 +124,7 @@ def test_drifting_replicas_continue_and_accept_joining_host(tmp_path: Path, corp
 
 @exhaustive
 def test_stuck_rank_ends_and_rejoins(tmp_path: Path, corpus: Path) -> None:
-    fleet = Living(tmp_path, corpus, program=STUCK)
+    fleet = Living(tmp_path, corpus, source=STUCK)
     with ended(fleet):
         fleet.until(lambda: fleet.saved("a") >= 20)
         fleet.kill("c")
