@@ -9,7 +9,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # One worker a core: more are no faster, for loading torch keeps all cores busy.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
-PYTEST := $(BIN)/python -m pytest --dist worksteal -n $(WORKERS)
+PYTEST := $(BIN)/python -m pytest
+PARALLEL := --dist worksteal -n
 # Tests start hundreds of processes, and without cached bytecode each would compile evener anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -19,15 +20,15 @@ demo: .venv/installed
 	$(BIN)/evener bench --force
 
 check: lint
-	$(PYTEST) tests/unit src --ignore=src/evener/worker
+	$(PYTEST) $(PARALLEL) $(WORKERS) tests/unit src --ignore=src/evener/worker
 
 test: check
-	$(PYTEST) tests src/evener/worker --ignore=tests/unit
+	$(PYTEST) $(PARALLEL) $(WORKERS) tests src/evener/worker --ignore=tests/unit
 
-# Its tests wait for time-outs and lost links: one worker more than cores has the cores work meanwhile.
+# Its tests wait for time-outs and lost links: one worker more than cores keeps the cores busy meanwhile.
 test-all: lint
-	$(PYTEST) -n $$(($(WORKERS) + 1)) --exhaustive -m 'not alone'
-	$(BIN)/python -m pytest --exhaustive -m alone
+	$(PYTEST) $(PARALLEL) $$(($(WORKERS) + 1)) --exhaustive -m 'not alone'
+	$(PYTEST) --exhaustive -m alone
 
 lint: .venv/installed
 	$(BIN)/ruff check .
