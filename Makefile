@@ -7,7 +7,7 @@
 # make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
-# One worker a core: more are no faster, for loading torch keeps all cores busy.
+# One worker a core: for tests that do not wait more are no faster, as loading torch keeps all cores busy.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := --dist worksteal -n
