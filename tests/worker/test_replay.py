@@ -212,7 +212,7 @@ def test_dropout_replays_on_one_rank_and_is_refused_on_two(tmp_path, corpus, ser
 
 
 @exhaustive
-def test_impossible_replay_is_refused_with_reason(run, tmp_path, corpus, run_script, server):
+def test_impossible_replay_is_refused_with_reason(run, tmp_path, corpus, run_script, server, monkeypatch):
     far = verify(run, "--replay", "31", status=2).stderr
     assert "no checkpoint is followed by 31 recorded steps: 30 after step 0, 20 after step 10, 10 after step 20" in far
     assert "hint:  --replay 30" in far
@@ -223,6 +223,9 @@ def test_impossible_replay_is_refused_with_reason(run, tmp_path, corpus, run_scr
 
     drifts = start_run(server, tmp_path / "drifts", corpus, "--sync", "diloco:2", "--steps", "4")
     assert "its replicas drift apart" in verify(drifts, "--replay", "2", status=2).stderr
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setitem(ENV, "TMPDIR", str(scratch))
 
     def manifest(**changes):
         tree = json.loads(run.manifest_path.read_text())
@@ -239,4 +242,5 @@ def test_impossible_replay_is_refused_with_reason(run, tmp_path, corpus, run_scr
     assert "no such folder" in moved
     assert "its model's shape differs" in manifest(shape=tree["shape"] | {"width": 32})
     assert "had a learning rate of" in manifest(spec=spec | {"train": spec["train"] | {"lr": 0.1}})
+    assert not list(scratch.iterdir())  # of a replay that is ended early
     assert "tokens, but --batch now gives" in manifest(spec=spec | {"train": spec["train"] | {"batch": 8}})

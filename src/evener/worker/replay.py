@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -142,6 +143,7 @@ def _single_process_spec(request: ReplayRequest) -> RunSpec:
 def print_replay() -> None:
     """Replay the steps that the program's argument requests; print lines of JSON."""
     request = from_json(sys.argv[1], ReplayRequest)
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))  # the folder is removed then, too
     with tempfile.TemporaryDirectory(prefix="evener-replay-") as scratch:
         replay = Replay(request, Path(scratch))
         print(json.dumps({"device": str(replay.device), "unlike": replay.mismatched_tensor}), flush=True)
