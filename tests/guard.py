@@ -8,6 +8,7 @@ All that tests start has MARK in its environment, also what detaches itself from
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
@@ -37,10 +38,13 @@ def use_memory_disk() -> None:
     """Put temporary files into memory where there is room, unless TMPDIR is set.
 
     evener flushes what must survive a power loss, and tests remove what they wrote: on a disk, both can take
-    milliseconds a file. Call it before any temporary folder is chosen.
+    milliseconds a file. torch's cache of compiled code stays where it always is. Call it before any temporary folder is
+    chosen.
     """
     if "TMPDIR" not in os.environ and MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES \
             and psutil.virtual_memory().available > AVAILABLE_BYTES:  # fmt: skip
+        cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
         os.environ["TMPDIR"], tempfile.tempdir = str(MEMORY_DISK), None
 
 

@@ -42,7 +42,7 @@ class Controller:
         text = "".join(line for line in lab.state.fleet_text.splitlines(True) if not line.startswith("python = "))
         self.fleet.write_text(text)
         trust_fleet(load_fleet(self.fleet))
-        self.env = os.environ | {"PYTHONPATH": str(self.source / "src")}
+        self.env = os.environ | {"PYTHONPATH": str(self.source / "src"), "TMPDIR": str(folder)}  # one is killed
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
         code = "from evener.cli.main import main; main()"
