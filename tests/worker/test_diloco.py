@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from statistics import median
 
 import msgspec
 import pytest
@@ -269,9 +268,7 @@ def test_step_parts_sum_to_wall_time_and_bytes_are_sent_at_outer_step(tmp_path, 
         assert [bool(record.bytes) for record in records] == [(record.step + 1) % 8 == 0 for record in records]
         assert {record.tokens for record in records} == {9 * 64} if rank == 0 else {3 * 64}
         assert all(record.sync_s == 0 or record.bytes for record in records)
-        parts = [record.cost.total_s / record.wall_s for record in records]
-        assert max(parts) < 1.001
-        assert median(parts) > 0.99  # a rank may be preempted between its last lap and the end of a step
+        assert [record.cost.total_s for record in records] == pytest.approx([record.wall_s for record in records])
 
 
 @pytest.mark.parametrize(

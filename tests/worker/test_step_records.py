@@ -20,14 +20,13 @@ from ..ranks import Server
 from ..tiers import exhaustively
 
 
-def test_parts_sum_to_the_step_within_one_percent(tmp_path, train):
+def test_parts_sum_to_the_step(tmp_path, train):
     run = train(tmp_path / "run", "--steps", "40", "--micro-batch", "2", "--width", "256", ranks=2)
     for rank in range(2):
         records = run.records(rank)
-        gaps = [abs(record.cost.total_s / record.wall_s - 1) for record in records]
-        # Two clocks read one after the other: a busy machine takes the processor away in between, in some steps.
-        assert statistics.quantiles(gaps, n=4)[-1] < 0.01
-        assert sum(r.cost.total_s for r in records) == pytest.approx(sum(r.wall_s for r in records), rel=0.01)
+        assert [record.cost.total_s for record in records] == pytest.approx([record.wall_s for record in records])
+        # Another clock, read after each step: there were at least the steps between two readings.
+        assert sum(record.wall_s for record in records[1:]) < 1.001 * (records[-1].ended - records[0].ended)
         for record in records:
             assert all(getattr(record.cost, part) is not None for part in PHASES)
             assert record.sync_s > 0

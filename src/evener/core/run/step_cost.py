@@ -69,7 +69,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int  # roster epoch: of the Roster that divided the global batch
     tokens: float  # this rank's share of the global batch; for a user's own program, the weight of its losses
     loss: float | None  # mean over the tokens of the *global* batch: the same on every rank
-    wall_s: float  # the step by one clock, end to end; `cost` sums to it within 1 %
+    wall_s: float  # the step from its first to its last lap; `cost` sums to it
     cost: StepCost
     sync_s: float | None  # all-reduces in flight, hidden or not; None if nothing is synchronized
     cpu_s: float | None  # CPU seconds of this process: less than wall × threads means it was not always running

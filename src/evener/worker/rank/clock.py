@@ -87,6 +87,10 @@ class LapTimer:
         """Charge the time since the last mark to a phase."""
         self.marks.append((phase, self._clock.mark()))
 
+    def total_s(self) -> float:
+        """Return the seconds from the first mark to the last; waits until the last lap is over."""
+        return self._clock.elapsed_s(self.marks[0][1], self.marks[-1][1])
+
     def phase_times_s(self) -> dict[str, float]:
         """Return the seconds of every phase that had a lap; waits until the last lap is over."""
         parts: dict[str, float] = {}

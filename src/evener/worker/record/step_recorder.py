@@ -139,7 +139,6 @@ class PendingStepRecord(msgspec.Struct, kw_only=True):
     tokens: float
     global_tokens: float
     laps: LapTimer
-    wall_s: float
     cpu_s: float
     ended: float
     sync_s: Callable[[], float | None]  # called when the step is reported: it may wait for the device
@@ -210,8 +209,7 @@ class StepRecorder:
 
     def _start_timers(self) -> None:
         self._is_in_step = True
-        # first, so that they cover the whole step
-        self._wall_start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._cpu_start = time.process_time()  # first, so that it covers the whole step
         self._laps = LapTimer(self.clock)
 
     def lap(self, phase: str) -> None:
@@ -237,8 +235,8 @@ class StepRecorder:
                 self._layer_tracer = None
 
     def stop_timers(self) -> None:
-        """Stop the step timers: time after this belongs to no step, unless another lap follows."""
-        self._wall_s, self._cpu_s = time.perf_counter() - self._wall_start, time.process_time() - self._cpu_start
+        """Stop the step timers, right after a lap: time after this belongs to no step, unless another lap follows."""
+        self._cpu_s = time.process_time() - self._cpu_start
 
     def end_step(
         self,
@@ -251,9 +249,7 @@ class StepRecorder:
         """End the step at the time of the last `stop_timers`, and send its report."""
         self.reports, self.completed, self._is_in_step = [], [], False
         self.spans.end_step(StepMarks(facts["step"], facts["epoch"], self._laps, exchanges, self._layer_spans))
-        self._pending_steps.append(
-            PendingStepRecord(laps=self._laps, wall_s=self._wall_s, cpu_s=self._cpu_s, ended=time.time(), **facts)
-        )
+        self._pending_steps.append(PendingStepRecord(laps=self._laps, cpu_s=self._cpu_s, ended=time.time(), **facts))
         try:
             self._send_report(
                 self._pending_steps[-1 - self._lag_steps] if len(self._pending_steps) > self._lag_steps else None,
@@ -409,7 +405,7 @@ class StepRecorder:
             epoch=pending.epoch,
             tokens=pending.tokens,
             loss=loss if loss is None or math.isfinite(loss) else None,
-            wall_s=pending.wall_s if self._lag_steps == 0 else sum(part or 0.0 for part in phases.values()),
+            wall_s=pending.laps.total_s(),
             cost=StepCost(**phases),
             sync_s=pending.in_flight_s,
             cpu_s=pending.cpu_s,
