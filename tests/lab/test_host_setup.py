@@ -42,7 +42,8 @@ class Controller:
         text = "".join(line for line in lab.state.fleet_text.splitlines(True) if not line.startswith("python = "))
         self.fleet.write_text(text)
         trust_fleet(load_fleet(self.fleet))
-        self.env = os.environ | {"PYTHONPATH": str(self.source / "src"), "TMPDIR": str(folder)}  # one is killed
+        # A setup that is killed leaves its temporary files.
+        self.env = os.environ | {"PYTHONPATH": str(self.source / "src"), "TMPDIR": str(folder)}
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
         code = "from evener.cli.main import main; main()"
