@@ -61,3 +61,28 @@ def test_ps_and_proc_list_the_same_processes(rank: int, monkeypatch: pytest.Monk
     assert (process.parent, process.has_terminal) == (expected.parent, expected.has_terminal)
     assert process.command.startswith(sys.executable)
     assert sorted(process_table.process_tree(rank)) == sorted(tree)
+
+
+def test_rank_is_recognized_that_was_sampled_before_it_called_exec() -> None:
+    """Between fork and exec it has the environment of its launcher. The environment is then read once only."""
+    becomes_rank = (
+        "import os, sys; input()\n"
+        "os.execve(sys.executable, [sys.executable, '-c', 'print(flush=True); input()'], {'LOCAL_RANK': '3'})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", becomes_rank], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        started = process_table.read_process(process.pid).start_time
+        with pytest.raises(LookupError):
+            process_table.local_rank(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"\n"
+        assert process_table.local_rank(process.pid) == 3
+        assert process_table.read_process(process.pid).start_time == started
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(process_table, "read_environment", lambda pid: [])
+            assert process_table.local_rank(process.pid) == 3
+        process.kill()

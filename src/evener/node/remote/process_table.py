@@ -22,7 +22,7 @@ PS_COLUMNS = "pid=,ppid=,stat=,tty=,time=,command="
 KILL_TIMEOUT_S = 5.0  # for the kernel to remove killed processes
 KILL_POLL_S = 0.01
 
-_local_ranks: dict[int, tuple[str, int | None]] = {}  # by pid: (its start time, its local rank)
+_local_ranks: dict[int, tuple[str, int]] = {}  # by pid: (its start time, its local rank)
 
 
 class Process(NamedTuple):
@@ -112,16 +112,16 @@ def tree_cpu_s(pid: int) -> float:
 def local_rank(pid: int) -> int:
     """Return a process's LOCAL_RANK; LookupError if it has none, OSError if there is no such process.
 
-    It is read once: the environment of a process that hangs in the kernel may be unreadable.
+    Once found it is not read again: the environment of a process that hangs in the kernel may be unreadable. A process
+    that has none may get one: until it calls exec, a new rank has the environment of its parent.
     """
     started = read_process(pid).start_time
-    if _local_ranks.get(pid, ("?", None))[0] != started:
+    if _local_ranks.get(pid, ("", 0))[0] != started:
         ranks = [int(entry[len("LOCAL_RANK=") :]) for entry in read_environment(pid) if entry.startswith("LOCAL_RANK=")]
-        _local_ranks[pid] = started, ranks[0] if ranks else None
-    rank = _local_ranks[pid][1]
-    if rank is None:
-        raise LookupError(pid)
-    return rank
+        if not ranks:
+            raise LookupError(pid)
+        _local_ranks[pid] = started, ranks[0]
+    return _local_ranks[pid][1]
 
 
 def sample_rank(pid: int, heartbeat_file: str) -> dict[str, Any]:
