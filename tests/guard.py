@@ -38,13 +38,14 @@ def use_memory_disk() -> None:
     """Put temporary files into memory where there is room, unless TMPDIR is set.
 
     evener flushes what must survive a power loss, and tests remove what they wrote: on a disk, both can take
-    milliseconds a file. torch's cache of compiled code stays where it always is. Call it before any temporary folder is
-    chosen.
+    milliseconds a file. torch's cache of compiled code stays where it always is, without the compiled headers, which
+    torch keeps in the temporary folder (149 MB). Call it before any temporary folder is chosen.
     """
     if "TMPDIR" not in os.environ and MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES \
             and psutil.virtual_memory().available > AVAILABLE_BYTES:  # fmt: skip
         cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
         os.environ["TMPDIR"], tempfile.tempdir = str(MEMORY_DISK), None
 
 
