@@ -23,6 +23,7 @@ from evener.ssh.session import Session, open_session
 from evener.transfer import file_tree as tree_module
 from evener.transfer.file_transfer import CHUNK_BYTES, FileFetcher, send_to_host, send_to_hosts
 from evener.transfer.file_tree import FileTree, TreeFile, describe_data, describe_files, describe_project
+from evener.transfer.secret_files import PRIVATE_KEY_BYTES, has_secret_name
 
 from ..tiers import num_examples
 
@@ -84,10 +85,11 @@ NAME = (
         st.sampled_from(["a", "b", " ", "a b", "'", '"', "$(x)", "new\nline", "-rf", "*", "\\", "ü", "u\u0308", "日"]),
     )
     .filter(lambda name: not name.startswith(".") and len(os.fsencode(name)) < 200)
-    .filter(lambda name: name not in ("runs", "__pycache__", "pyvenv.cfg"))
+    .filter(lambda name: name not in ("runs", "__pycache__", "pyvenv.cfg") and not has_secret_name(name))
 )
 PATH = st.lists(NAME, min_size=1, max_size=3).map(tuple)
-FILES = st.dictionaries(PATH, st.tuples(st.binary(max_size=3000), st.booleans()), max_size=12)
+CONTENT = st.binary(max_size=3000).filter(lambda content: not PRIVATE_KEY_BYTES.search(content))
+FILES = st.dictionaries(PATH, st.tuples(CONTENT, st.booleans()), max_size=12)
 
 
 @settings(max_examples=num_examples(15, 60), deadline=None)
