@@ -344,7 +344,7 @@ def test_resume_reports_when_auto_would_choose_another_strategy(tmp_path, corpus
     ended = server.run(tmp_path / "said", argv, 2, env, module="evener.worker")
     assert ended.statuses == [0, 0], ended.said("err")
     told = [event["what"] for event in RunDir(tmp_path / "run").events() if event["event"] == "remark"]
-    assert len([what for what in told if "would not choose it again" in what]) == num
+    assert len([what for what in told if "--sync auto would not choose" in what]) == num
     assert all(what.endswith("with 2 ranks: not exact, and no loss may be spent") for what in told if num)
 
 

@@ -122,6 +122,55 @@ def test_drifting_replicas_continue_and_accept_joining_host(tmp_path: Path, corp
     assert sum(losses[-20:]) < 1.05 * sum(undisturbed[-20:])
 
 
+# evener's own worker with another strategy every 10 steps: replicas drift, and are equal again.
+SWITCHING = (
+    """
+from evener.core.run.roster import parse_sync
+from evener.worker.membership.fixed import FixedMembership
+def update_roster(self, reports, next_step):
+    wanted = parse_sync("diloco:4:int8:streamed" if next_step // 10 % 2 else "ddp")
+    if self.roster.world_size == 1 or self.roster.sync == wanted:
+        return None
+    self.roster = self.roster.with_sync(wanted, 0, next_step, why="it was asked for")
+    return self.roster
+FixedMembership.update_roster = update_roster
+"""
+    + PACED
+)
+
+
+class Switching(Living):
+    """Replicas that drift for a while, and are equal for a while."""
+
+    def __init__(self, folder: Path, corpus: Path) -> None:
+        super().__init__(folder, corpus, source=SWITCHING)
+
+    @classmethod
+    def flags(cls, corpus: Path) -> list[str]:
+        return [*super().flags(corpus), "--sync", "auto"]
+
+
+@exhaustive
+def test_hosts_are_lost_and_join_while_the_strategy_changes(tmp_path: Path, corpus: Path) -> None:
+    """In the steps of a change too; a host that joins was planned with another strategy."""
+    fleet, draw = Switching(tmp_path, corpus), random.Random(1)
+    with ended(fleet):
+        for _ in range(8):
+            before = fleet.saved("a")
+            fleet.until(lambda before=before: fleet.saved("a") > before)  # type: ignore[misc]
+            time.sleep(draw.uniform(0, 1.0))
+            next(one for one in fleet.ranks("b")).kill()
+            num = len(worlds(fleet))
+            fleet.until(lambda num=num: len(worlds(fleet)) > num and len(worlds(fleet)[-1]) == 3)  # type: ignore[misc]
+        stop_at(fleet, "a")
+    losses = list(fleet.losses().values())
+    assert list(fleet.losses()) == list(range(len(losses)))
+    changes = [event for event in RunDir(tmp_path / "a").events() if event["event"] == "rechosen"]
+    assert len({event["epoch"] for event in changes}) > 8
+    undisturbed = alone(type("Alone", (Drifting,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
+    assert sum(losses[-20:]) < 1.05 * sum(undisturbed[-20:])
+
+
 @exhaustive
 def test_stuck_rank_ends_and_rejoins(tmp_path: Path, corpus: Path) -> None:
     fleet = Living(tmp_path, corpus, source=STUCK)

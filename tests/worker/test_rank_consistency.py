@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from evener.core.cluster.host_info import local_host_info
-from evener.core.run.roster import RankSlot, initial_roster
+from evener.core.run.membership_epoch import MembershipEpoch
+from evener.core.run.roster import RankSlot, initial_roster, parse_sync
 from evener.core.run.run_spec import RunSpec, parse_args
 from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
+from evener.worker.membership import elastic
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.train.rank_consistency import RankFingerprint, find_mismatch, rank_fingerprint, starting_roster
+from evener.worker.train import rank_consistency
+from evener.worker.train.rank_consistency import (
+    RankFingerprint,
+    find_mismatch,
+    rank_fingerprint,
+    starting_roster,
+)
 
 SEATS = [RankSlot(host=host, device="cpu") for host in "aab"]
 ROSTER = initial_roster(RunSpec(), SEATS, None)
@@ -68,6 +78,32 @@ def test_host_specific_paths_are_not_compared() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("sync", "hosts", "expected"),
+    [("auto", ["a", "b"], "diloco:10"), ("auto", ["a"], "diloco:10"), ("ddp", ["a", "b"], "ddp")],
+)
+def test_restarted_ranks_continue_with_the_strategy_of_their_checkpoint(monkeypatch, tmp_path, sync, hosts, expected):
+    """Where the user named none. A host that is alone keeps it, for those that come back."""
+    seats = [RankSlot(host=host, device="cpu") for host in "ab"]
+    planned, spec = initial_roster(RunSpec(), seats, None), parse_args([f"--sync={sync}"])
+    epoch = MembershipEpoch(number=3, hosts=hosts)
+    group: Any = SimpleNamespace(
+        all_gather=lambda mine, kind: [mine for _ in hosts] if kind is not RankSlot else seats[: len(hosts)],
+        is_admitted=True, membership_epoch=epoch, member_ranks=[], local_rank=0, rank=0)  # fmt: skip
+    start: Any = SimpleNamespace(sync=parse_sync("diloco:10"), bucket_bytes=0)
+    for module in (rank_consistency, elastic):
+        monkeypatch.setattr(module, "read_launcher_roster", lambda: planned)
+    monkeypatch.setattr(rank_consistency, "is_elastic", lambda: True)
+    for name in ("detect_previous_oom", "local_rank_slot"):
+        monkeypatch.setattr(rank_consistency, name, lambda *args: None)
+    monkeypatch.setattr(rank_consistency, "local_rank_slot", lambda *args: seats[0])
+    monkeypatch.setattr(rank_consistency, "limit_micro_batches", lambda roster, group: roster)
+    monkeypatch.setenv("EVENER_SAYINGS", str(tmp_path))
+    roster = starting_roster(group, RunWriter(tmp_path), local_host_info(), spec, None, start)
+    assert (str(roster.sync), roster.hosts) == (expected, hosts)
+    assert str(elastic.ElasticMembership(roster, group).roster.sync) == expected
+
+
 def test_ranks_with_different_specs_do_not_start(run_script: Any, tmp_path: Any) -> None:
     """Two ranks of a real run, one with another learning rate."""
     done = run_script(
@@ -97,6 +133,6 @@ def test_custom_program_dtype_is_fp32_unless_given(dtype: str, expected: str) ->
     """evener does not run its forward: without a word its arithmetic is torch's own."""
     spec = parse_args(["--dtype", dtype, "--device", "cpu"])
     assert (
-        starting_roster(ProcessGroups("cpu"), RunDir("absent"), local_host_info(), spec, None).members[0].dtype
+        starting_roster(ProcessGroups("cpu"), RunDir("absent"), local_host_info(), spec, None, None).members[0].dtype
         == expected
     )

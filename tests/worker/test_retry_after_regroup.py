@@ -53,7 +53,8 @@ class Rank:
         self.group = Lossy()
         rundir = RunWriter(folder)
         spans = SpanRecorder(rundir, 0, HostClock())
-        self.keeper = Checkpointer(rundir, parse_args([]), self.group, trained, NoSync(), spans)
+        trained.sync = NoSync()
+        self.keeper = Checkpointer(rundir, parse_args([]), self.group, trained, spans)
 
     def attempt(self, lost_at: int | None, step: int = 20) -> bool:
         """Save; can it?"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import types
@@ -11,6 +12,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from evener.core.base.errors import UsageError
@@ -32,7 +34,8 @@ from evener.worker.sync.powersgd import PowerSGD
 from evener.worker.sync.quantized import QuantizedAllReduce
 from evener.worker.sync.sync_factory import make_sync
 
-from ..tiers import exhaustively
+from ..tiers import exhaustive, exhaustively
+from .test_cli import evener
 
 LOSSY = ("bf16", "int8", "int4", "powersgd:2")
 FLAGS = ("--steps", "40", "--batch", "12", "--verify-every", "10", "--eval-every", "0", "--lr", "0.002")
@@ -264,21 +267,28 @@ def test_non_fp32_weights_are_refused_except_by_ddp(sync):
     assert isinstance(make_sync(ddp, group, HostClock(), lambda part: None, module), GradientSync)
 
 
+# The strategy changes at the steps that the first argument names.
 CHANGES = """
-import os, runpy, sys
+import sys
 from evener.core.run.roster import parse_sync
 from evener.worker.membership.fixed import FixedMembership
-CHANGES = {10: "packed", 20: "int8", 30: "powersgd:4", 40: "ddp"}
-if sys.argv.pop(1) == "change":
-    def hear(self, news, next_step):
-        if next_step not in CHANGES:
-            return None
-        self.roster = self.roster.with_sync(parse_sync(CHANGES[next_step]), 0, next_step, why="the link is another")
-        return self.roster
-    FixedMembership.update_roster = hear
+pairs = [pair.split("=") for pair in sys.argv.pop(1).split(",") if pair]
+CHANGES = {int(step): parse_sync(name) for step, name in pairs}
+def update_roster(self, reports, next_step):
+    if next_step not in CHANGES:
+        return None
+    self.roster = self.roster.with_sync(CHANGES[next_step], 0, next_step, why="it was asked for")
+    return self.roster
+FixedMembership.update_roster = update_roster
+"""
+CHANGING = (
+    CHANGES
+    + """
+import runpy
 sys.argv[0] = "evener.worker"
 runpy.run_module("evener.worker", run_name="__main__")
 """
+)
 
 
 @pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
@@ -287,8 +297,8 @@ def test_strategy_change_between_steps_keeps_replicas_equal(tmp_path, corpus, ru
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
              "--shares", "equal", "--steps", "50", "--batch", "6", "--verify-every", "5"]  # fmt: skip
     runs = {}
-    for what in ("stay", "change"):
-        done = run_script(CHANGES, what, *flags, "--out", str(tmp_path / what), ranks=ranks)
+    for what, changes in (("stay", ""), ("change", "10=packed,20=int8,30=powersgd:4,40=ddp")):
+        done = run_script(CHANGING, changes, *flags, "--out", str(tmp_path / what), ranks=ranks)
         assert done.returncode == 0, done.stderr
         runs[what] = RunDir(tmp_path / what)
     assert all(run.manifest().result.replicas_agree is True for run in runs.values())
@@ -305,6 +315,111 @@ def test_strategy_change_between_steps_keeps_replicas_equal(tmp_path, corpus, ru
     assert sent[35] < sent[25] < sent[5] == sent[45]
     assert runs["change"].manifest().since == 40
     assert summarize_run(runs["change"]).ranks[0].bytes == sent[45]
+
+
+THERE_AND_BACK = ("10=diloco:5:int8:streamed,30=packed,35=int8,40=ddp,41=diloco:5,56=ddp,61=diloco:4:streamed", 70)
+
+
+@pytest.mark.parametrize("ranks", [2, *exhaustively(3, 4)])
+def test_change_between_equal_and_drifting_replicas_keeps_learning(tmp_path, corpus, run_script, ranks):
+    """Also where an exchange is in flight, in the middle of a round, and with residuals of both kinds."""
+    changes, steps = THERE_AND_BACK
+    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
+             "--shares", "equal", "--steps", str(steps), "--batch", "12", "--verify-every", "5", "--sync", "auto",
+             "--dropout", "0"]  # fmt: skip
+    runs = {}
+    for what, of_run in (("stays", ""), ("changes", changes)):
+        done = run_script(CHANGING, of_run, *flags, "--out", str(tmp_path / what), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        runs[what] = RunDir(tmp_path / what)
+    assert all(run.manifest().result.replicas_agree is True for run in runs.values())
+    told = [f"{event['step']}={event['sync']}" for event in runs["changes"].events() if event["event"] == "rechosen"]
+    assert ",".join(told) == changes
+    stays, now = ([record.loss for record in runs[what].records(0)] for what in ("stays", "changes"))
+    assert len(now) == steps
+    assert now[:11] == pytest.approx(stays[:11], rel=1e-5)
+    assert now == pytest.approx(stays, rel=0.1)
+    assert sum(now[-10:]) == pytest.approx(sum(stays[-10:]), rel=0.03)
+    val = [run.manifest().result.val_loss for run in runs.values()]
+    assert val[1] == pytest.approx(val[0], rel=0.03)
+
+
+@exhaustive
+def test_run_that_changes_loses_no_more_than_one_that_always_drifts(tmp_path, corpus, run_script):
+    """Neither the merges nor an outer momentum that starts at 0 costs more than drifting replicas do."""
+    flags = ["--data", str(corpus), "--model", "tiny", "--threads", "1", "--dtype", "fp32", "--shares", "equal",
+             "--steps", "400", "--batch", "12", "--sync", "auto", "--dropout", "0"]  # fmt: skip
+    losses = {}
+    for name, changes in (("ddp", ""), ("drifts", "1=diloco:10"),
+                          ("changes", "50=diloco:10,150=ddp,200=diloco:10,350=ddp,360=diloco:10")):  # fmt: skip
+        done = run_script(CHANGING, changes, *flags, "--out", str(tmp_path / name), ranks=2)
+        assert done.returncode == 0, done.stderr
+        run = RunDir(tmp_path / name)
+        training = math.fsum(record.loss for record in run.records(0)[-50:]) / 50
+        losses[name] = training, run.manifest().result.val_loss
+    for ddp, drifts, changes in zip(*losses.values(), strict=True):
+        assert changes < 1.005 * max(ddp, drifts)
+
+
+def test_run_that_changed_to_drifting_replicas_resumes_bit_for_bit(tmp_path, corpus, run_script):
+    """Resumed from a checkpoint among drifting steps: as if it had not been stopped, though another strategy was in
+    force when it was.
+    """
+    flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
+             "--shares", "equal", "--batch", "4", "--sync", "auto", "--dropout", "0", "--ranks", "2", "--steps", "24",
+             "--checkpoint-every", "12"]  # fmt: skip
+    for name, later in (("whole", ""), ("run", ",18=ddp")):
+        done = run_script(CHANGING, "4=diloco:5:int8:streamed" + later, *flags, "--out", str(tmp_path / name), ranks=2)
+        assert done.returncode == 0, done.stderr
+    run, whole = RunDir(tmp_path / "run"), RunDir(tmp_path / "whole")
+    shutil.rmtree(run.checkpoint_path(24))
+    resumed = evener(tmp_path, "train", "--resume", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from step 12" in resumed.stderr
+    for rank in (0, 1):
+        assert [record.loss for record in run.records(rank)] == [record.loss for record in whole.records(rank)]
+    assert run.manifest().result.val_loss == whole.manifest().result.val_loss
+
+
+SGD = (
+    CHANGES
+    + """
+import torch, evener
+from evener.worker.sync import diloco
+from torch.utils.data import TensorDataset
+diloco.outer_momentum = lambda tokens: 0.0
+with evener.join(evener.parse_args(sys.argv[1:])) as run:
+    model = run.model(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.05))
+    draw = torch.Generator().manual_seed(0)
+    for step in run.steps(TensorDataset(torch.randn(64, 8, generator=draw), torch.randn(64, 1, generator=draw))):
+        for x, y in step.micro_batches():
+            step.backward((model(x) - y).square().sum())
+        step.update(optimizer)
+import gc
+gc.collect()
+of_ddp = torch.nn.parallel.DistributedDataParallel
+print("modules:", sum(isinstance(one, of_ddp) for one in gc.get_objects()), flush=True)
+"""
+)
+# Here gradients do not depend on the weights, so that their sum does not depend on the order of updates.
+LINEAR = SGD.replace("torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)", "torch.nn.Linear(8, 64)")
+LINEAR = LINEAR.replace("(model(x) - y).square().sum()", "(model(x) * y).sum()")
+
+
+def test_replicas_that_merge_every_step_are_data_parallel_across_changes(tmp_path, run_script):
+    """DiLoCo with H = 1, no outer momentum and plain SGD is data-parallel SGD: so is a run that changes."""
+    flags = ["--steps", "30", "--batch", "8", "--threads", "1", "--clip", "0", "--shares", "3:1",
+             "--checkpoint-every", "0"]  # fmt: skip
+    losses = []
+    for name, changes in (("ddp", ""), ("changes", "5=diloco:1,13=packed,18=ddp,20=diloco:1,27=ddp")):
+        done = run_script(SGD, changes, *flags, "--out", str(tmp_path / name), ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert set(re.findall(r"modules: \d+", done.stdout)) == {"modules: 1"}  # those of before hold no memory
+        run = RunDir(tmp_path / name)
+        assert run.manifest().result.replicas_agree is True
+        losses.append([record.loss for record in run.records(0)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 HANDED_ON = """
@@ -467,3 +582,20 @@ def test_state_of_other_strategy_is_ignored():
     narrow.load_rank_state_dict([of_powersgd], weight)
     powersgd.load_rank_state_dict([of_narrow], weight)
     assert narrow.residuals() == powersgd.residuals() == []
+
+
+@pytest.mark.parametrize("ranks", [2, *exhaustively(3)])
+def test_no_update_is_lost_in_changes_of_strategy(tmp_path, run_script, ranks):
+    """Not what int8 has not sent yet, nor what is in flight: the weights move as far as with ddp, up to rounding."""
+    changes = "4=int8,9=ddp,10=diloco:5:int8:streamed,23=packed,26=int8,31=ddp,32=diloco:4:int8,38=ddp"
+    flags = ["--steps", "40", "--batch", "12", "--threads", "1", "--clip", "0", "--sync", "auto"]
+    weights = []
+    for name, of_run in (("ddp", ""), ("changes", changes)):
+        done = run_script(LINEAR, of_run, *flags, "--out", str(tmp_path / name), ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        run = RunDir(tmp_path / name)
+        (step,) = run.checkpoint_steps()
+        loaded = load_file(run.checkpoint_path(step) / "weights.safetensors")
+        weights.append(torch.cat([loaded[tensor].flatten() for tensor in sorted(loaded)]))
+    moved = float((weights[0]).abs().max())
+    assert float((weights[1] - weights[0]).abs().max()) < 1e-5 * moved

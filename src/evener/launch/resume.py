@@ -14,17 +14,17 @@ from pathlib import Path
 
 import msgspec
 
-from evener.core.base.errors import EvenerError, HostError, NoRoomError, RunError, UsageError
+from evener.core.base.errors import CheckpointError, EvenerError, HostError, NoRoomError, RunError, UsageError
 from evener.core.base.file_io import lock_file, open_file
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, load_fleet
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun
-from evener.core.run.roster import NO_SYNC, RankSlot, Roster, requested_sync
+from evener.core.run.roster import NO_SYNC, RankSlot, Roster, SyncSpec, requested_sync
 from evener.core.run.run_plan import Plan, read_plan_if_present
 from evener.core.run.run_spec import RunSpec
-from evener.core.run.rundir import RESUME_LOCK_FILE, RunDir
+from evener.core.run.rundir import RESUME_LOCK_FILE, RunDir, read_checkpoint_unverified
 from evener.launch import launcher
 from evener.launch.launcher import Notify
 from evener.transfer.checkpoint_transfer import fetch_checkpoints
@@ -107,8 +107,8 @@ class ResumedRun:
         return msgspec.structs.replace(plan.spec, out=str(rundir))
 
     def with_previous_sync(self, resolved: ResolvedRun) -> ResolvedRun:
-        """Replace `--sync auto` by the strategy that the run had last, which its checkpoint belongs to."""
-        train, had = resolved.spec.train, self.rundir.manifest().roster.sync
+        """Replace `--sync auto` by the strategy that the newest checkpoint belongs to."""
+        train, (had, _) = resolved.spec.train, self._previous_strategy()
         if train.sync != "auto" or had == NO_SYNC:
             return resolved
         spec = msgspec.structs.replace(resolved.spec, train=msgspec.structs.replace(train, sync=str(had)))
@@ -116,8 +116,18 @@ class ResumedRun:
 
     def with_previous_buckets(self, roster: Roster) -> Roster:
         """Return the roster with the run's previous bucket size, as another would change the order of summation."""
+        had, bucket_bytes = self._previous_strategy()
+        return roster if had != roster.sync else msgspec.structs.replace(roster, bucket_bytes=bucket_bytes)
+
+    def _previous_strategy(self) -> tuple[SyncSpec, int]:
+        """Return the sync strategy and bucket size of the newest checkpoint, else those of the run's last roster."""
+        for step in self.rundir.checkpoint_steps()[-1:]:
+            with contextlib.suppress(CheckpointError):
+                checkpoint = read_checkpoint_unverified(self.rundir.checkpoint_path(step))
+                if checkpoint.sync != NO_SYNC:
+                    return checkpoint.sync, checkpoint.bucket_bytes
         had = self.rundir.manifest().roster
-        return roster if had.sync != roster.sync else msgspec.structs.replace(roster, bucket_bytes=had.bucket_bytes)
+        return had.sync, had.bucket_bytes
 
     def prediction(self, fleet: Fleet, resolved: ResolvedRun, slots: Sequence[RankSlot]) -> Prediction | None:
         """Return the run's previous prediction if neither the work, the hosts nor their measurements have changed."""

@@ -86,7 +86,7 @@ class Replay:
         rundir = RunWriter(scratch)
         recorder = StepRecorder(rundir, 0, self.roster, clock, group.control_group, SpanRecorder(rundir, 0, clock))
         sync = make_sync(self.roster, group, clock, recorder.lap, self.model)
-        self.training_state.add_state("sync", sync)
+        self.training_state.sync = sync
         self.mismatched_tensor: str | None = None  # a tensor of the checkpoint that differs from the ranks' hashes
         rng.seed_generators(self.spec.train.seed, request.first, 0)
         if folder and checkpoint:
@@ -106,7 +106,6 @@ class Replay:
             group,
             blocks,
             self.training_state,
-            sync,
             recorder,
             FixedMembership(self.roster),
             is_user_program=False,

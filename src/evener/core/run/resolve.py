@@ -167,16 +167,16 @@ def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
     Raise CheckpointError if there is none, it is damaged or it has no state for the requested strategy, and UsageError
     if the run has taken all its steps.
     """
-    sync, steps = rundir.manifest().roster.sync, spec.train.steps
-    if sync != NO_SYNC and spec.train.sync != "auto" and requested_sync(spec) != sync:
-        raise CheckpointError(
-            f"{rundir}: its sync strategy is {sync}, and its checkpoints hold no state for {spec.train.sync}",
-            hint=f"--sync {sync}, or a new run from its weights",
-        )
-    saved = rundir.newest_checkpoint_step()
+    saved, steps = rundir.newest_checkpoint_step(), spec.train.steps
     if saved >= steps:
         raise UsageError(f"{rundir}: it has taken all its {saved} steps", hint=f"--steps {2 * saved} goes on")
-    return read_checkpoint(rundir.checkpoint_path(saved))
+    checkpoint, last = read_checkpoint(rundir.checkpoint_path(saved)), rundir.manifest().roster.sync
+    if last != NO_SYNC and spec.train.sync != "auto" and requested_sync(spec) not in (last, checkpoint.sync):
+        raise CheckpointError(
+            f"{rundir}: its sync strategy is {last}, and its checkpoints hold no state for {spec.train.sync}",
+            hint=f"--sync {last if checkpoint.sync == NO_SYNC else checkpoint.sync}, or a new run from its weights",
+        )
+    return checkpoint
 
 
 def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:

@@ -33,7 +33,7 @@ from evener.core.cluster.host_info import HostInfo
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.model.corpus import Corpus
 from evener.core.model.shape import GPTShape
-from evener.core.run.roster import Roster
+from evener.core.run.roster import NO_SYNC, Roster, SyncSpec
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.step_cost import StepRecord
 from evener.core.run.step_spans import StepSpans
@@ -292,6 +292,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, Any]  # optimizers, schedulers, … by name: trees whose tensors are in state.safetensors
     replica_hashes: list[list[str]]  # [rank][tensor]: hash of every rank's replica
     num_own: int = 0  # ranks that save per-rank state on their own hosts, next to this checkpoint
+    sync: SyncSpec = NO_SYNC  # whose states these are
+    bucket_bytes: int = 0  # of its Roster
     files: dict[str, str]  # name: blake2b
 
 

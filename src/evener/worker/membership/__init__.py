@@ -27,9 +27,12 @@ class TrainerView(Protocol):
     spec: RunSpec
     group: ProcessGroups
     training_state: TrainingState
-    sync: Sync
     recorder: StepRecorder
     changed_buffers: set[str]  # names of buffers that forward mutates
+
+    @property
+    def sync(self) -> Sync:
+        """The sync strategy in force."""
 
 
 class Membership(Protocol):
@@ -50,6 +53,11 @@ class Membership(Protocol):
 
     def retry_after_regroup(self, fn: Callable[..., T], *args: Any) -> T:
         """Retry `fn` after every regroup until it succeeds. `fn` must be idempotent."""
+
+    def run_or_restart(self, fn: Callable[[], object]) -> None:
+        """Run a collective `fn` that cannot be repeated. If a peer is lost meanwhile, all ranks restart; where hosts
+        come and go, from a checkpoint that is saved before.
+        """
 
     def receive_reports(self, recorder: StepRecorder, step: int) -> bool:
         """Receive the step reports that are due before `step`; return whether all ranks stop now."""

@@ -23,6 +23,7 @@ other states from the memory of a rank that trains (`state_transfer.py`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -52,6 +53,7 @@ from evener.worker.membership.memory_limits import limit_micro_batches
 from evener.worker.membership.regroup import largest_roster
 from evener.worker.membership.rollback import RegroupExit
 from evener.worker.membership.state_transfer import transfer_state
+from evener.worker.membership.strategy_change import replace_sync
 from evener.worker.rank.process_groups import ProcessGroups, exit_immediately
 from evener.worker.record.run_log import RunLog
 from evener.worker.record.step_recorder import StepRecorder
@@ -91,6 +93,8 @@ class ElasticMembership(FixedMembership):
 
     def __init__(self, roster: Roster, group: ProcessGroups) -> None:
         self._group, self._full_roster, self._fixed_micro_batch_size = group, read_launcher_roster(), False
+        if group.is_admitted and self._full_roster is not None:  # --sync auto may have chosen another strategy since
+            self._full_roster = self._full_roster.replace_sync(roster.sync, roster.bucket_bytes)
         super().__init__(self._with_full_sync(roster))
         self._num_collectives, self.last_result, self._step = 0, None, -1
         self._has_trained = self.is_epoch_lost = self._is_between_epochs = False
@@ -130,6 +134,16 @@ class ElasticMembership(FixedMembership):
                 return fn(*args)
             except RuntimeError as error:
                 self.recover_from(error)
+
+    def run_or_restart(self, fn: Callable[[], object]) -> None:
+        try:
+            with contextlib.suppress(RunError):  # of a full disk; the next save will report it
+                self._checkpointer.save(self._step, None)
+            fn()
+        except RuntimeError as error:
+            if not is_peer_failure(error):
+                raise
+            raise RegroupExit from error
 
     def receive_reports(self, recorder: StepRecorder, step: int) -> bool:
         if self.retry_after_regroup(recorder.receive_due_reports):
@@ -294,6 +308,11 @@ class ElasticMembership(FixedMembership):
         roster = self._with_full_sync(roster)
         group.member_ranks = [member.rank for member in roster.members]
         joining_ranks = [rank for rank, of_rank in enumerate(gathered) if not of_rank]
+        own_sync = self.roster.sync  # as planned, or from before a change that reached only others
+        if own_sync != roster.sync and (own_sync.drifts or roster.sync.drifts):
+            if own_sync.drifts and group.rank not in joining_ranks:
+                raise RegroupExit  # its replica was not merged with those of the others
+            replace_sync(learner, roster)
         learner.sync.adopt_roster(roster, joining_ranks)
         if joining_ranks:
             transfer_state(

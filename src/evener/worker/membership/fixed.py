@@ -54,6 +54,9 @@ class FixedMembership:
     def retry_after_regroup(self, fn: Callable[..., T], *args: Any) -> T:
         return fn(*args)
 
+    def run_or_restart(self, fn: Callable[[], object]) -> None:
+        fn()
+
     def receive_reports(self, recorder: StepRecorder, step: int) -> bool:
         stops = recorder.receive_due_reports()
         return stops or self._is_stop_requested

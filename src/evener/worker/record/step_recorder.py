@@ -181,6 +181,10 @@ class StepRecorder:
         self._rank, self._world_size, self._group = rank, roster.world_size, group
         self._member_ranks = [member.rank for member in roster.members]
 
+    def adopt_strategy(self, roster: Roster) -> None:
+        """Continue with another sync strategy, by which ranks may lead each other by more or fewer steps."""
+        self._max_lead_steps = max_lead_steps(roster)
+
     def enter_epoch(self, roster: Roster, rank: int, group: Any, last_reported_step: int) -> None:
         """Continue in another group of ranks: the reports in flight are lost, so send them again.
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from evener.core.base.errors import CheckpointError, RunError, UsageError
 from evener.core.base.file_io import create_file, file_digest, open_file, write_atomic, write_folder_atomic
+from evener.core.run.roster import NO_SYNC, SyncSpec
 from evener.core.run.rundir import Checkpoint, read_checkpoint_unverified
 from evener.core.run.runwriter import RunWriter
 from evener.worker.state.state_serialization import check_storable, flatten_state, unflatten_state
@@ -47,13 +48,16 @@ def save(
     rng_states: list[dict[str, Tensor]],
     replica_hashes: list[list[str]],
     num_rank_states: int = 0,
+    sync: SyncSpec = NO_SYNC,
+    bucket_bytes: int = 0,
 ) -> Path:
     """Write the checkpoint of `step` atomically; it replaces one of the same step.
 
     `weights` are those of `named_weights`, on any device. `replica_hashes[rank]` are that rank's hashes of the same
     tensors, in the same order. `states` are state_dicts by name. `num_rank_states` is the number of ranks that have
-    saved per-rank state of this step. Raise RunError if a weight is not finite, since the run would resume from it, or
-    if the disk refuses. Raise UsageError if a state holds an object that cannot be stored.
+    saved per-rank state of this step. `sync` and `bucket_bytes` are the strategy whose states these are. Raise RunError
+    if a weight is not finite, since the run would resume from it, or if the disk refuses. Raise UsageError if a state
+    holds an object that cannot be stored.
     """
     if bad := describe_non_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
@@ -76,6 +80,8 @@ def save(
             states=trees,
             replica_hashes=replica_hashes,
             num_own=num_rank_states,
+            sync=sync,
+            bucket_bytes=bucket_bytes,
             files={file.name: file_digest(file) for file in sorted(folder.iterdir())},
         )
         write_atomic(folder / "state.json", msgspec.json.encode(checkpoint))

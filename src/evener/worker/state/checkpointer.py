@@ -66,15 +66,18 @@ class Checkpointer:
         spec: RunSpec,
         group: ProcessGroups,
         training_state: TrainingState,
-        sync: Sync,
         spans: SpanRecorder,
     ) -> None:
-        self._dir, self._spec, self._group, self._training_state, self._sync = rundir, spec, group, training_state, sync
+        self._dir, self._spec, self._group, self._training_state = rundir, spec, group, training_state
         self._spans = spans
         self._rank_state_step: int | None = None  # of the newest per-rank state that this rank saved
         self._saved_step: int | None = None  # equal on all ranks, whatever is on their disks: not every rank writes
         self._verified_step: int | None = None
         self._best: tuple[float, int] | None = None
+
+    @property
+    def _sync(self) -> Sync:
+        return self._training_state.sync
 
     @property
     def history(self) -> CheckpointHistory:
@@ -203,6 +206,8 @@ class Checkpointer:
                     rng_states=[safetensors.torch.load(state) for state in generators],
                     replica_hashes=replica_hashes,
                     num_rank_states=num_own,
+                    sync=self._sync.spec,
+                    bucket_bytes=self._sync.roster_bucket_bytes,
                 )
 
         self._group.run_or_raise_on_all(write)  # also keeps all from timing the next step while one still writes

@@ -15,6 +15,7 @@ from evener.core.base.units import pluralize
 from evener.core.run.roster import Roster
 from evener.worker.state import checkpoint
 from evener.worker.state.state_serialization import flatten_state
+from evener.worker.sync import Sync
 
 
 class Stateful(Protocol):
@@ -39,6 +40,8 @@ class TrainingState:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.states: dict[str, Stateful] = {"scaler": scaler}
         self.scaler = scaler
+        self._sync: Sync | None = None
+        self.all_params_used = False  # whether every pass of a rank that has sequences uses every parameter
         self.is_learning = True  # False: a drifting replica without a share of the batch; its optimizers do not step
 
     @property
@@ -54,6 +57,16 @@ class TrainingState:
     @property
     def num_params(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def sync(self) -> Sync:
+        """The sync strategy in force; its state is saved as "sync". A run with --sync auto may change it."""
+        assert self._sync is not None
+        return self._sync
+
+    @sync.setter
+    def sync(self, sync: Sync) -> None:
+        self._sync = self.states["sync"] = sync
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Register an optimizer; raise UsageError if its step() requires a closure."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from evener.core.run.roster import Roster
+from evener.core.run.roster import NO_SYNC, Roster, SyncSpec
 
 GRADIENT_RESIDUAL_KINDS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
 
@@ -75,17 +75,22 @@ class Sync(Protocol):
     """
 
     drifts: bool  # whether replicas drift
+    spec: SyncSpec  # the strategy
+    roster_bucket_bytes: int  # as in the Roster; 0: the strategy's default
 
     @property
     def rounding_depends_on_cpu_model(self) -> bool:
         """Whether a CPU's model or its number of threads changes how the strategy rounds."""
 
-    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool, *, is_under_way: bool = False) -> None:
         """Synchronize this module's gradients from now on, after broadcasting rank 0's weights to all ranks.
 
         `all_params_used`: every pass of a rank that has sequences uses every parameter, so no search for unused ones is
-        needed.
+        needed. `is_under_way`: the run trains already; all ranks have the same weights, and there is no warmup.
         """
+
+    def unwrap(self) -> None:
+        """Stop synchronizing the module; nothing is in flight."""
 
     def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
         """Run the last backward of a pass and synchronize gradients; `loss` is None on a rank without sequences.
@@ -170,6 +175,7 @@ class EqualReplicas:
     """The part of a Sync that is the same for all strategies without drift: there is nothing to merge."""
 
     drifts = False
+    spec, roster_bucket_bytes = NO_SYNC, 0
 
     def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
         pass

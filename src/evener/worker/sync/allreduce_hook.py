@@ -41,6 +41,9 @@ class AllReduceHook(StatelessReduction):
     def abort(self) -> None:
         pass  # Gloo's own threads end the work
 
+    def close(self) -> None:
+        pass
+
     def take_fidelity(self) -> Tensor | None:
         return None
 

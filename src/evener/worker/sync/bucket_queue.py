@@ -159,6 +159,9 @@ class BucketQueue:
         going, self._pending = self._pending, []
         wait(going)
 
+    def close(self) -> None:
+        self._comm_thread.close()
+
     def take_fidelity(self) -> Tensor | None:
         taken, self._fidelity = self._fidelity, None
         return taken

@@ -22,7 +22,7 @@ class CommThread:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         # A daemon: a program that fails while another rank's message is in flight does not wait for it.
         threading.Thread(target=self._run_jobs, name="evener-jobs", daemon=True).start()
 
@@ -46,19 +46,24 @@ class CommThread:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
+    def close(self) -> None:
+        """End the thread once it has run all jobs."""
+        self._jobs.put(None)
+
     def _run_jobs(self) -> None:
         if self._stream is not None:
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
         with torch.no_grad():
-            while True:
-                job, done = self._jobs.get()
+            while (submitted := self._jobs.get()) is not None:
+                job, done = submitted
                 try:
                     job()
                 except BaseException as error:  # raised again in `wait`
                     done.set_exception(error)
                 else:
                     done.set_result(None)
+                del submitted, job, done  # they hold buffers
 
 
 def record_current_stream(tensor: Tensor) -> None:

@@ -99,11 +99,12 @@ class DiLoCo:
     """Replicas that take `spec.every` local steps between synchronizations."""
 
     drifts = True
+    roster_bucket_bytes = 0
     rounding_depends_on_cpu_model = False
 
     def __init__(self, group: ProcessGroups, clock: Clock, lap: Callable[[str], None], spec: SyncSpec, *,
                  momentum: Callable[[Sequence[float]], float] | None = None) -> None:  # fmt: skip
-        self._group, self._clock, self._lap, self._spec, self._every = group, clock, lap, spec, spec.every
+        self._group, self._clock, self._lap, self.spec, self._every = group, clock, lap, spec, spec.every
         self._outer_momentum = momentum or outer_momentum
         self._quantized = self._make_quantized()
         self._final_residuals: list[tuple[nn.Parameter, Tensor]] = []  # residuals, for the final fp32 exchange
@@ -116,7 +117,7 @@ class DiLoCo:
         self._comm_events: list[BucketCommEvent] = []
         self._fidelity: Tensor | None = None
 
-    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool, *, is_under_way: bool = False) -> None:
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         for parameter, name in self._names.items():
             if parameter.dtype != torch.float32:
@@ -124,13 +125,17 @@ class DiLoCo:
                     f"--sync diloco: {name} is {parameter.dtype}: it exchanges differences of fp32 weights",
                     hint="weights in fp32, and run.autocast() around forward; or --sync ddp",
                 )
-        broadcast_module(module, self._group.gradient_group)
+        if not is_under_way:
+            broadcast_module(module, self._group.gradient_group)
         self._fragments = []
         for parameters in self._split_fragments(list(self._names)):
             fragment = Fragment(parameters, global_params=torch.empty(0), momentum=torch.empty(0))
             fragment.momentum = torch.zeros_like(fragment.local_params())
             self._fragments.append(fragment)
         self._reset_fragments()
+
+    def unwrap(self) -> None:
+        pass
 
     def _reset_fragments(self) -> None:
         """Reset the global weights to the local ones, and load the pending state."""
@@ -141,8 +146,8 @@ class DiLoCo:
 
     def _make_quantized(self) -> QuantizedAllReduce | None:
         return (
-            QuantizedAllReduce(self._group, BlockwiseIntCodec(8 if self._spec.bits == 8 else 4))
-            if self._spec.bits < 32
+            QuantizedAllReduce(self._group, BlockwiseIntCodec(8 if self.spec.bits == 8 else 4))
+            if self.spec.bits < 32
             else None
         )
 
@@ -318,7 +323,7 @@ class DiLoCo:
         return not any(fragment.has_unsynced_updates for fragment in self._fragments)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"way": str(self._spec), "momentum": self._views_by_name("momentum"),
+        return {"way": str(self.spec), "momentum": self._views_by_name("momentum"),
                 "rounds": [fragment.num_outer_steps for fragment in self._fragments]}  # fmt: skip
 
     @torch.no_grad()
@@ -341,7 +346,7 @@ class DiLoCo:
 
     def _is_of_same_strategy(self, state: dict[str, Any]) -> bool:
         """Return whether the state was saved by the same strategy."""
-        return state.get("way") == str(self._spec)
+        return state.get("way") == str(self.spec)
 
     @torch.no_grad()
     def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
@@ -358,7 +363,7 @@ class DiLoCo:
 
     def _split_fragments(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
         return split_into_fragments(
-            parameters, fragment_bytes(self._spec, sum(parameter.nbytes for parameter in parameters))
+            parameters, fragment_bytes(self.spec, sum(parameter.nbytes for parameter in parameters))
         )
 
     def _all_reduce_delta(self, index: int, fragment: Fragment, delta: Tensor) -> tuple[int, Tensor | None]:

@@ -60,6 +60,9 @@ class CommHook(Protocol):
     def abort(self) -> None:
         """Wait until the reductions in flight have failed."""
 
+    def close(self) -> None:
+        """End its threads; nothing is in flight."""
+
     def take_fidelity(self) -> Tensor | None:
         """Return (error, cosine) of the sums that were compared since the last call."""
 
@@ -88,7 +91,7 @@ class GradientSync(EqualReplicas):
         make_hook: Callable[[SyncSpec], CommHook],
     ) -> None:
         self._group, self._clock, self._lap, self._make_hook = group, clock, lap, make_hook
-        self._hook, self._bucket_bytes = make_hook(roster.sync), bucket_bytes(roster)
+        self._set_strategy(roster)
         self._params_with_new_grad: set[Tensor] = set()  # parameters whose gradient has grown since the last exchange
         self._hooks: list[Any] = []
         self._is_arranging_buckets = False
@@ -104,11 +107,16 @@ class GradientSync(EqualReplicas):
     def rounding_depends_on_cpu_model(self) -> bool:
         return self._hook.traits.rounding_depends_on_cpu_model
 
+    def _set_strategy(self, roster: Roster) -> None:
+        self.spec, self.roster_bucket_bytes = roster.sync, roster.bucket_bytes
+        self._hook, self._bucket_bytes = self._make_hook(roster.sync), bucket_bytes(roster)
+
     def adopt_roster(self, roster: Roster, joining_ranks: Sequence[int] = ()) -> None:
         """Use the Roster's strategy and bucket size from here on; the old residuals go out with the next gradients."""
         self._is_warmup = False
         self._add_residuals(self._hook.residuals())
-        self._hook, self._bucket_bytes = self._make_hook(roster.sync), bucket_bytes(roster)
+        self._hook.close()
+        self._set_strategy(roster)
         self._build_ddp(is_already_in_sync=True)
         self._rebuilds_buckets_next = self._all_params_used
 
@@ -119,9 +127,17 @@ class GradientSync(EqualReplicas):
         self._local_grad_sq.clear()
         self._params_with_new_grad.clear()
 
-    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool, *, is_under_way: bool = False) -> None:
         self._module, self._all_params, self._all_params_used = module, list(module.parameters()), all_params_used
-        self._build_ddp(is_already_in_sync=False)
+        self._is_warmup, self._rebuilds_buckets_next = not is_under_way, is_under_way and all_params_used
+        self._build_ddp(is_already_in_sync=is_under_way)
+
+    def unwrap(self) -> None:
+        self._hook.close()
+        torch_private.remove_autograd_hooks(self._ddp)
+        self._remove_parameter_hooks()
+        # Its reducer holds the communication hook, and so this object, in C++: a cycle that gc cannot see.
+        del self._ddp
 
     def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
         self._samples_gradients = sample_gradients and not self._is_warmup
@@ -222,14 +238,18 @@ class GradientSync(EqualReplicas):
             init_sync=not is_already_in_sync,
         )
         self._ddp.register_comm_hook(None, self._comm_hook)
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_parameter_hooks()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._params_with_new_grad.add)
             for parameter in self._parameters
         ]
         if not self._all_params_used:
             self._arrange_buckets()
+
+    def _remove_parameter_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _arrange_buckets(self) -> None:
         """Arrange buckets in the order of the parameters, the last first, as in most backwards. Sends nothing."""

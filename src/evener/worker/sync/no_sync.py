@@ -20,8 +20,11 @@ class NoSync(EqualReplicas):
         self._residuals: list[tuple[nn.Parameter, Tensor]] = []
         self._is_warmup = True  # until `finish_warmup`
 
-    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool, *, is_under_way: bool = False) -> None:
         self._parameters = dict(module.named_parameters())
+
+    def unwrap(self) -> None:
+        pass
 
     def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
         if loss is not None:

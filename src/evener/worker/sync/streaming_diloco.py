@@ -36,9 +36,12 @@ class StreamingDiLoCo(DiLoCo):
         )
         return groups
 
-    def wrap(self, module: nn.Module, all_params_used: bool) -> None:
+    def wrap(self, module: nn.Module, all_params_used: bool, *, is_under_way: bool = False) -> None:
         self._comm_thread = CommThread(self._group.device)
-        super().wrap(module, all_params_used)
+        super().wrap(module, all_params_used, is_under_way=is_under_way)
+
+    def unwrap(self) -> None:
+        self._comm_thread.close()
 
     @torch.no_grad()
     def after_step(self, index: int) -> None:

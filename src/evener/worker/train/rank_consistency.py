@@ -19,12 +19,13 @@ from torch import Tensor
 from evener.core.base.errors import RunError
 from evener.core.base.json_files import read_json
 from evener.core.cluster.host_info import HostInfo
+from evener.core.run.membership_epoch import is_elastic
 from evener.core.run.prediction import Cluster
 from evener.core.run.resolve import ResolvedRun
-from evener.core.run.roster import RankSlot, Roster, check_sync_supported, initial_roster
+from evener.core.run.roster import NO_SYNC, RankSlot, Roster, check_sync_supported, initial_roster
 from evener.core.run.run_plan import CLUSTER_FILE, read_launcher_roster
 from evener.core.run.run_spec import RunSpec
-from evener.core.run.rundir import code_hash
+from evener.core.run.rundir import Checkpoint, code_hash
 from evener.core.run.runwriter import RunWriter
 from evener.worker.membership.memory_limits import detect_previous_oom, limit_micro_batches, local_member
 from evener.worker.membership.regroup import largest_roster
@@ -52,10 +53,16 @@ class RankFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def starting_roster(
-    group: ProcessGroups, rundir: RunWriter, machine: HostInfo, spec: RunSpec, resolved: ResolvedRun | None
+    group: ProcessGroups,
+    rundir: RunWriter,
+    machine: HostInfo,
+    spec: RunSpec,
+    resolved: ResolvedRun | None,
+    start: Checkpoint | None,
 ) -> Roster:
     """Return the roster of this start: the launcher's, restricted to this epoch's hosts, else one built from the ranks.
 
+    With --sync auto it has the strategy of `start`, the checkpoint that all ranks start from, if any.
     Raise RunError on all ranks if the launcher's roster does not match the ranks.
     """
     slots = group.all_gather(local_rank_slot(group, machine), RankSlot)
@@ -73,7 +80,12 @@ def starting_roster(
         roster = largest_roster(group.all_gather(roster, Roster))
         epochs = [record.epoch for rank in rundir.recorded_ranks() for record in rundir.records(rank)[-1:]]
         epoch = max(group.all_gather(max(epochs, default=-1) + 1, int))
+        if spec.train.sync == "auto" and start is not None and start.sync != NO_SYNC:
+            roster = roster.replace_sync(start.sync, start.bucket_bytes)
+        sync, backend = roster.sync, roster.backend
         roster = limit_micro_batches(roster.for_hosts(world.hosts, epoch, world.why), group)
+        if is_elastic():  # a rank that is alone for a while keeps the run's strategy
+            roster = msgspec.structs.replace(roster, sync=sync, backend=backend)
         group.member_ranks = [member.rank for member in roster.members]
     planned = [(member.host, member.device) for member in roster.members]
     actual = [(slot.host, slot.device) for slot in slots]

@@ -38,6 +38,7 @@ from evener.worker.membership.fixed import FixedMembership
 from evener.worker.membership.memory_limits import record_oom
 from evener.worker.membership.regroup import current_stop_request, replicate_newest_checkpoint
 from evener.worker.membership.rollback import RegroupExit, rollback_on_failure
+from evener.worker.membership.strategy_change import change_strategy
 from evener.worker.rank.clock import CudaClock, HostClock
 from evener.worker.rank.precision import autocast, compile_module, should_compile
 from evener.worker.rank.process_groups import ProcessGroups
@@ -104,7 +105,13 @@ def _apply_new_roster(membership: Membership, context: TrainContext, run_log: Ru
     run_log.check_fidelity(context.recorder.completed)
     previous, reports = membership.roster, context.recorder.reports
     if reports and (roster := membership.update_roster(reports, index)) is not None:
-        if roster.sync != previous.sync:
+        if roster.sync != previous.sync and (roster.sync.drifts or previous.sync.drifts):
+            if previous.sync.drifts:
+                membership.run_or_restart(lambda: change_strategy(context, roster))
+            else:
+                change_strategy(context, roster)
+            run_log.log_roster_change(roster, previous)
+        elif roster.sync != previous.sync:
             run_log.log_roster_change(roster, previous)
             membership.retry_after_regroup(lambda: context.sync.adopt_roster(membership.roster))
         else:
@@ -129,11 +136,12 @@ class Run:
         self._start_checkpoint = _find_start_checkpoint(self.dir, self.group, spec, resolved, resume)
         # the first step of this start of the run
         self.first_step = self._start_checkpoint.step if self._start_checkpoint else 0
-        roster = starting_roster(self.group, self.dir, machine, spec, resolved)
+        roster = starting_roster(self.group, self.dir, machine, spec, resolved, self._start_checkpoint)
         self._membership: Membership = (
             ElasticMembership(roster, self.group) if is_elastic() else FixedMembership(roster)
         )
-        self.group.set_gradient_backend(self.roster.backend, separate_group=self.roster.sync.streamed)
+        may_stream = self.roster.sync.streamed or spec.train.sync == "auto"
+        self.group.set_gradient_backend(self.roster.backend, separate_group=may_stream)
         is_resumed = self._start_checkpoint is not None or (not self.group.is_admitted and self.dir.is_run())
         self._compiled = should_compile(spec, resolved, self.roster, self.dir if is_resumed else None)
         self._training_state = TrainingState(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
@@ -296,14 +304,14 @@ class Run:
             self.spec, self._resolved, load_planned_cluster(), fixed_micro_batch_size=fixed_size
         )
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), training_state.module)
-        training_state.add_state("sync", sync)
+        training_state.sync, training_state.all_params_used = sync, self._resolved is not None
         spans = SpanRecorder(
             self.dir, self.member.rank, self._clock, make_profiler(self.spec, self.dir, self.member.rank, first)
         )
-        checkpointer = Checkpointer(self.dir, self.spec, self.group, training_state, sync, spans)
+        checkpointer = Checkpointer(self.dir, self.spec, self.group, training_state, spans)
         if self.group.is_admitted:
             checkpointer.restore_checkpoint(self._start_checkpoint)
-        sync.wrap(training_state.module, all_params_used=self._resolved is not None)
+        sync.wrap(training_state.module, all_params_used=training_state.all_params_used)
         checkpointer.restore_rank_state(self._start_checkpoint)
         self._run_log.log_start(
             self.spec,
@@ -321,7 +329,7 @@ class Run:
         )
         if self.group.local_rank == 0:
             start_host_monitor(self.dir.vitals_path(local_host_info().host), has_gpu=self.device.type == "cuda")
-        return TrainContext(self.spec, self.group, dataset, training_state, sync, recorder, self._membership,
+        return TrainContext(self.spec, self.group, dataset, training_state, recorder, self._membership,
                       self._resolved is None, self._compiled), checkpointer  # fmt: skip
 
     def _finish_after_break(self, context: TrainContext, checkpointer: Checkpointer, step: TrainStep) -> None:

@@ -43,12 +43,16 @@ class TrainContext:
     group: ProcessGroups
     dataset: Dataset
     training_state: TrainingState
-    sync: Sync
     recorder: StepRecorder
     membership: Membership
     is_user_program: bool  # a program with its own data and loss, not evener's
     is_compiled: bool
     changed_buffers: set[str] = field(default_factory=set)  # names of buffers that forward mutates
+
+    @property
+    def sync(self) -> Sync:
+        """The sync strategy in force."""
+        return self.training_state.sync
 
 
 SAMPLE_GRADIENTS_EVERY = 10  # steps between those whose gradients are measured: reading them costs half a percent
