@@ -119,6 +119,8 @@ TARGETS: list[tuple[str, list[list[str]]]] = [
 EVENTS: dict[str, dict[str, Any]] = {
     "start": {"ranks": 2, "sync": "ddp"}, "checkpoint": {}, "rebalanced": {"shares": [3, 1], "why": "slow"},
     "rechosen": {"sync": "int8", "was": "ddp", "why": "slow"}, "run.goes-on": {"after_s": 3.0}, "finished": {},
+    "compared": {"chosen": "ddp", "why": "measured", "measured": [
+        {"sync": "ddp", "predicted_s": 1.0, "measured_s": 1.1, "error_s": 0.1, "num_steps": 8}]},
     "run.nonfinite": {"ranks": [0]}, "failure": {"rank": 0, "host": "h", "error": "it broke", "hint": "mend it"},
     "replicas.agree": {"tensors": 3, "relative": 0.0}, "cpu.throttled": {"host": "h", "evidence": "hot", "fix": "fan"},
 }  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 from evener.core.run.roster import parse_sync
 from evener.report.explain.explain_run import explain_bottleneck, explain_run, explain_scaling
 from evener.report.read.run_summary import summarize_run
+from evener.report.read.strategy_comparisons import strategy_comparisons
 
 MARKS = {  # words by which a paragraph names a cause
     "cores": "because the cores were taken already",
@@ -357,3 +358,20 @@ def test_drifting_replicas_get_no_gradient_accumulation_advice(tmp_path, write_r
 def test_split_brain_is_reported(one):
     twice = "split brain: membership epoch 3 was decided twice"
     assert f"S{twice[1:]}." in explain_run(msgspec.structs.replace(one(), split_brains=[twice]))
+
+
+def test_report_says_what_the_next_best_strategy_would_have_taken(tmp_path, write_run):
+    """By measurement, and whether the choice was wrong: a step takes 20 ms in the run, 16 ms in the trial."""
+    event = {"event": "compared", "step": 16, "chosen": "ddp", "why": "measured", "measured": [
+        {"sync": "ddp", "predicted_s": 0.015, "measured_s": 0.016, "error_s": 0.0, "num_steps": 8},
+        {"sync": "int8", "predicted_s": 0.014, "measured_s": 0.018, "error_s": 0.0, "num_steps": 8}]}  # fmt: skip
+    damaged = [event | {"measured": [{"sync": "ddp"}]}, event | {"chosen": 3}, event | {"measured": []}]
+    comparisons = strategy_comparisons([*damaged, event])
+    assert [one.chosen for one in comparisons] == ["ddp"]
+    summary = summarize_run(write_run(tmp_path / "run", [{}, {}]))
+    summary = msgspec.structs.replace(summary, comparisons=comparisons, step_p50_s=0.020, num_steps=1000)
+    text = "\n".join(explain_run(summary))
+    assert "--sync auto chose ddp: measured in 16 steps: ddp takes 16 ms a step (predicted: 15 ms)" in text
+    assert "1000 steps take 20.00 s; with int8, the next best, they would have taken 18.00 s." in text
+    assert "longer than with int8 in the comparison" in text
+    assert "longer than with" not in "\n".join(explain_run(msgspec.structs.replace(summary, step_p50_s=0.017)))

@@ -315,6 +315,25 @@ def test_host_is_not_retried_when_no_share_can_be_given():
     assert all(sum(change.shares) == 8 for change in lone.go(300).changes.values())
 
 
+@pytest.mark.parametrize("every", [1, 10])
+def test_idle_host_is_retried_after_a_change_of_strategy(every):
+    """b takes as long for a sequence as a for forty, until the strategy changes."""
+    now = roster("ab", 24)
+    balancer = LoadBalancer(now)
+    for step in range(20):
+        took = [share * one for share, one in zip(now.shares, (1.0, 40.0), strict=True)]
+        change = balancer.observe_step(step, took, [0.0, 0.0], step + 1)
+        now = now.with_shares(change.shares, step + 1) if change else now
+    assert now.shares == [24, 0]
+    now = roster("ab", 24, every=every).replace_shares([24 * every, 0])
+    balancer, changes = LoadBalancer(now, previous=balancer), []
+    for step in range(20, 100):
+        change = balancer.observe_step(step, list(now.at_step(step).shares), [0.0, 0.0], step + 1)
+        now = now.with_shares(change.shares, step + 1) if change else now
+        changes += [change.shares] if change else []
+    assert changes == [[23 * every, every], [12 * every, 12 * every]]
+
+
 # --- replicas that drift ----------------------------------------------------------------------------------------------
 
 

@@ -238,7 +238,7 @@ def test_only_recent_vitals_are_shown(run):
 
 
 NAMES = ["start", "world", "rebalanced", "evaluation", "checkpoint", "failure", "run.hang", "run.goes-on", "launched",
-         "rechosen", "run.diverged", "run.nonfinite", "replicas.reconciled", "anything"]  # fmt: skip
+         "rechosen", "compared", "run.diverged", "run.nonfinite", "replicas.reconciled", "anything"]  # fmt: skip
 KEYS = ["step", "hosts", "shares", "val_loss", "error", "hint", "rank", "ranks", "why", "after_s", "differences", "odd"]
 PLAIN = st.none() | st.booleans() | st.integers(-3, 10**12) | st.floats(allow_nan=False) | st.text(max_size=6)
 VALUES = (

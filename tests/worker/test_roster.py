@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import msgspec
 import pytest
@@ -237,6 +238,16 @@ def test_program_that_sets_its_weights_is_no_longer_rebalanced():
     assert heard(fixed, range(30, 60), 1.0, 2.0).shares == [11, 5]
     assert fixed.update_roster(news(1.0, 1.0, step=60, share_weight=5.0), 61).shares == [8, 8]  # 5 and the other's 5
     assert heard(fixed, range(61, 120), 1.0, 9.0) is None
+
+
+def test_step_in_which_an_idle_rank_is_tried_measures_no_strategy():
+    fixed, seen = fixed_of("--batch", "16"), []
+    fixed._selector = types.SimpleNamespace(observe_step=lambda step, *_: seen.append(step), is_trying=False)
+    fixed._balancer = types.SimpleNamespace(observe_step=lambda *_: None, is_trying=True)
+    heard(fixed, range(3), 1.0, 1.0)
+    fixed._balancer.is_trying = False
+    heard(fixed, range(3, 5), 1.0, 1.0)
+    assert seen == [3, 4]
 
 
 def test_weights_of_drifting_replicas_apply_per_step_not_per_round():

@@ -96,6 +96,10 @@ def display_progress(resolved: ResolvedRun, console: Console, plan: Plan | None 
                 return
             if update["event"] == "start":
                 progress = RunProgress(spec.train.steps, tokens, spec.train.max_s, parse_sync(update["sync"]).every)
+            elif update["event"] == "rechosen":
+                progress.set_interval(parse_sync(update["sync"]).every)
+                if not update.get("is_trial"):
+                    print_text(console, describe_notice(update))
             elif update["event"] == "evaluation":
                 val_loss = update["val_loss"]
                 print_text(console, f"step {update['step']}: validation loss {update['val_loss']:.4f}")

@@ -79,7 +79,9 @@ def plan_on_hosts(
     if (fleet := _measured_local_fleet(slots[0].host) if hosts.is_local_run else hosts.fleet) is not None:
         if resumed is not None and not hosts.is_local_run:
             prediction = resumed.prediction(fleet, to_plan, slots)
-        prediction = prediction or _predict(fleet, to_plan, slots, notify, as_requested=as_requested)
+        is_sync_measured = to_plan.spec.train.sync != resolved.spec.train.sync  # by --sync auto, before the resume
+        prediction = prediction or _predict(fleet, to_plan, slots, notify, as_requested=as_requested,
+                                            is_sync_measured=is_sync_measured)  # fmt: skip
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
     if resumed is not None:
@@ -104,9 +106,18 @@ def _measured_local_fleet(name: str) -> Fleet | None:
 
 
 def _predict(
-    fleet: Fleet, resolved: ResolvedRun, slots: Sequence[RankSlot], notify: Notify, *, as_requested: bool
+    fleet: Fleet,
+    resolved: ResolvedRun,
+    slots: Sequence[RankSlot],
+    notify: Notify,
+    *,
+    as_requested: bool,
+    is_sync_measured: bool,
 ) -> Prediction | None:
-    """Predict a run on these rank slots, and report it. Return None where too little was measured."""
+    """Predict a run on these rank slots, and report it. Return None where too little was measured.
+
+    No strategy is recommended in place of one that was measured.
+    """
     is_sync_auto = resolved.spec.train.sync == "auto"
     try:
         prediction = predict_launch(fleet, resolved.job, slots, may_leave_out=not as_requested)
@@ -121,7 +132,11 @@ def _predict(
     notify(f"predicted: {format_run_prediction(prediction)}")
     if is_sync_auto:
         chosen = prediction.option(prediction.chosen)
-        notify(f"--sync auto takes {chosen.roster.sync}{format_loss_penalty(chosen)}")
+        notify(f"--sync auto: {chosen.roster.sync} is predicted to be the fastest{format_loss_penalty(chosen)}")
+    if is_sync_measured and prediction.recommended:
+        ours, other = (prediction.option(name).roster for name in (prediction.chosen, prediction.recommended))
+        if {*ours.hosts} == {*other.hosts} and ours.sync != other.sync:
+            return prediction
     if not as_requested and prediction.recommended != prediction.chosen:
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:

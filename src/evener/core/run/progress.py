@@ -19,9 +19,14 @@ class RunProgress:
 
     def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None, every: int = 1) -> None:
         """`every`: steps from one synchronization to the next; only one of them includes its communication."""
-        self._num_steps, self._tokens_per_step, self._max_s, self._every = num_steps, tokens_per_step, max_s, every
-        self._recent: deque[StepRecord] = deque(maxlen=max(WINDOW_STEPS, every))
+        self._num_steps, self._tokens_per_step, self._max_s = num_steps, tokens_per_step, max_s
+        self._recent: deque[StepRecord] = deque()
+        self.set_interval(every)
         self._began: float | None = None  # start of the first step that was added: Unix time
+
+    def set_interval(self, every: int) -> None:
+        """Set the steps from one synchronization to the next, after a change of the sync strategy."""
+        self._every, self._recent = every, deque(self._recent, maxlen=max(WINDOW_STEPS, every))
 
     def add(self, record: StepRecord) -> None:
         """Add the record of a step."""

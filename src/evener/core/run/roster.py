@@ -70,9 +70,7 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_buckets(self) -> bool:
-        """Return whether `train` exchanges gradients bucket by bucket in every step, so that a run can switch from one
-        such strategy to another.
-        """
+        """Return whether `train` exchanges gradients bucket by bucket in every step."""
         return self.kind in SUPPORTED_KINDS and not self.drifts
 
     def __str__(self) -> str:
@@ -191,7 +189,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     bucket_bytes: int = 0  # largest gradient bucket; 0: the strategy's default
     round_shares: list[int] = []  # by rank, sequences of a round of `sync.every` batches, if its steps divide unequally
     why: str = ""  # the reason for the change from the previous Roster
-    is_trial: bool = False  # a rank without a share computes one step on trial, or has just failed it
+    is_trial: bool = False  # a rank without a share, or a strategy, is tried; or a rank has just failed its trial
 
     @property
     def world_size(self) -> int:
@@ -284,10 +282,11 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         """Return this Roster with another sync strategy and the same shares in every step."""
         return msgspec.structs.replace(self, sync=sync, bucket_bytes=bucket_bytes, round_shares=[])
 
-    def with_sync(self, sync: SyncSpec, bucket_bytes: int, from_step: int, *, why: str) -> Roster:
+    def with_sync(self, sync: SyncSpec, bucket_bytes: int, from_step: int, *, why: str,
+                  is_trial: bool = False) -> Roster:  # fmt: skip
         """Return the next Roster: another sync strategy, everything else unchanged."""
         return msgspec.structs.replace(self.replace_sync(sync, bucket_bytes), epoch=self.epoch + 1, from_step=from_step,
-                                       why=why, is_trial=False)  # fmt: skip
+                                       why=why, is_trial=is_trial)  # fmt: skip
 
     def renumber_ranks(self) -> Roster:
         """Return this Roster with the ranks renumbered 0, 1, … in their order, as a plan numbers them."""

@@ -294,6 +294,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     num_own: int = 0  # ranks that save per-rank state on their own hosts, next to this checkpoint
     sync: SyncSpec = NO_SYNC  # whose states these are
     bucket_bytes: int = 0  # of its Roster
+    is_strategy_on_trial: bool = False  # --sync auto has not chosen yet
     files: dict[str, str]  # name: blake2b
 
 

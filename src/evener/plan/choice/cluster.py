@@ -19,7 +19,15 @@ from evener.core.cluster.hardware import Hardware, parse_hardware
 from evener.core.cluster.link import LinkModel, parse_link
 from evener.core.model.shape import PRESETS, GPTShape
 from evener.core.run.prediction import Cluster, HostRates, Job, RateBasis
-from evener.core.run.roster import Dtype, RankSlot, choose_dtypes, micro_batch_limit, rank_devices, requested_device
+from evener.core.run.roster import (
+    Dtype,
+    RankSlot,
+    Roster,
+    choose_dtypes,
+    micro_batch_limit,
+    rank_devices,
+    requested_device,
+)
 from evener.plan.cost.roofline import ASSUMED_MFU, Bottleneck, roofline
 
 # Between two processes of a host, over Gloo: *assumptions*; 2 cores of an AMD EPYC have 1.5 GB/s.
@@ -125,6 +133,25 @@ def subcluster(cluster: Cluster, names: Collection[str]) -> Cluster:
         wires={a: {b: wire for b, wire in row.items() if b in names}
                for a, row in cluster.wires.items() if a in names},
     )  # fmt: skip
+
+
+def with_added_hosts(cluster: Cluster, roster: Roster) -> Cluster | None:
+    """Return the cluster with the hosts of the Roster that it lacks, as they were added to the run and not measured.
+
+    Each is assumed to be like the slowest host that has a rate for its dtype, behind the slowest link. Return None if
+    there is no such host.
+    """
+    hosts, link = dict(cluster.hosts), cluster.wire
+    for member in roster.members:
+        if member.host in hosts:
+            continue
+        known = [host for host in cluster.hosts.values() if member.dtype in host.tokens_per_s]
+        if not known:
+            return None
+        hosts[member.host] = min(known, key=lambda host: host.tokens_per_s[member.dtype])
+        slowest = min(cluster.distinct_links, key=lambda one: (one.bandwidth_Bps, -one.latency_s), default=None)
+        link = cluster.wire or slowest
+    return msgspec.structs.replace(cluster, hosts=hosts, wire=link)
 
 
 def with_scaled_links(cluster: Cluster, factor: float) -> Cluster:

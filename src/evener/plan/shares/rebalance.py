@@ -72,7 +72,8 @@ class LoadBalancer:
     the sequences of a round, as in `Roster.replace_shares`, and times are averages over its steps.
     """
 
-    def __init__(self, roster: Roster, share_unit: int | None = None) -> None:
+    def __init__(self, roster: Roster, share_unit: int | None = None, previous: LoadBalancer | None = None) -> None:
+        """`previous`: of the same ranks with another sync strategy; what it knows of idle ranks stays."""
         members = roster.members
         shared_hosts = {member.host for member in members if sum(other.host == member.host for other in members) > 1}
         self._names = [f"rank {m.rank} on {m.host}" if m.host in shared_hosts else m.host for m in members]
@@ -95,6 +96,16 @@ class LoadBalancer:
         self._changes: list[int] = []  # steps
         self._confirmed = 0
         self._from_step: int | None = None
+        if previous is not None:
+            self._changes, self._pass_sequences = previous._changes, previous._pass_sequences
+            for rank in self._idle.keys() & previous._idle.keys():
+                self._idle[rank] = msgspec.structs.replace(previous._idle[rank], num_steps=every)
+                self._tried[rank] = previous._tried[rank]
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether a rank without a share is tried."""
+        return self._on_trial is not None
 
     def observe_step(
         self, step: int, work_s: Sequence[float], update_s: Sequence[float], next_step: int

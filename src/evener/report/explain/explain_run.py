@@ -28,6 +28,7 @@ from evener.report.read.stragglers import (
     straggler_reason,
     usable_contention,
 )
+from evener.report.read.strategy_comparisons import explain_strategy_choice
 
 BOTTLENECK_SHARE = 0.15  # of a step: a phase other than compute is the bottleneck from here on
 EARLY_STEPS = 50  # rounding differences have not grown yet in these
@@ -63,6 +64,10 @@ def explain_measurements(summary: RunSummary) -> list[str]:
         paragraphs.append(_explain_cores(summary))
     if summary.noise_scale_tokens or summary.fidelity:
         paragraphs.append(_explain_gradients(summary))
+    if summary.comparisons:
+        last, roster = summary.comparisons[-1], summary.manifest.roster
+        step_s = summary.step_p50_s if str(roster.sync) == last.chosen else None
+        paragraphs.append(explain_strategy_choice(last, summary.num_steps, step_s))
     if summary.membership_changes:
         paragraphs.append(membership_changes.explain_membership_changes(summary.membership_changes, summary.elapsed_s))
     paragraphs += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in summary.split_brains]

@@ -40,7 +40,7 @@ def describe_event(event: dict[str, Any], manifest: Manifest) -> EventText:
     )
 
 
-NOTICE_EVENTS = ("rechosen", "remark", "sync.fidelity", "rebalanced")
+NOTICE_EVENTS = ("rechosen", "compared", "remark", "sync.fidelity", "rebalanced")
 
 
 def describe_notice(event: dict[str, Any]) -> str:
@@ -52,6 +52,8 @@ def describe_notice(event: dict[str, Any]) -> str:
             return str(event.get("what"))
         case "rechosen":
             return f"step {first}: {event.get('sync')} instead of {event.get('was')}: {why}"
+        case "compared":
+            return f"step {first}: --sync auto goes on with {event.get('chosen')}: {why}"
         case "rebalanced":
             return f"step {first}: shares {format_shares(event.get('shares', []))}" + (f": {why}" if why else "")
         case _:
@@ -126,7 +128,7 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
                 f"step {step}: unlike devices round differently: replicas differed by {event.get('relative', 0.0):.1e} "
                 "of a tensor's largest number, and all took rank 0's"
             )
-        case "rechosen" | "remark" | "sync.fidelity" | "rebalanced":
+        case "rechosen" | "compared" | "remark" | "sync.fidelity" | "rebalanced":
             return describe_notice(event)
         case (
             "run.hang"

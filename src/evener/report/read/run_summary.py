@@ -15,8 +15,10 @@ from evener.core.run.run_plan import read_prediction
 from evener.core.run.rundir import Manifest, RunDir
 from evener.core.run.step_cost import Fidelity, StepRecord, align_steps, first_rank_record, noise_scale
 from evener.core.run.step_statistics import RankSummary, summarize_steps
+from evener.plan.choice.strategy_trial import StrategyComparison
 from evener.report.read.event_log import evaluations
 from evener.report.read.membership_changes import MembershipChange, membership_changes, split_brains
+from evener.report.read.strategy_comparisons import strategy_comparisons
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     fidelity: Fidelity | None = None  # medians of the error that a lossy sync strategy adds
     membership_changes: list[MembershipChange] = []
     split_brains: list[str] = []  # a sentence for each membership epoch that was decided twice
+    comparisons: list[StrategyComparison] = []  # of sync strategies, by --sync auto
     elapsed_s: float | None = (
         None  # from the first to the last step's end on the rank with the most steps, pauses included
     )
@@ -123,6 +126,7 @@ def summarize_records(
         findings=_findings(events),
         membership_changes=membership_changes(events, records),
         split_brains=split_brains(events),
+        comparisons=strategy_comparisons(events),
         elapsed_s=_elapsed_s(steps),
     )
 
@@ -194,6 +198,7 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
         "predicted": _prediction_json(summary),
         "changes": msgspec.to_builtins(summary.membership_changes),
         "split_brains": summary.split_brains,
+        "comparisons": msgspec.to_builtins(summary.comparisons),
     }
 
 

@@ -11,6 +11,7 @@ from evener.core.run.prediction import Cluster
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import Roster
 from evener.core.run.run_spec import RunSpec
+from evener.plan.choice.strategy_trial import StrategyComparison
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.record.run_log import RunLog
 from evener.worker.record.step_recorder import StepRecorder, StepReport
@@ -94,6 +95,19 @@ class Membership(Protocol):
         `cluster` is the planner's model of the machines, None if there is none. With `fixed_micro_batch_size`
         micro-batches keep their sizes. Return a warning for the user, or "".
         """
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a trial of sync strategies is not over."""
+
+    def resume_strategy_trial(self) -> None:
+        """Let a run that was interrupted in a trial try the strategies again; before `enable_adaptation`."""
+
+    def begin_strategy_trial(self) -> None:
+        """Let a new run with --sync auto begin with the first strategy that it tries; all ranks call it alike."""
+
+    def take_comparison(self) -> StrategyComparison | None:
+        """Return how the strategies of a trial compare, once after it has ended."""
 
     def update_roster(self, reports: Sequence[StepReport], next_step: int) -> Roster | None:
         """Return the Roster from `next_step` on, given the reports of all ranks; None if it is unchanged."""

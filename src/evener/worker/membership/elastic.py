@@ -23,7 +23,6 @@ other states from the memory of a rank that trains (`state_transfer.py`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -37,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.core.base.errors import RunError
+from evener.core.base.errors import DivergedError, NonFiniteError, RunError
 from evener.core.base.file_io import write_atomic
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import PEER_LOST, RankStatus, Rendezvous, read_rendezvous
@@ -82,6 +81,8 @@ class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     roster_epoch: int  # version of its Roster
     sync: SyncSpec  # of its Roster
     bucket_bytes: int
+    last_trial_step: int  # before which its last trial of strategies ended
+    is_undecided: bool  # a trial of strategies is not over
     checkpoint_history: CheckpointHistory  # checkpoints that it knows
     full_roster: Roster  # of all hosts of the run, by its launcher's newest file
     fixed_micro_batch_size: bool  # micro-batches keep their sizes
@@ -137,8 +138,11 @@ class ElasticMembership(FixedMembership):
 
     def run_or_restart(self, fn: Callable[[], object]) -> None:
         try:
-            with contextlib.suppress(RunError):  # of a full disk; the next save will report it
+            try:
                 self._checkpointer.save(self._step, None)
+            except RunError as error:
+                if isinstance(error, (DivergedError, NonFiniteError)):
+                    raise  # of a full disk the next save will tell
             fn()
         except RuntimeError as error:
             if not is_peer_failure(error):
@@ -280,6 +284,8 @@ class ElasticMembership(FixedMembership):
             is_waiting_for_regroup=is_waiting_for_regroup,
             sync=self.roster.sync,
             bucket_bytes=self.roster.bucket_bytes,
+            last_trial_step=self._last_trial_step if self._selector is None else self._selector.last_trial_step,
+            is_undecided=self.is_undecided,
             checkpoint_history=self._checkpointer.history,
             full_roster=own_full,
             fixed_micro_batch_size=self._fixed_micro_batch_size,
@@ -319,6 +325,7 @@ class ElasticMembership(FixedMembership):
                 learner, self._checkpointer, newest.step, source=gathered.index([newest]), joining_ranks=joining_ranks
             )
         FixedMembership.__init__(self, roster)
+        self._last_trial_step, self._was_trying = latest.last_trial_step, latest.is_undecided
         self._checkpointer.reset_after_regroup(newest.checkpoint_history)
         self._stop_step = min((pos.stop_step for pos in positions if pos.stop_step is not None), default=None)
         # The rank that has finished most knows whether it is saved already.

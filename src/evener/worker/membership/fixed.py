@@ -1,7 +1,7 @@
 """Fixed membership: the ranks that start a run are those that end it.
 
-Shares of the batch follow the ranks' speed, or the weights that ranks set. With --sync auto the sync strategy follows
-the link's measured speed.
+Shares of the batch follow the ranks' speed, or the weights that ranks set. With --sync auto the sync strategy is the
+one that was fastest in a trial.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from evener.core.run.prediction import Cluster
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import Roster, weighted_shares
 from evener.core.run.run_spec import RunSpec
-from evener.plan.choice.strategy_selector import StrategySelector
+from evener.plan.choice.cluster import with_added_hosts
+from evener.plan.choice.strategy_selector import StepTimes, StrategySelector
+from evener.plan.choice.strategy_trial import StrategyComparison
 from evener.plan.shares.rebalance import LoadBalancer
 from evener.worker.membership import TrainerView
 from evener.worker.membership.rollback import RegroupExit
@@ -43,7 +45,8 @@ class FixedMembership:
         self._weights = roster.mean_shares
         self._balancer: LoadBalancer | None = None
         self._share_unit: int | None = None
-        self._chooser: StrategySelector | None = None
+        self._selector: StrategySelector | None = None
+        self._last_trial_step, self._was_trying = 0, False  # of strategies, in an earlier membership epoch
 
     def start(self, trainer: TrainerView, checkpointer: Checkpointer, run_log: RunLog, first_step: int) -> int:
         return first_step
@@ -96,12 +99,33 @@ class FixedMembership:
         warning = ""
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
             warning = self.enable_balancing(fixed_micro_batch_size=fixed_micro_batch_size)
-        # Drifting replicas keep their strategy.
-        may_choose = spec.train.sync == "auto" and self.roster.sync.has_buckets and self.roster.world_size > 1
-        is_known = cluster is not None and cluster.hosts.keys() >= {*self.roster.hosts}  # no host was added to the run
-        if may_choose and resolved is not None and cluster is not None and is_known:
-            self._chooser = StrategySelector(resolved.job, cluster, self.roster)
+        cluster = with_added_hosts(cluster, self.roster) if cluster is not None else None
+        if spec.train.sync == "auto" and self.roster.world_size > 1 and resolved is not None and cluster is not None:
+            self._selector = StrategySelector(resolved.job, cluster, self._last_trial_step, was_trying=self._was_trying)
         return warning
+
+    @property
+    def is_undecided(self) -> bool:
+        return self._was_trying if self._selector is None else self._selector.is_undecided
+
+    def resume_strategy_trial(self) -> None:
+        self._was_trying = True
+
+    def begin_strategy_trial(self) -> None:
+        if self._selector is not None:
+            self.roster = self._selector.begin(self.roster)
+            self._rebuild_balancer()
+
+    def _rebuild_balancer(self) -> None:
+        """Rebuild the load balancer: with another strategy shares may count the steps of a round."""
+        if self._balancer is not None:
+            self._balancer = LoadBalancer(self.roster, self._share_unit, previous=self._balancer)
+
+    def take_comparison(self) -> StrategyComparison | None:
+        comparison = None
+        if self._selector is not None:
+            comparison, self._selector.comparison = self._selector.comparison, None
+        return comparison
 
     def enable_balancing(self, *, fixed_micro_batch_size: bool) -> str:
         """Let shares follow the ranks' speed until a rank sets a weight; return a warning if they cannot, else "".
@@ -144,24 +168,31 @@ class FixedMembership:
     def update_roster(self, reports: Sequence[StepReport], next_step: int) -> Roster | None:
         """Return the Roster from `next_step` on, given the reports of all ranks; None if nothing changes.
 
-        Shares change if a rank has set another weight, or if the ranks' times call for it. The sync strategy changes if
-        the link's speed calls for it.
+        Shares change if a rank has set another weight, or if the ranks' times call for it. The sync strategy changes in
+        a trial, and after it.
         """
         if not all(math.isnan(report.share_weight) for report in reports):
             self._balancer = None
             if (roster := self._apply_weights(reports, next_step)) is not None:
                 return roster
-        choice = (
-            self._chooser.observe_step([report.in_flight_s for report in reports], self.roster)
-            if self._chooser
-            else None
-        )
-        if choice is not None:
-            chosen = choice.option.roster
-            self.roster = self.roster.with_sync(chosen.sync, chosen.bucket_bytes, next_step, why=choice.reason)
-            return self.roster
         step = int(reports[0].step)
-        if self._balancer is None or step < 0:
+        if step < 0:
+            return None
+        # A step in which an idle rank is tried shows no strategy's time.
+        if self._selector is not None and not (self._balancer is not None and self._balancer.is_trying):
+            times = StepTimes(
+                *([getattr(report, name) for report in reports] for name in ("wall_s", "work_s", "in_flight_s"))
+            )
+            switch = self._selector.observe_step(step, times, self.roster, next_step)
+            if switch is not None:
+                self.roster = self.roster.with_sync(
+                    switch.sync, switch.bucket_bytes, next_step, why=switch.reason, is_trial=switch.is_trial
+                )
+                self._rebuild_balancer()
+                return self.roster
+            if self._selector.is_trying:  # with the same shares
+                return None
+        if self._balancer is None:
             return None
         change = self._balancer.observe_step(
             step, [report.work_s for report in reports], [report.optimizer_s for report in reports], next_step

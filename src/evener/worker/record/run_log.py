@@ -29,6 +29,7 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Contention, Manifest, RankProcess, RunResult, code_hash
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepRecord
+from evener.plan.choice.strategy_trial import StrategyComparison
 from evener.plan.cost.penalty import CompressionErrorMonitor, why_no_longer_chosen
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.rank.user_errors import rank_exit_status
@@ -150,14 +151,14 @@ class RunLog:
         print(warning, flush=True)
 
     def _warn_if_penalty_too_high(self, roster: Roster) -> None:
-        """Warn if DiLoCo, which cannot be changed during a run, would no longer be chosen for this many ranks."""
+        """Warn if --sync auto would no longer choose DiLoCo for this many ranks."""
         assert self._manifest is not None
         spec, shape, sync = self._manifest.spec, self._manifest.shape, roster.sync
         if spec.train.sync != "auto" or shape is None or not sync.drifts:
             return
         if why := why_no_longer_chosen(roster, spec, shape):
             num_ranks = pluralize(roster.world_size, "rank")
-            self._log_warning(f"--sync auto keeps {sync}; it would not choose it again with {num_ranks}: {why}")
+            self._log_warning(f"--sync auto would not choose {sync} again with {num_ranks}: {why}")
 
     def check_fidelity(self, records: Sequence[StepRecord]) -> None:
         """Log an event if a lossy strategy's error in these steps exceeds those its loss penalty was measured with."""
@@ -192,11 +193,16 @@ class RunLog:
                 shares = format_shares(roster.mean_shares)
                 print(f"step {roster.from_step + 1}: shares {shares}: {roster.why}", flush=True)
 
+    def log_comparison(self, comparison: StrategyComparison, step: int) -> None:
+        """Log how the strategies of a trial compare."""
+        if self._group.rank == 0:
+            self._dir.add_event("compared", step=step, why=str(comparison), **msgspec.to_builtins(comparison))
+            print(f"step {step + 1}: --sync auto goes on with {comparison.chosen}: {comparison}", flush=True)
+
     def _log_sync_change(self, roster: Roster, step: int, previous: Roster, why: str) -> None:
-        self._dir.add_event(
-            "rechosen", step=step, epoch=roster.epoch, sync=str(roster.sync), was=str(previous.sync), why=why
-        )
-        print(f"step {step + 1}: --sync {roster.sync} from now on: {why}", flush=True)
+        self._dir.add_event("rechosen", step=step, epoch=roster.epoch, sync=str(roster.sync), was=str(previous.sync),
+                            why=why, is_trial=roster.is_trial)  # fmt: skip
+        print(f"step {step + 1}: {roster.sync} instead of {previous.sync}: {why}", flush=True)
 
     def log_finish(
         self,

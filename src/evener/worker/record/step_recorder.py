@@ -45,9 +45,10 @@ from evener.worker.sync import BucketCommEvent
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The report that one rank sends to all others once a step; a row of float64."""
 
-    step: float = -1.0  # the step of the eight figures below; -1: none yet
+    step: float = -1.0  # the step of the nine figures below; -1: none yet
     loss_sum: float = 0.0  # over this rank's tokens
     tokens: float = 0.0  # of this rank's share
+    wall_s: float = 0.0  # all of the step
     blocked_s: float = 0.0  # in the collective at the end of backward
     work_s: float = 0.0  # input, forward and backward of this rank's share
     optimizer_s: float = 0.0  # the optimizer step, independent of the share
@@ -345,7 +346,8 @@ class StepRecorder:
             pending.in_flight_s = pending.sync_s()
             in_flight_s = math.nan if pending.in_flight_s is None else pending.in_flight_s
             report = msgspec.structs.replace(report, step=float(pending.step), loss_sum=float(pending.loss_sum),
-                                             tokens=pending.tokens, blocked_s=phases.get(BLOCKED, 0.0), work_s=work_s,
+                                             tokens=pending.tokens, wall_s=pending.laps.total_s(), work_s=work_s,
+                                             blocked_s=phases.get(BLOCKED, 0.0),
                                              optimizer_s=phases.get("optimizer_s", 0.0),
                                              in_flight_s=in_flight_s, grad_norm=self._reported_grad_norm(pending),
                                              share_grad_sq=_share_grad_sq(pending))  # fmt: skip

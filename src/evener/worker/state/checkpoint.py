@@ -50,14 +50,15 @@ def save(
     num_rank_states: int = 0,
     sync: SyncSpec = NO_SYNC,
     bucket_bytes: int = 0,
+    is_strategy_on_trial: bool = False,
 ) -> Path:
     """Write the checkpoint of `step` atomically; it replaces one of the same step.
 
     `weights` are those of `named_weights`, on any device. `replica_hashes[rank]` are that rank's hashes of the same
     tensors, in the same order. `states` are state_dicts by name. `num_rank_states` is the number of ranks that have
-    saved per-rank state of this step. `sync` and `bucket_bytes` are the strategy whose states these are. Raise RunError
-    if a weight is not finite, since the run would resume from it, or if the disk refuses. Raise UsageError if a state
-    holds an object that cannot be stored.
+    saved per-rank state of this step. `sync` and `bucket_bytes` are the strategy whose states these are, which --sync
+    auto may be trying. Raise RunError if a weight is not finite, since the run would resume from it, or if the disk
+    refuses. Raise UsageError if a state holds an object that cannot be stored.
     """
     if bad := describe_non_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
@@ -82,6 +83,7 @@ def save(
             num_own=num_rank_states,
             sync=sync,
             bucket_bytes=bucket_bytes,
+            is_strategy_on_trial=is_strategy_on_trial,
             files={file.name: file_digest(file) for file in sorted(folder.iterdir())},
         )
         write_atomic(folder / "state.json", msgspec.json.encode(checkpoint))

@@ -208,6 +208,7 @@ class Checkpointer:
                     num_rank_states=num_own,
                     sync=self._sync.spec,
                     bucket_bytes=self._sync.roster_bucket_bytes,
+                    is_strategy_on_trial=self._training_state.is_strategy_on_trial,
                 )
 
         self._group.run_or_raise_on_all(write)  # also keeps all from timing the next step while one still writes

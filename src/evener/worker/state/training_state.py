@@ -41,6 +41,7 @@ class TrainingState:
         self.states: dict[str, Stateful] = {"scaler": scaler}
         self.scaler = scaler
         self._sync: Sync | None = None
+        self.is_strategy_on_trial = False  # by --sync auto
         self.all_params_used = False  # whether every pass of a rank that has sequences uses every parameter
         self.is_learning = True  # False: a drifting replica without a share of the batch; its optimizers do not step
 

@@ -40,8 +40,7 @@ def train(resolved: ResolvedRun) -> None:
         val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
         model = run.model(build_model(resolved, is_new=run.first_step == 0))
         optimizer = run.optimizer(adamw(model, spec.train))
-        tokens_per_step, every = spec.train.batch * shape.block_size, run.roster.sync.every
-        progress = RunProgress(spec.train.steps, tokens_per_step, spec.train.max_s, every)
+        progress = RunProgress(spec.train.steps, spec.train.batch * shape.block_size, spec.train.max_s)
         printed_at = time.monotonic()
         if spec.machine.contention:
             run.contention = measure_contention(run, model, train_set)
@@ -53,6 +52,7 @@ def train(resolved: ResolvedRun) -> None:
                     step.val_loss = evaluate(run, model, val_set, step.index + 1)
                 run.print_once(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
             if run.last_record is not None and run.last_record.step >= progress.steps_done:
+                progress.set_interval(run.roster.sync.every)
                 progress.add(run.last_record)
                 if time.monotonic() - printed_at > PROGRESS_EVERY_S:
                     printed_at = time.monotonic()

@@ -104,7 +104,11 @@ def _apply_new_roster(membership: Membership, context: TrainContext, run_log: Ru
     """Adopt the Roster of step `index`, where the step reports call for a new one."""
     run_log.check_fidelity(context.recorder.completed)
     previous, reports = membership.roster, context.recorder.reports
-    if reports and (roster := membership.update_roster(reports, index)) is not None:
+    roster = membership.update_roster(reports, index) if reports else None
+    context.training_state.is_strategy_on_trial = membership.is_undecided
+    if (comparison := membership.take_comparison()) is not None:
+        run_log.log_comparison(comparison, index)
+    if roster is not None:
         if roster.sync != previous.sync and (roster.sync.drifts or previous.sync.drifts):
             if previous.sync.drifts:
                 membership.run_or_restart(lambda: change_strategy(context, roster))
@@ -300,9 +304,13 @@ class Run:
             check_batch_norm(training_state.module, self.roster)
         # A compiled model recompiles for every batch size, and all ranks must decide alike.
         fixed_size = self.group.any_rank(self._compiled or bool(batch_norm_names(training_state.module)))
+        if self._start_checkpoint is not None and self._start_checkpoint.is_strategy_on_trial:
+            self._membership.resume_strategy_trial()
         warning = self._membership.enable_adaptation(
             self.spec, self._resolved, load_planned_cluster(), fixed_micro_batch_size=fixed_size
         )
+        if first == 0 and self.group.is_admitted:
+            self._membership.begin_strategy_trial()
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), training_state.module)
         training_state.sync, training_state.all_params_used = sync, self._resolved is not None
         spans = SpanRecorder(
