@@ -188,6 +188,20 @@ def test_unequal_hosts_converge_to_proportional_shares():
     )
 
 
+@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("spread", [0.0, 0.02])
+@pytest.mark.parametrize("every", [1, 10])
+def test_host_of_a_third_has_its_share_within_fifteen_steps(every, spread, seed):
+    """Within 3 % of the best of all divisions, from equal shares; it computes as a third of a core does."""
+    speeds, batch = (1.0, 1 / 3), 16
+    run = Simulated("ab", batch, lambda rank, step: speeds[rank], independent(random.Random(seed), spread),
+                    every=every).go(15)  # fmt: skip
+    share = list(run.lasting.values())[-1].shares[1]
+    num = every * batch
+    times = [max((num - other) / speeds[0], other / speeds[1]) for other in range(num + 1)]
+    assert times[share] <= 1.03 * min(times)
+
+
 def test_equal_hosts_with_unequal_shares_are_said_to_be_equal():
     balancer = LoadBalancer(roster("ab", 24).replace_shares([16, 8]))
     changes = [balancer.observe_step(step, [16.0, 8.0], [0.0, 0.0], step + 1) for step in range(30)]

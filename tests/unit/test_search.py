@@ -463,6 +463,19 @@ def test_a_share_above_a_micro_batch_is_avoided():
     assert predict(job, cluster(60.0, 27.0)).chosen == "ddp, shares 17 : 7"
 
 
+@pytest.mark.parametrize("sync", ["ddp", "diloco:10"])
+@pytest.mark.parametrize(
+    ("rates", "gets_equal_shares"),
+    [((1000.0, 1090.0), True), ((1070.0, 1000.0, 1035.0), True), ((1000.0, 1150.0), False), ((1000.0, 500.0), False)],
+)
+def test_hosts_start_with_equal_shares_unless_their_speeds_clearly_differ(rates, gets_equal_shares, sync):
+    """Probes of equal hosts differ by up to 7 %, and so would the shares of two equal hosts from run to run."""
+    found = cluster(*rates)
+    job = changed(job_of(SHAPE, batch=48), sync=sync)
+    shares = initial_shares.initial_roster_by_speed(job, found, found.slots).shares
+    assert (len(set(shares)) == 1) == gets_equal_shares
+
+
 @pytest.mark.parametrize(("memory_bytes", "micro_batch"), [(None, 64), (10**12, 64), (2_000_000_000, 8), (1, 1)])
 def test_micro_batch_fits_known_memory(memory_bytes, micro_batch):
     """The largest of 64, 32, 16 … sequences of 256 tokens; what was told holds, whether it fits or not."""
