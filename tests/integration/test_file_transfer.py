@@ -164,6 +164,7 @@ def test_interrupted_copy_resumes_at_last_byte(session, tmp_path, work):
     def kill(name: str, done: int, total: int) -> None:
         if done > 9 * MB:
             killed._process.kill()
+            killed._process.wait()  # until then it may receive more
 
     with pytest.raises(HostError, match="connection was lost"):
         send_to_host(killed, work, tree, kill)
@@ -338,6 +339,7 @@ class CountingSession:
         self.fetched_bytes += len(content)
         if self.fetched_bytes > self.limit:
             self.session._process.kill()
+            self.session._process.wait()  # until then it may answer once more
         return content
 
 
