@@ -60,6 +60,10 @@ def measured(fleet: Path, *rates_bps: float, fields: Sequence[str] = GOODPUTS) -
     return found
 
 
+def least_goodput_Bps(found: link_probe.LinkProbeReport) -> float:
+    return min(getattr(one.link, field) for one in found.measurements for field in GOODPUTS)
+
+
 @exhaustive
 @pytest.mark.parametrize(("rate", "bps"), [("100Mbit", 1e8), ("1Gbit", 1e9)])
 def test_goodput_equals_link_rate(make_lab, tmp_path, rate, bps):
@@ -68,12 +72,19 @@ def test_goodput_equals_link_rate(make_lab, tmp_path, rate, bps):
     lab.down()
     assert [(one.source, one.target) for one in found.measurements] == [("a", "b"), ("b", "a")]
     for one in found.measurements:
-        for field in GOODPUTS:
-            assert getattr(one.link, field) * 8 / bps == pytest.approx(PAYLOAD, abs=NEAR)
+        assert all(getattr(one.link, field) * 8 < (PAYLOAD + NEAR) * bps for field in GOODPUTS)
         assert one.link.rtt_s < 0.05  # 0.0003 on a free machine
         assert one.link.rtt_p95_s >= one.link.rtt_s
         assert one.num_pings > 20
         assert one.link.retransmits is not None
+    least_bps = 8 * least_goodput_Bps(found)
+    if least_bps < (PAYLOAD - NEAR) * bps:
+        lab = make_lab(tmp_path / "free.toml", a=HostSpec(), b=HostSpec())
+        free_bps = 8 * least_goodput_Bps(once(tmp_path / "free.toml"))
+        lab.down()
+        if free_bps < 2 * bps:
+            pytest.skip(f"the machine is too busy: a link without a limit carries {free_bps / 1e6:.0f} Mbit/s now")
+    assert least_bps / bps == pytest.approx(PAYLOAD, abs=NEAR)
     assert not [finding for finding in found.findings if finding.check != "net.stack-loss"]  # a busy machine pauses
 
 
