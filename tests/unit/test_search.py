@@ -98,6 +98,16 @@ def test_too_slow_host_is_left_out_with_both_throughputs():
     assert told.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
 
 
+def test_strategy_that_would_make_a_left_out_host_help_is_named(monkeypatch):
+    name = "diloco:10:int8:streamed"
+    let_lose(monkeypatch, name, two=0.005, three=0.02)
+    slow = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
+    why = reasons_left_out(predict(changed(JOB, steps=2000), slow))["b"]
+    assert why.startswith("adding b makes this run slower: ")
+    assert re.search(f"1.0k tokens/s without; with it and --sync {name} 2.0k tokens/s$", why)
+    assert " and --sync " not in reasons_left_out(predict(changed(JOB, steps=1000), slow))["b"]
+
+
 def test_slowest_of_three_is_left_out():
     found = predict(JOB, cluster(100.0, 100.0, 4.0))
     assert found.recommended == "ddp without c"

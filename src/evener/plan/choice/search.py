@@ -142,7 +142,9 @@ def recommended_flags(prediction: Prediction) -> str:
 
 
 def reasons_left_out(prediction: Prediction) -> dict[str, str]:
-    """Return the hosts without which the chosen strategy trains at least as fast, each with the reason."""
+    """Return the hosts without which the chosen strategy trains at least as fast, each with the reason, and with the
+    strategy that would make them help, if there is one.
+    """
     cluster, chosen = prediction.cluster, prediction.option(prediction.chosen)
     loss_budget = prediction.job.spec.train.loss_budget / 100 if prediction.is_sync_ours else None
 
@@ -168,10 +170,11 @@ def reasons_left_out(prediction: Prediction) -> dict[str, str]:
     why = f"adding {join_names(names)} makes this run {slower}"
     if loss_budget is not None and (reason := why_strategy_rejected(chosen, loss_budget)):
         why = f"with {them} {chosen.roster.sync} {reason}"
-    return dict.fromkeys(
-        names,
-        f"{why}: {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without",
-    )
+    why += f": {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without"
+    helpful = prediction.option(prediction.recommended) if prediction.recommended else best
+    if helpful.roster.sync not in (chosen.roster.sync, NO_SYNC) and {*names} <= {*helpful.roster.hosts}:
+        why += f"; with {them} and --sync {helpful.roster.sync} {format_throughput(helpful.tokens_per_s)}"
+    return dict.fromkeys(names, why)
 
 
 def what_if_options(prediction: Prediction) -> list[PlanOption]:
