@@ -1,18 +1,15 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
-    python bench/scaling_efficiency.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5]
-                         [--syncs ddp,packed,int8,auto] [--model char] [--batch 16] [--shares auto] [--turns 3] [--steps
-                         50] [--first 20]
+    python bench/scaling_efficiency.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs auto,ddp]
+                         [--model char] [--batch 16] [--shares auto] [--starts 1] [--first 150] [--min-s 40]
 
-The limit is what all hosts do at once, each by itself and exchanging nothing, with the share of the batch that is its
-own in proportion to its processor. This machine changes its speed from minute to minute, so the limit is measured
-before and after every run, and a figure is the median over the turns of tokens/s beside the mean of these two; what
-was predicted of a run is set beside what was predicted of its limit.
-Sequences of 256 tokens, no dropout, the default arithmetic. Tokens/s are those of all steps after the first, by the
-clock: the same for every strategy, hiccups and all, and where replicas agree every H steps, of whole rounds. Runs are
-planned for 2000 steps, as `auto` judges them, and stopped when enough are measured. Every run adds a line to
-bench/fast.jsonl; more turns can follow another day, and docs/generate/fast.py shows them all. Needs Linux and root,
-and nothing else running.
+The limit is what all hosts do at once, each by itself and exchanging nothing, with its share of the batch. It is
+measured inside the run: a few seconds of the run alternate with a few seconds of the limit (bench/limit_rank.py), so
+that a machine that changes its speed from minute to minute changes both. A figure is the median of the pairs, with its
+90 % interval; a run goes on until the interval is narrower than ±2 %, or says that it is not. Processor time per token
+of both stands beside. Sequences of 256 tokens, no dropout, the default arithmetic. Runs are planned for 2000 steps, as
+`auto` judges them; --first steps go before, in which it tries strategies and shares settle. Every run adds a line to
+bench/fast.jsonl; docs/generate/fast.py shows them. Needs Linux and root, and nothing else running.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,13 +25,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from evener.core.run.roster import weighted_shares
-from evener.core.run.rundir import RunDir
+import msgspec
+from limit_rank import RESULT
+
+from evener.core.run.rundir import RunDir, code_hash
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec
 from evener.report.read.run_summary import summarize_run
+from evener.report.read.stragglers import slowest_rank
 
 RESULTS = Path(__file__).with_name("fast.jsonl")
+BLOCK_S, HALF_WIDTH, MAX_PAIRS = 5.0, 0.02, 40
 PLANNED_STEPS = 2000  # steps of the runs that are begun
 EVENER_COMMAND = (sys.executable, "-c", "from evener.cli.main import main; main()")
 COMMON_FLAGS = {"block-size": 256, "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0,
@@ -46,13 +48,13 @@ def main() -> None:
                         help="a prepared folder: evener data text FILE --tokenizer char --out …")  # fmt: skip
     parser.add_argument("--rates", default="1Gbit,100Mbit")
     parser.add_argument("--cpus", default="1,1", help="processor of each host, in cores")
-    parser.add_argument("--syncs", default="ddp,packed,bf16,int8,int4,powersgd:4")
+    parser.add_argument("--syncs", default="auto")
     parser.add_argument("--model", default="char")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--shares", default="auto", help="11:5 has both hosts take part, be it slower than one")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--first", type=int, default=20, help="steps before them: shares settle and caches fill")
+    parser.add_argument("--starts", type=int, default=1, help="runs of each strategy")
+    parser.add_argument("--first", type=int, default=150, help="steps before: strategies are tried, shares settle")
+    parser.add_argument("--min-s", type=float, default=40.0, help="seconds of the run that are measured")
     options = parser.parse_args()
     cpus = [float(word) for word in options.cpus.split(",")]
     for rate in options.rates.split(","):
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def measure_lab(folder: Path, options: argparse.Namespace, rate: str, cpus: list[float]) -> None:
-    """The turns of one lab; every run between two of the limit."""
+    """The runs of one lab."""
     names = "abcdefgh"[: len(cpus)]
     taken, hosts = [0.0] * (os.cpu_count() or 1), {}
     for name, cpu in zip(names, cpus, strict=True):
@@ -70,29 +72,58 @@ def measure_lab(folder: Path, options: argparse.Namespace, rate: str, cpus: list
         hosts[name] = HostSpec(rate=rate, cpus=cpu if cpu < 1 else None, cores=(core,))
     if max(taken) > 1:
         raise SystemExit(f"--cpus: {', '.join(map(str, cpus))} do not fit on {len(taken)} cores")
-    fleet, shares = folder / "fleet.toml", dict(zip(names, cpus, strict=True))
+    fleet = folder / "fleet.toml"
     lab = EmulatedLab.up(LabSpec(name="fast", hosts=hosts), out=fleet)
     try:
         run_evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
         # All at once, as they train: they share caches.
         run_evener(folder, "probe", "host", "--fleet", str(fleet), "--model", options.model)
-        before = measure_limit(folder, fleet, options, shares, "limit")
-        for turn in range(options.turns):
+        for start in range(options.starts):
             for sync in options.syncs.split(","):
-                run = RunDir(folder / f"{sync}-{turn}")
-                flags = train_flags(
-                    options, batch=options.batch, shares=options.shares, sync=sync, out=run, steps=PLANNED_STEPS
-                )
-                train_until_measured(folder, fleet, run, flags, options)
-                after = measure_limit(folder, fleet, options, shares, f"limit-{sync}-{turn}")
-                row = result_row(options, rate, cpus, sync, run, before, after)
+                row = measure_run(folder, fleet, options, RunDir(folder / f"{sync}-{start}"), sync)
+                row |= {"rate": rate, "cpus": cpus}
+                # A host that the plan left out could train too; its processor stands for its speed.
+                part = sum(cpu for name, cpu in zip(names, cpus, strict=True) if name in row["hosts"]) / sum(cpus)
+                row |= {name: row[name] * part for name in ("of_limit", "low", "high")}
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{rate} turn {turn + 1}: {sync} {row['tokens_per_s']:.0f} of {row['limit']:.0f} tokens/s",
-                      flush=True)  # fmt: skip
-                before = after
+                print(f"{rate}, start {start + 1}: {sync}: {row['sync']} {row['of_limit']:.3f} of the limit "
+                      f"({row['low']:.3f} to {row['high']:.3f}, {len(row['shares'])} pairs)", flush=True)  # fmt: skip
     finally:
         lab.down()
+
+
+def measure_run(folder: Path, fleet: Path, options: argparse.Namespace, run: RunDir, sync: str) -> dict[str, Any]:
+    """One run beside its limit, as a row of the results."""
+    flags = train_flags(options, batch=options.batch, shares=options.shares, sync=sync, out=run, steps=PLANNED_STEPS)
+    meter = {"first": options.first, "block_s": BLOCK_S, "min_s": options.min_s, "half_width": HALF_WIDTH,
+             "max_pairs": MAX_PAIRS}  # fmt: skip
+    argv = [
+        sys.executable,
+        str(Path(__file__).with_name("limit_cli.py")),
+        json.dumps(meter),
+        "train",
+        "--fleet",
+        str(fleet),
+    ]
+    done = subprocess.run([*argv, *flags], cwd=folder, capture_output=True, text=True, check=False)
+    results = [line.partition(RESULT)[2] for log in (run.path / "logs").glob("*.0.log")
+               for line in log.read_text().splitlines() if RESULT in line]  # fmt: skip
+    if not results:
+        raise SystemExit(f"{' '.join(argv)}:\n{done.stdout}{done.stderr}")
+    found, summary = json.loads(results[-1]), summarize_run(run)
+    limit, mine = (statistics.median(block["tokens_per_s"] for block in found[name]) for name in ("limits", "runs"))
+    cpu_s = {name: statistics.median(block["cpu_s_per_token"] for block in found[name]) for name in ("limits", "runs")}
+    step_s = statistics.median(options.batch * 256 / block["tokens_per_s"] for block in found["runs"])
+    return {
+        "model": options.model, "batch": options.batch, "asked": sync, "sync": found["sync"], "hosts": found["hosts"],
+        "of_limit": found["of_limit"], "low": found["low"], "high": found["high"],
+        "shares": [round(share, 4) for share in found["shares"]], "limit": limit, "tokens_per_s": mine,
+        "cpu_s_per_token": cpu_s["runs"], "limit_cpu_s_per_token": cpu_s["limits"],
+        "sent_bytes": summary.ranks[0].bytes, "date": time.strftime("%Y-%m-%d"), "code": code_hash(),
+        "predicted_off": summary.predicted.step_s / step_s - 1 if summary.predicted else None,
+        "step_s": step_s, "cost": msgspec.to_builtins(slowest_rank(summary).typical),
+    }  # fmt: skip
 
 
 def train_until_measured(folder: Path, fleet: Path, run: RunDir, flags: list[str], options: argparse.Namespace) -> None:
@@ -121,20 +152,6 @@ def sync_interval(run: RunDir) -> int:
     return run.manifest().roster.sync.every if run.is_run() else 1
 
 
-def measure_limit(
-    folder: Path, fleet: Path, options: argparse.Namespace, cpus: dict[str, float], name: str
-) -> list[RunDir]:
-    """A run of each host by itself, all at once."""
-    outs = {}
-    for host, share in zip(cpus, weighted_shares(options.batch, list(cpus.values())), strict=True):
-        outs[host] = folder / f"{name}-{host}"
-        flags = train_flags(options, batch=share, out=outs[host], steps=options.first + options.steps // 2)
-        run_evener(folder, "train", "--fleet", str(fleet), "--hosts", host, "--detach", *flags)
-    for out in outs.values():
-        run_evener(folder, "logs", "-f", str(out))
-    return [RunDir(out) for out in outs.values()]
-
-
 def throughput(rundir: RunDir, first: int) -> float:
     """Tokens/s of all ranks, from the end of step `first` - 1 to that of the last one of a whole round."""
     manifest = rundir.manifest()
@@ -156,27 +173,6 @@ def run_evener(folder: Path, *args: str) -> None:
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(args)}:\n{done.stdout}{done.stderr}")
-
-
-def predicted_fraction_of_limit(rundir: RunDir, limit: list[RunDir]) -> float | None:
-    """Tokens/s as they were predicted, beside those of the hosts by themselves."""
-    run, *alone = (summarize_run(one).predicted for one in (rundir, *limit))
-    known = [option.tokens_per_s for option in alone if option is not None]
-    return run.tokens_per_s / sum(known) if run is not None and len(known) == len(alone) else None
-
-
-def result_row(options: argparse.Namespace, rate: str, cpus: list[float], requested_sync: str, rundir: RunDir,
-           before: list[RunDir], after: list[RunDir]) -> dict[str, Any]:  # fmt: skip
-    """What a run came to, beside the limits of its minutes."""
-    run, mine = summarize_run(rundir), throughput(rundir, options.first)
-    limit = sum(throughput(alone, options.first) for alone in (*before, *after)) / 2
-    return {
-        "model": options.model, "batch": options.batch, "rate": rate, "cpus": cpus,
-        "asked": requested_sync, "sync": str(run.manifest.roster.sync),
-        "of_limit": mine / limit, "limit": limit, "tokens_per_s": mine, "sent_bytes": run.ranks[0].bytes,
-        "date": time.strftime("%Y-%m-%d"), "predicted_of_limit": predicted_fraction_of_limit(rundir, before),
-        "predicted_off": run.predicted.step_s / run.step_p50_s - 1 if run.predicted and run.step_p50_s else None,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":
