@@ -46,7 +46,9 @@ bench: .venv/installed
 ifdef NANOGPT
 	$(BIN)/python bench/loss_vs_nanogpt.py --nanogpt $(NANOGPT)
 	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT)
+	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT) --threads 2
 	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT) --compile
+	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT) --compile --threads 2
 	$(BIN)/python bench/throughput_vs_nanogpt.py --nanogpt $(NANOGPT) --dtype auto
 else
 	@echo "left out: what is measured beside nanoGPT; with a checkout of it: make bench NANOGPT=FOLDER"

@@ -1,9 +1,10 @@
 """evener's loop beside nanoGPT's model trained in its way: one process, a step of one and a step of the other.
 
-    python bench/throughput_vs_nanogpt.py --nanogpt DIR [--dropout 0.2] [--compile] [--dtype bf16] [--steps 20]
+    python bench/throughput_vs_nanogpt.py --nanogpt DIR [--threads 1] [--dropout 0.2] [--compile] [--dtype bf16]
 
-DIR is a checkout of nanoGPT. The ratio is tokens/s of evener / tokens/s of nanoGPT, the median of pairs. With --compile
-both run torch.compile on the whole model.
+DIR is a checkout of nanoGPT. The ratio is tokens/s of evener / tokens/s of nanoGPT, the median of pairs with its 90 %
+interval; pairs follow until half of it is narrower than HALF_WIDTH. Of two pairs, evener is first in one and second in
+the other. With --compile both run torch.compile on the whole model.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from common import evener_steps, load_nanogpt_module, nanogpt_checkout, resolve_benchmark_run
+from common import evener_steps, load_nanogpt_module, median_interval, nanogpt_checkout, resolve_benchmark_run
 
 from evener.core.run.resolve import ResolvedRun
+
+HALF_WIDTH = 0.01  # of the ratio
+MIN_PAIRS = 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanogpt", type=nanogpt_checkout, required=True, metavar="DIR", help="a checkout of nanoGPT")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--pairs", type=int, default=300, help="at most")
+    parser.add_argument("--threads", type=int, default=1, help="of each")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--compile", action="store_true")
@@ -33,31 +38,42 @@ def main() -> None:
 
     from evener.worker.train.run import join
 
-    flags = ["--dropout", str(options.dropout), "--dtype", options.dtype]
+    flags = ["--dropout", str(options.dropout), "--dtype", options.dtype, "--threads", str(options.threads)]
     flags += ["--compile", "on" if options.compile else "off"]
-    what = resolve_benchmark_run("char", options.batch, options.steps, *flags)
+    what = resolve_benchmark_run("char", options.batch, options.pairs + 1, *flags)
     seconds: dict[str, list[float]] = {"evener": [], "nanoGPT": []}
+    ratios: list[float] = []
     with join(what.spec, what) as run:
         ours, theirs = evener_steps(run, what), nanogpt_steps(what, options)
         began = time.perf_counter()
         next(theirs)
         next(theirs)
         print(f"nanoGPT's first two steps took {time.perf_counter() - began:.1f} s", flush=True)
-        for _ in range(options.steps - 1):
-            for name, steps in (("evener", ours), ("nanoGPT", theirs)):
-                began = time.perf_counter()
-                took = next(steps)
-                if name == "evener" and not seconds[name]:
-                    print(f"evener's rehearsal and first step took {time.perf_counter() - began:.1f} s", flush=True)
-                seconds[name].append(took)
-    ratios = [theirs / ours for theirs, ours in zip(seconds["nanoGPT"], seconds["evener"], strict=True)]
+        began = time.perf_counter()
+        next(ours)
+        print(f"evener's rehearsal and first two steps took {time.perf_counter() - began:.1f} s", flush=True)
+        both = [("evener", ours), ("nanoGPT", theirs)]
+        while len(ratios) < options.pairs - 1 and not is_precise(ratios):
+            for name, steps in both:
+                seconds[name].append(next(steps))
+            both.reverse()
+            ratios.append(seconds["nanoGPT"][-1] / seconds["evener"][-1])
     for name, values in seconds.items():
         print(f"{name:>7}: step p50 {statistics.median(values) * 1e3:.1f} ms")
-    how = f"{'compiled' if options.compile else 'eager'}, {options.dtype}"
+    low, high = median_interval(ratios)
+    how = f"{'compiled' if options.compile else 'eager'}, {options.dtype}, threads: {options.threads}"
     print(
-        f"evener / nanoGPT tokens/s, char, dropout {options.dropout}, {how}: {statistics.median(ratios):.3f}, "
-        f"median of {len(ratios)} pairs"
+        f"evener / nanoGPT tokens/s, char, dropout {options.dropout}, {how}: {statistics.median(ratios):.3f} "
+        f"({low:.3f} to {high:.3f}), median of {len(ratios)} pairs"
     )
+
+
+def is_precise(ratios: list[float]) -> bool:
+    """Whether the 90 % interval of their median is narrow enough."""
+    if len(ratios) < MIN_PAIRS or len(ratios) % MIN_PAIRS:
+        return False
+    low, high = median_interval(ratios)
+    return high - low <= 2 * HALF_WIDTH
 
 
 def nanogpt_steps(what: ResolvedRun, options: argparse.Namespace) -> Iterator[float]:
