@@ -371,7 +371,12 @@ def test_report_says_what_the_next_best_strategy_would_have_taken(tmp_path, writ
     summary = summarize_run(write_run(tmp_path / "run", [{}, {}]))
     summary = msgspec.structs.replace(summary, comparisons=comparisons, step_p50_s=0.020, num_steps=1000)
     text = "\n".join(explain_run(summary))
-    assert "--sync auto chose ddp: measured in 16 steps: ddp takes 16 ms a step (predicted: 15 ms)" in text
-    assert "1000 steps take 20.00 s; with int8, the next best, they would have taken 18.00 s." in text
+    assert "--sync auto chose ddp; measured time of a step: ddp 16 ms in 8 steps (predicted: 15 ms), int8 18 ms" in text
+    assert (
+        "step time 1000 steps take 20.00 s; at the time that int8 had in the comparison, they would take 18.00 s."
+        in text
+    )
     assert "longer than with int8 in the comparison" in text
     assert "longer than with" not in "\n".join(explain_run(msgspec.structs.replace(summary, step_p50_s=0.017)))
+    slower = msgspec.structs.replace(comparisons[0], measured=comparisons[0].measured[::-1])
+    assert str(slower).endswith("; ddp is 12.5% faster: too little")

@@ -58,7 +58,7 @@ def test_run_changes_are_shown_with_reason_except_trials():
         {"event": "rebalanced", "step": 90, "shares": [15, 1], "why": "laptop is tried again", "is_trial": True},
         {"event": "rechosen", "step": 100, "sync": "int8", "was": "ddp", "why": "the link is another"},
         {"event": "rechosen", "step": 105, "sync": "ddp", "was": "int8", "why": "on trial", "is_trial": True},
-        {"event": "compared", "step": 107, "chosen": "int8", "why": "measured in 16 steps: int8 takes 20 ms a step"},
+        {"event": "compared", "step": 107, "chosen": "int8", "why": "measured time of a step: int8 20 ms"},
         {"event": "sync.fidelity", "step": 109, "why": "--sync int8: the sums of gradients are 9.0% off"},
     ]
     with display_progress(resolved, Console(file=written, width=200)) as observe:
@@ -67,8 +67,8 @@ def test_run_changes_are_shown_with_reason_except_trials():
     assert written.getvalue().splitlines() == [
         "shares stay 8 : 8 whatever the ranks' speed",
         "step 67: shares 10.5 : 5.5: laptop is slow",
-        "step 101: int8 instead of ddp: the link is another",
-        "step 108: --sync auto goes on with int8: measured in 16 steps: int8 takes 20 ms a step",
+        "step 101: changing to int8 (before: ddp): the link is another",
+        "step 108: --sync auto goes on with int8; measured time of a step: int8 20 ms",
         "step 110: --sync int8: the sums of gradients are 9.0% off",
     ]
 

@@ -93,7 +93,7 @@ def test_too_slow_host_is_left_out_with_both_throughputs():
     assert found.chosen == "ddp, shares 23 : 1"  # the best with it
     assert found.verdict == "Leave b out: with it 48 tokens/s, without 60 tokens/s."
     assert recommended_flags(found) == "--hosts a"
-    assert reasons_left_out(found) == {"b": "adding b makes this run slower: 48 tokens/s with it, 60 tokens/s without"}
+    assert reasons_left_out(found) == {"b": "adding b makes this run slower; 48 tokens/s with it, 60 tokens/s without"}
     told = predict(changed(JOB, shares="equal"), cluster(60.0, 2.0))
     assert told.verdict == "Leave b out: with it 4 tokens/s, without 60 tokens/s."
 
@@ -103,8 +103,8 @@ def test_strategy_that_would_make_a_left_out_host_help_is_named(monkeypatch):
     let_lose(monkeypatch, name, two=0.005, three=0.02)
     slow = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     why = reasons_left_out(predict(changed(JOB, steps=2000), slow))["b"]
-    assert why.startswith("adding b makes this run slower: ")
-    assert re.search(f"1.0k tokens/s without; with it and --sync {name} 2.0k tokens/s$", why)
+    assert why.startswith("adding b makes this run slower; ")
+    assert re.search(f"1.0k tokens/s without, 2.0k tokens/s with it and --sync {name}$", why)
     assert " and --sync " not in reasons_left_out(predict(changed(JOB, steps=1000), slow))["b"]
 
 
@@ -344,7 +344,7 @@ def test_host_is_left_out_when_loss_budget_would_be_exceeded(monkeypatch):
     assert found.verdict.startswith("Use a and b only: ")
     assert found.verdict.endswith(", but costs 1.3% of validation loss, more than 1.0%.")  # worth 2.5 of equal shares
     why = reasons_left_out(found)["c"]
-    assert why.startswith(f"with it {name} costs 1.3% of validation loss, more than 1.0%: ")
+    assert why.startswith(f"{name} with it: costs 1.3% of validation loss, more than 1.0%; ")
     assert why.endswith(" tokens/s without")
     dear = predict(changed(auto, loss_budget=3.0), slow)
     assert dear.option(dear.recommended).roster.hosts == ["a", "b", "c"]
@@ -659,7 +659,7 @@ def test_train_leaves_out_slowing_host_with_reason():
     slots = build_cluster(known, asked).slots
     found = predict_launch(known, asked, slots)
     assert found.left_out.keys() == {"b"}
-    assert found.left_out["b"].startswith("adding b makes this run slower: ")
+    assert found.left_out["b"].startswith("adding b makes this run slower; ")
     assert found.option(found.chosen).roster.hosts == found.cluster.host_names == ["a"]
     all_of_them = changed(asked, shares="equal")
     insisted = predict_launch(known, all_of_them, slots)

@@ -11,7 +11,7 @@ from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, fleet_path, load_fleet, select_hosts
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun
-from evener.core.run.roster import RankSlot
+from evener.core.run.roster import NO_SYNC, RankSlot
 from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.rundir import RunDir
 from evener.launch.launcher import Notify
@@ -130,9 +130,9 @@ def _predict(
         names = ", ".join(name for name, of_host in prediction.left_out.items() if of_host == why)
         notify(f"left out: {names}: {why}\nhint:  --shares equal includes all hosts")
     notify(f"predicted: {format_run_prediction(prediction)}")
-    if is_sync_auto:
-        chosen = prediction.option(prediction.chosen)
-        notify(f"--sync auto: {chosen.roster.sync} is predicted to be the fastest{format_loss_penalty(chosen)}")
+    chosen = prediction.option(prediction.chosen)
+    if is_sync_auto and chosen.roster.sync != NO_SYNC:
+        notify(f"--sync auto: {chosen.roster.sync} is the best choice by prediction{format_loss_penalty(chosen)}")
     if is_sync_measured and prediction.recommended:
         ours, other = (prediction.option(name).roster for name in (prediction.chosen, prediction.recommended))
         if {*ours.hosts} == {*other.hosts} and ours.sync != other.sync:

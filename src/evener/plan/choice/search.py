@@ -169,11 +169,11 @@ def reasons_left_out(prediction: Prediction) -> dict[str, str]:
     slower = "slower" if best.tokens_per_s > MIN_GAIN * chosen.tokens_per_s else "no faster"
     why = f"adding {join_names(names)} makes this run {slower}"
     if loss_budget is not None and (reason := why_strategy_rejected(chosen, loss_budget)):
-        why = f"with {them} {chosen.roster.sync} {reason}"
-    why += f": {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without"
+        why = f"{chosen.roster.sync} with {them}: {reason}"
+    why += f"; {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without"
     helpful = prediction.option(prediction.recommended) if prediction.recommended else best
     if helpful.roster.sync not in (chosen.roster.sync, NO_SYNC) and {*names} <= {*helpful.roster.hosts}:
-        why += f"; with {them} and --sync {helpful.roster.sync} {format_throughput(helpful.tokens_per_s)}"
+        why += f", {format_throughput(helpful.tokens_per_s)} with {them} and --sync {helpful.roster.sync}"
     return dict.fromkeys(names, why)
 
 

@@ -138,12 +138,12 @@ class StrategySelector:
         else:
             return None
         if trial.comparison is None:
-            return self._switch(trial.current, roster, next_step, "on trial", is_trial=True)
+            return self._switch(trial.current, roster, next_step, "to compare step times", is_trial=True)
         self._trial, self.comparison, self.last_trial_step = None, trial.comparison, next_step
         self._expected_s = trial.comparison.measured[0].measured_s
         self._learn_bias(trial.comparison, trial.current.roster, roster)
         self._measured = {}
-        return self._switch(trial.current, roster, next_step, "as measured")
+        return self._switch(trial.current, roster, next_step, "the result of the comparison")
 
     def _switch(self, option: PlanOption, roster: Roster, next_step: int, why: str, *,
                 is_trial: bool = False) -> StrategySwitch | None:  # fmt: skip
@@ -178,7 +178,8 @@ class StrategySelector:
         if all(option.roster.sync != roster.sync for option in options):  # not within the budget any more
             if (best := pick_fastest(options)) is None:
                 return None
-            return self._switch(best, roster, next_step, f"{roster.sync} would cost too much loss with these ranks")
+            why = why_option_rejected(now, cluster, self._job.spec.train.loss_budget / 100)
+            return self._switch(best, roster, next_step, f"{roster.sync} is rejected with these ranks: {why}")
         candidates = self._candidates(options, now, took_s)
         num_steps, max_steps = num_trial_steps(candidates), MAX_TRIAL_FRACTION * (self._num_steps - next_step)
         if len(candidates) < 2 or num_steps > max_steps:
@@ -190,7 +191,7 @@ class StrategySelector:
             self._expected_s = None  # ask again after the next steps
             return None
         self._trial, self._was_trying = StrategyTrial(candidates, max_steps), False
-        why = f"on trial: a step takes {format_seconds(took_s)}"
+        why = f"a step takes {format_seconds(took_s)}; step times are compared"
         return self._switch(self._trial.current, roster, next_step, why, is_trial=True)
 
     def _candidates(self, options: Sequence[PlanOption], now: PlanOption, took_s: float) -> list[PlanOption]:

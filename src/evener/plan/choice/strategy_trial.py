@@ -51,9 +51,13 @@ class StrategyComparison(msgspec.Struct, frozen=True, kw_only=True):
     measured: list[MeasuredStrategy]  # the chosen one first, then by speed
 
     def __str__(self) -> str:
-        figures = [f"{one.sync} takes {format_seconds(one.measured_s)} a step (predicted: "
+        figures = [f"{one.sync} {format_seconds(one.measured_s)} in {one.num_steps} steps (predicted: "
                    f"{format_seconds(one.predicted_s)})" for one in self.measured]  # fmt: skip
-        return f"measured in {sum(one.num_steps for one in self.measured)} steps: {', '.join(figures)}"
+        text = f"measured time of a step: {', '.join(figures)}"
+        fastest = min(self.measured, key=lambda one: one.measured_s)
+        if fastest is not self.measured[0]:
+            text += f"; {fastest.sync} is {self.measured[0].measured_s / fastest.measured_s - 1:.1%} faster: too little"
+        return text
 
 
 def plausible_options(options: Sequence[PlanOption], limit: int = MAX_CANDIDATES) -> list[PlanOption]:

@@ -51,9 +51,10 @@ def describe_notice(event: dict[str, Any]) -> str:
         case "remark":
             return str(event.get("what"))
         case "rechosen":
-            return f"step {first}: {event.get('sync')} instead of {event.get('was')}: {why}"
+            verb = "trying" if event.get("is_trial") else "changing to"
+            return f"step {first}: {verb} {event.get('sync')} (before: {event.get('was')}): {why}"
         case "compared":
-            return f"step {first}: --sync auto goes on with {event.get('chosen')}: {why}"
+            return f"step {first}: --sync auto goes on with {event.get('chosen')}; {why}"
         case "rebalanced":
             return f"step {first}: shares {format_shares(event.get('shares', []))}" + (f": {why}" if why else "")
         case _:

@@ -34,21 +34,18 @@ def explain_strategy_choice(comparison: StrategyComparison, num_steps: int, step
 
     `step_s`: the median time of a step of the run; None if it was not trained with the chosen strategy.
     """
-    sentences = [f"--sync auto chose {comparison.chosen}: {comparison}."]
+    sentences = [f"--sync auto chose {comparison.chosen}; {comparison}."]
     if len(comparison.measured) > 1:
-        chosen, following = comparison.measured[:2]
+        chosen, other = comparison.measured[:2]
         took_s = step_s or chosen.measured_s
-        total_s, instead_s = num_steps * took_s, num_steps * following.measured_s
+        total_s, instead_s = num_steps * took_s, num_steps * other.measured_s
         sentences.append(
-            f"At the measured speed {pluralize(num_steps, 'step')} take {format_seconds(total_s)}; with "
-            f"{following.sync}, the next best, they would have taken {format_seconds(instead_s)}."
+            f"At the run's median step time {pluralize(num_steps, 'step')} take {format_seconds(total_s)}; at the time "
+            f"that {other.sync} had in the comparison, they would take {format_seconds(instead_s)}."
         )
-        if following.measured_s < chosen.measured_s:
-            gain = chosen.measured_s / following.measured_s - 1
-            sentences.append(f"{following.sync} is not chosen, as it is only {gain:.1%} faster.")
-        if took_s > following.measured_s and chosen.measured_s <= following.measured_s:
+        if took_s > other.measured_s and chosen.measured_s <= other.measured_s:
             sentences.append(
-                f"Since the comparison a step has taken {format_seconds(took_s)}, longer than with {following.sync} in "
-                "the comparison: the machines or the link became slower, or the choice was wrong."
+                f"Steps now take longer than with {other.sync} in the comparison: the hosts or the link became slower, "
+                f"or {other.sync} is the better choice. A short run with --sync {other.sync} shows which."
             )
     return " ".join(sentences)

@@ -125,7 +125,7 @@ class RunLog:
             if roster.world_size != was.world_size:
                 self._warn_if_penalty_too_high(roster)
             if roster.sync != was.sync:  # decided in the epoch before
-                self._log_sync_change(roster, step, was, "the ranks of the previous epoch had chosen it")
+                self._log_sync_change(roster, step, was, "it was chosen before the hosts changed")
 
     def _gather_ranks_and_hosts(self) -> tuple[list[RankProcess], list[HostInfo]]:
         """Return the hosts, devices and processes of all ranks."""
@@ -158,7 +158,7 @@ class RunLog:
             return
         if why := why_no_longer_chosen(roster, spec, shape):
             num_ranks = pluralize(roster.world_size, "rank")
-            self._log_warning(f"--sync auto would not choose {sync} again with {num_ranks}: {why}")
+            self._log_warning(f"--sync auto would not choose {sync} with {num_ranks}: {why}")
 
     def check_fidelity(self, records: Sequence[StepRecord]) -> None:
         """Log an event if a lossy strategy's error in these steps exceeds those its loss penalty was measured with."""
@@ -197,12 +197,13 @@ class RunLog:
         """Log how the strategies of a trial compare."""
         if self._group.rank == 0:
             self._dir.add_event("compared", step=step, why=str(comparison), **msgspec.to_builtins(comparison))
-            print(f"step {step + 1}: --sync auto goes on with {comparison.chosen}: {comparison}", flush=True)
+            print(f"step {step + 1}: --sync auto goes on with {comparison.chosen}; {comparison}", flush=True)
 
     def _log_sync_change(self, roster: Roster, step: int, previous: Roster, why: str) -> None:
         self._dir.add_event("rechosen", step=step, epoch=roster.epoch, sync=str(roster.sync), was=str(previous.sync),
                             why=why, is_trial=roster.is_trial)  # fmt: skip
-        print(f"step {step + 1}: {roster.sync} instead of {previous.sync}: {why}", flush=True)
+        verb = "trying" if roster.is_trial else "changing to"
+        print(f"step {step + 1}: {verb} {roster.sync} (before: {previous.sync}): {why}", flush=True)
 
     def log_finish(
         self,
