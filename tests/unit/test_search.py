@@ -653,6 +653,17 @@ def test_ranks_of_one_cpu_share_its_rate():
     assert len(priced(asked, found).ranks) == 4
 
 
+def test_resumed_run_keeps_its_strategy_and_the_hosts_that_auto_would_take():
+    """ddp was on trial: that one host alone is faster than both with ddp is no reason to leave the other out."""
+    asked, link = changed(job(), sync="auto", steps=4000, loss_budget=0.0), HostLink(goodput_Bps=8e6, rtt_s=4e-4)
+    known = msgspec.structs.replace(fleet(), links={"a": {"b": link}, "b": {"a": link}})
+    slots = build_cluster(known, asked).slots
+    assert predict_launch(known, changed(asked, sync="ddp"), slots).left_out
+    for sync in ("ddp", "packed"):
+        found = predict_launch(known, asked, slots, resumed=changed(asked, sync=sync))
+        assert (str(found.option(found.chosen).roster.sync), found.left_out) == (sync, {})
+
+
 def test_train_leaves_out_slowing_host_with_reason():
     slow = msgspec.structs.replace(PROBED, models={"char": msgspec.structs.replace(RATE, tokens_per_s=20.0)})
     asked, known = job(), fleet(b=slow)
@@ -661,6 +672,8 @@ def test_train_leaves_out_slowing_host_with_reason():
     assert found.left_out.keys() == {"b"}
     assert found.left_out["b"].startswith("adding b makes this run slower; ")
     assert found.option(found.chosen).roster.hosts == found.cluster.host_names == ["a"]
+    resumed = predict_launch(known, asked, slots, resumed=changed(asked, sync="packed"))
+    assert (resumed.left_out, resumed.cluster.host_names) == (found.left_out, ["a"])
     all_of_them = changed(asked, shares="equal")
     insisted = predict_launch(known, all_of_them, slots)
     assert (insisted.left_out, insisted.option(insisted.chosen).roster.shares) == ({}, [12, 12])

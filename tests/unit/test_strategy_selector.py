@@ -214,7 +214,10 @@ def test_hosts_that_were_added_take_part_in_trials():
     slow, three = with_scaled_links(FAST, 0.05), cluster_of(3400.0, 3400.0, 3400.0, wire=FAST.wire)
     roster = predict_training(JOB, three).roster
     known = with_added_hosts(slow, roster)
-    assert known.hosts["c"] == slow.hosts["a"]
+    assert known.hosts["c"].tokens_per_s == slow.hosts["a"].tokens_per_s
+    assert known.hosts["c"].memory_bytes is None  # nobody knows it
+    two = msgspec.structs.replace(roster, members=[*roster.members, msgspec.structs.replace(roster.members[2], rank=3)])
+    assert predict_step(JOB, with_added_hosts(slow, two), two).step_s > 0
     assert known.link_between("a", "c") == known.link_between("c", "b") == slow.wire
     assert predict_step(JOB, known, roster).step_s > 0
     other = {name: msgspec.structs.replace(host, tokens_per_s={"fp16": 1.0}) for name, host in slow.hosts.items()}
@@ -231,6 +234,14 @@ def test_drifting_replicas_are_merged_without_a_step_between():
         assert (str(switch.sync), selector.is_undecided) == (("ddp", True) if awaits else (DILOCO, False))
         if awaits:
             assert str(selector.observe_step(7, StepTimes([], [], []), roster, 8).sync) == DILOCO
+
+
+def test_interrupted_trial_that_does_not_fit_any_more_ends_with_the_best_by_prediction():
+    slow = with_scaled_links(FAST, 0.05)
+    run = Simulation(job=changed(JOB, steps=150), cluster=slow, sync="ddp")
+    run.selector = StrategySelector(run.job, slow, was_trying=True)
+    run.go([1.0] * 100)
+    assert (run.used[-1], run.comparisons, run.selector.is_undecided) == ("packed", [], False)
 
 
 def test_trial_that_is_not_due_yet_is_made_later():

@@ -331,6 +331,15 @@ def test_per_rank_state_of_other_strategy_is_dropped(tmp_path, train, was, now):
     assert len([event for event in run.events() if event["event"] == "own.dropped"]) == 1
 
 
+def test_checkpoints_of_a_rank_that_is_alone_for_a_while_name_the_strategy_of_before(tmp_path, train):
+    train(tmp_path / "run", *FLAGS, "--sync", "diloco:6", "--max-s", "0", ranks=2)
+    train(tmp_path / "run", *FLAGS, "--sync", "auto", "--resume")
+    run = RunWriter(tmp_path / "run")
+    assert run.manifest().roster.sync == NO_SYNC
+    newest = read_checkpoint(run.checkpoint_path(run.newest_checkpoint_step()))
+    assert (newest.step, str(newest.sync)) == (40, "diloco:6")
+
+
 @pytest.mark.parametrize(("budget", "num"), [("0", 1), ("3", 0)])
 def test_resume_reports_when_auto_would_choose_another_strategy(tmp_path, corpus, server, budget, num):
     """Among more replicas, or with a smaller budget than before: theirs go on drifting."""

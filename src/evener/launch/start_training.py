@@ -9,7 +9,7 @@ import msgspec
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, fleet_path, load_fleet, select_hosts
-from evener.core.run.prediction import Prediction
+from evener.core.run.prediction import Job, Prediction
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import NO_SYNC, RankSlot
 from evener.core.run.run_plan import read_plan_if_present
@@ -79,9 +79,8 @@ def plan_on_hosts(
     if (fleet := _measured_local_fleet(slots[0].host) if hosts.is_local_run else hosts.fleet) is not None:
         if resumed is not None and not hosts.is_local_run:
             prediction = resumed.prediction(fleet, to_plan, slots)
-        is_sync_measured = to_plan.spec.train.sync != resolved.spec.train.sync  # by --sync auto, before the resume
-        prediction = prediction or _predict(fleet, to_plan, slots, notify, as_requested=as_requested,
-                                            is_sync_measured=is_sync_measured)  # fmt: skip
+        kept = to_plan.job if to_plan.spec.train.sync != resolved.spec.train.sync else None
+        prediction = prediction or _predict(fleet, resolved, slots, notify, as_requested=as_requested, resumed=kept)
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
     if resumed is not None:
@@ -112,15 +111,15 @@ def _predict(
     notify: Notify,
     *,
     as_requested: bool,
-    is_sync_measured: bool,
+    resumed: Job | None,
 ) -> Prediction | None:
     """Predict a run on these rank slots, and report it. Return None where too little was measured.
 
-    No strategy is recommended in place of one that was measured.
+    Nothing is recommended in place of the strategy of `resumed`, which --sync auto has measured or will measure.
     """
     is_sync_auto = resolved.spec.train.sync == "auto"
     try:
-        prediction = predict_launch(fleet, resolved.job, slots, may_leave_out=not as_requested)
+        prediction = predict_launch(fleet, resolved.job, slots, may_leave_out=not as_requested, resumed=resumed)
     except UsageError as unknown:  # errors that prevent the run itself are reported when it starts
         notify(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
         if is_sync_auto:
@@ -131,12 +130,11 @@ def _predict(
         notify(f"left out: {names}: {why}\nhint:  --shares equal includes all hosts")
     notify(f"predicted: {format_run_prediction(prediction)}")
     chosen = prediction.option(prediction.chosen)
+    if resumed is not None:
+        notify(f"--sync auto goes on with {chosen.roster.sync}, as before")
+        return prediction
     if is_sync_auto and chosen.roster.sync != NO_SYNC:
         notify(f"--sync auto: {chosen.roster.sync} is the best choice by prediction{format_loss_penalty(chosen)}")
-    if is_sync_measured and prediction.recommended:
-        ours, other = (prediction.option(name).roster for name in (prediction.chosen, prediction.recommended))
-        if {*ours.hosts} == {*other.hosts} and ours.sync != other.sync:
-            return prediction
     if not as_requested and prediction.recommended != prediction.chosen:
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:

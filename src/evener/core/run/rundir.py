@@ -292,7 +292,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, Any]  # optimizers, schedulers, … by name: trees whose tensors are in state.safetensors
     replica_hashes: list[list[str]]  # [rank][tensor]: hash of every rank's replica
     num_own: int = 0  # ranks that save per-rank state on their own hosts, next to this checkpoint
-    sync: SyncSpec = NO_SYNC  # whose states these are
+    sync: SyncSpec = NO_SYNC  # whose states these are; of a rank that is alone for a while, the strategy of before
     bucket_bytes: int = 0  # of its Roster
     is_strategy_on_trial: bool = False  # --sync auto has not chosen yet
     files: dict[str, str]  # name: blake2b

@@ -138,8 +138,8 @@ def subcluster(cluster: Cluster, names: Collection[str]) -> Cluster:
 def with_added_hosts(cluster: Cluster, roster: Roster) -> Cluster | None:
     """Return the cluster with the hosts of the Roster that it lacks, as they were added to the run and not measured.
 
-    Each is assumed to be like the slowest host that has a rate for its dtype, behind the slowest link. Return None if
-    there is no such host.
+    Each is assumed to be as fast as the slowest host that has a rate for its dtype, behind the slowest link. Return
+    None if there is no such host.
     """
     hosts, link = dict(cluster.hosts), cluster.wire
     for member in roster.members:
@@ -148,9 +148,11 @@ def with_added_hosts(cluster: Cluster, roster: Roster) -> Cluster | None:
         known = [host for host in cluster.hosts.values() if member.dtype in host.tokens_per_s]
         if not known:
             return None
-        hosts[member.host] = min(known, key=lambda host: host.tokens_per_s[member.dtype])
-        slowest = min(cluster.distinct_links, key=lambda one: (one.bandwidth_Bps, -one.latency_s), default=None)
-        link = cluster.wire or slowest
+        slowest_host = min(known, key=lambda host: host.tokens_per_s[member.dtype])
+        local = slowest_host.local or LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
+        hosts[member.host] = msgspec.structs.replace(slowest_host, local=local, memory_bytes=None)
+        slowest_link = min(cluster.distinct_links, key=lambda one: (one.bandwidth_Bps, -one.latency_s), default=None)
+        link = cluster.wire or slowest_link
     return msgspec.structs.replace(cluster, hosts=hosts, wire=link)
 
 

@@ -58,17 +58,19 @@ def request_from_fleet(fleet: Fleet, spec: RunSpec, corpus: Corpus | None, link:
     )
 
 
-def predict_launch(fleet: Fleet, job: Job, slots: Sequence[RankSlot], *, may_leave_out: bool = True) -> Prediction:
+def predict_launch(fleet: Fleet, job: Job, slots: Sequence[RankSlot], *, may_leave_out: bool = True,
+                   resumed: Job | None = None) -> Prediction:  # fmt: skip
     """Predict what `train` is about to do on these rank slots. Raise NotMeasuredError if too little was measured.
 
-    With --shares auto, hosts that make the run no faster are left out if `may_leave_out`.
+    With --shares auto, hosts that make the run no faster are left out if `may_leave_out`. `resumed` is the job with the
+    strategy that a run with --sync auto used last: it is predicted, on the hosts that `job` would take.
     """
     prediction = predict(job, build_cluster(fleet, job, slots=slots), keep_order=True, may_leave_out=may_leave_out)
     left_out = reasons_left_out(prediction) if may_leave_out and job.spec.machine.shares == "auto" else {}
-    if not left_out:
+    if not left_out and resumed is None:
         return prediction
     cluster = subcluster(prediction.cluster, [name for name in prediction.cluster.host_names if name not in left_out])
-    return msgspec.structs.replace(predict(job, cluster, keep_order=True), left_out=left_out)
+    return msgspec.structs.replace(predict(resumed or job, cluster, keep_order=True), left_out=left_out)
 
 
 def host_ring_order(fleet: Fleet, job: Job) -> list[str]:

@@ -85,6 +85,7 @@ class StrategySelector:
         self._measured: dict[SyncSpec, list[StepTimes]] = {}  # in the trial
         self._from_step = 0  # reports of earlier steps are of another strategy
         self._last_step = -1  # that was observed
+        self._last_times: StepTimes | None = None  # of it, in a trial
         self.last_trial_step, self._was_trying = last_trial_step, was_trying
         self._next: StrategySwitch | None = None  # after a step with ddp
         self.comparison: StrategyComparison | None = None  # of the last trial that has ended
@@ -118,8 +119,10 @@ class StrategySelector:
             return None
         num_steps, self._last_step = step - max(self._last_step, self._from_step - 1), step
         if self._trial is not None:
-            # A step whose report was lost in a checkpoint counts as the one after it, so that rounds stay whole.
-            return self._continue_trial(self._trial, [times] * num_steps, roster, next_step)
+            # A step whose report was lost in a checkpoint counts as the one before it, so that rounds stay whole.
+            steps = [*[self._last_times or times] * (num_steps - 1), times]
+            self._last_times = times
+            return self._continue_trial(self._trial, steps, roster, next_step)
         self._window.append(times)
         if len(self._window) < 2 * _half_window(roster.sync):
             return None
@@ -147,7 +150,7 @@ class StrategySelector:
 
     def _switch(self, option: PlanOption, roster: Roster, next_step: int, why: str, *,
                 is_trial: bool = False) -> StrategySwitch | None:  # fmt: skip
-        self._from_step = next_step
+        self._from_step, self._last_times = next_step, None
         self._window.clear()
         chosen = option.roster
         if chosen.sync == roster.sync:
@@ -176,6 +179,7 @@ class StrategySelector:
         now = predict_step(self._job, cluster, roster.renumber_ranks())
         options = self._options(cluster, roster)
         if all(option.roster.sync != roster.sync for option in options):  # not within the budget any more
+            self._expected_s = None  # of another strategy
             if (best := pick_fastest(options)) is None:
                 return None
             why = why_option_rejected(now, cluster, self._job.spec.train.loss_budget / 100)
@@ -183,8 +187,9 @@ class StrategySelector:
         candidates = self._candidates(options, now, took_s)
         num_steps, max_steps = num_trial_steps(candidates), MAX_TRIAL_FRACTION * (self._num_steps - next_step)
         if len(candidates) < 2 or num_steps > max_steps:
+            best = pick_fastest(options) if self._was_trying else None
             self._was_trying = False
-            return None
+            return None if best is None else self._switch(best, roster, next_step, "a comparison was interrupted")
         is_large = any(LARGE_GAIN * self._expected_step_s(one, now, took_s) < took_s for one in candidates)
         is_due = is_large or self._was_trying or num_steps <= MAX_TRIAL_FRACTION * (next_step - self.last_trial_step)
         if not is_due:

@@ -314,7 +314,7 @@ class ElasticMembership(FixedMembership):
         roster = self._with_full_sync(roster)
         group.member_ranks = [member.rank for member in roster.members]
         joining_ranks = [rank for rank, of_rank in enumerate(gathered) if not of_rank]
-        own_sync = self.roster.sync  # as planned, or from before a change that reached only others
+        own_sync = learner.sync.spec  # as planned, or from before a change that reached only others
         if own_sync != roster.sync and (own_sync.drifts or roster.sync.drifts):
             if own_sync.drifts and group.rank not in joining_ranks:
                 raise RegroupExit  # its replica was not merged with those of the others

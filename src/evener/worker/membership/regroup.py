@@ -67,10 +67,15 @@ def replicate_newest_checkpoint(rundir: RunWriter, group: ProcessGroups) -> Chec
 
 
 def _newest_local_checkpoint(rundir: RunWriter) -> tuple[int, str]:
-    """Return (step, digest of its weights) of the newest local checkpoint; a damaged one is skipped."""
+    """Return (step, identity) of the newest local checkpoint; a damaged one is skipped.
+
+    Two are the same if they have the same weights, and ranks that start from them do the same.
+    """
     for step in reversed(rundir.checkpoint_steps()):
         try:
-            return step, read_checkpoint(rundir.checkpoint_path(step)).files["weights.safetensors"]
+            found = read_checkpoint(rundir.checkpoint_path(step))
+            digest = found.files["weights.safetensors"]
+            return step, f"{digest} {found.sync} {found.bucket_bytes} {found.is_strategy_on_trial}"
         except CheckpointError as error:
             rundir.add_event("checkpoint.damaged", step=step, what=str(error))
     return -1, ""

@@ -24,6 +24,7 @@ from evener.core.base.errors import CheckpointError, DivergedError, NonFiniteErr
 from evener.core.base.shell import quote_word
 from evener.core.cluster.host_info import local_host_info
 from evener.core.run.membership_epoch import CHECKPOINT_REQUEST_FILE
+from evener.core.run.roster import NO_SYNC
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Checkpoint, read_checkpoint
 from evener.core.run.runwriter import RunWriter
@@ -74,6 +75,7 @@ class Checkpointer:
         self._saved_step: int | None = None  # equal on all ranks, whatever is on their disks: not every rank writes
         self._verified_step: int | None = None
         self._best: tuple[float, int] | None = None
+        self._restored: Checkpoint | None = None
 
     @property
     def _sync(self) -> Sync:
@@ -110,6 +112,7 @@ class Checkpointer:
             self._dir.remove_partial_checkpoints()
             for rank in self._dir.recorded_ranks():
                 self._dir.truncate_records(rank, step)
+        self._restored = resume_from
         if resume_from is not None:
             folder = self._dir.checkpoint_path(step)
             self._training_state.load_checkpoint(folder)
@@ -193,6 +196,9 @@ class Checkpointer:
         generators = self._group.all_gather_bytes(safetensors.torch.save(rng.get_states(self._group.device)))
         own, states = self._collect_rank_state(), self._states_to_save()
         num_own = sum(self._group.all_gather(bool(own), bool))
+        sync, bucket_bytes = self._sync.spec, self._sync.roster_bucket_bytes
+        if sync == NO_SYNC and self._restored is not None:  # alone for a while: the others will come back
+            sync, bucket_bytes = self._restored.sync, self._restored.bucket_bytes
 
         def write() -> None:
             self._save_rank_state(step, own)
@@ -206,8 +212,8 @@ class Checkpointer:
                     rng_states=[safetensors.torch.load(state) for state in generators],
                     replica_hashes=replica_hashes,
                     num_rank_states=num_own,
-                    sync=self._sync.spec,
-                    bucket_bytes=self._sync.roster_bucket_bytes,
+                    sync=sync,
+                    bucket_bytes=bucket_bytes,
                     is_strategy_on_trial=self._training_state.is_strategy_on_trial,
                 )
 

@@ -84,7 +84,7 @@ def starting_roster(
             roster = roster.replace_sync(start.sync, start.bucket_bytes)
         sync, backend = roster.sync, roster.backend
         roster = limit_micro_batches(roster.for_hosts(world.hosts, epoch, world.why), group)
-        if is_elastic() or spec.train.sync == "auto":  # a rank that is alone for a while keeps the run's strategy
+        if is_elastic():  # a rank that is alone for a while keeps the run's strategy
             roster = msgspec.structs.replace(roster, sync=sync, backend=backend)
         group.member_ranks = [member.rank for member in roster.members]
     planned = [(member.host, member.device) for member in roster.members]

@@ -105,7 +105,9 @@ def _apply_new_roster(membership: Membership, context: TrainContext, run_log: Ru
     run_log.check_fidelity(context.recorder.completed)
     previous, reports = membership.roster, context.recorder.reports
     roster = membership.update_roster(reports, index) if reports else None
-    context.training_state.is_strategy_on_trial = membership.is_undecided
+    state, is_undecided = context.training_state, membership.is_undecided
+    # A checkpoint that is saved during a change is one of the strategy that is left.
+    state.is_strategy_on_trial = is_undecided or (roster is not None and roster.sync != previous.sync)
     if (comparison := membership.take_comparison()) is not None:
         run_log.log_comparison(comparison, index)
     if roster is not None:
@@ -119,8 +121,9 @@ def _apply_new_roster(membership: Membership, context: TrainContext, run_log: Ru
             run_log.log_roster_change(roster, previous)
             membership.retry_after_regroup(lambda: context.sync.adopt_roster(membership.roster))
         else:
-            check_batch_norm(context.training_state.module, roster)
+            check_batch_norm(state.module, roster)
             run_log.log_roster_change(roster, previous)
+        state.is_strategy_on_trial = is_undecided
 
 
 class Run:
