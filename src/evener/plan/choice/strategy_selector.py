@@ -92,12 +92,12 @@ class StrategySelector:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a trial is under way."""
+        """Return whether a trial is under way."""
         return self._trial is not None
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the strategy in force is none that was chosen: a trial, or the change after it, is not over."""
+        """Return whether no strategy is chosen yet: a trial, or the change after it, is not over."""
         return self.is_trying or self._was_trying or self._next is not None
 
     def begin(self, roster: Roster) -> Roster:

@@ -100,7 +100,7 @@ class StrategyTrial:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the next step does not count."""
+        """Return whether the next step follows a change, and is not measured."""
         return self._to_settle > 0
 
     def _begin_visit(self) -> None:

@@ -104,7 +104,7 @@ class LoadBalancer:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a rank without a share is tried."""
+        """Return whether a rank without a share computes a step on trial."""
         return self._on_trial is not None
 
     def observe_step(

@@ -98,7 +98,7 @@ class Membership(Protocol):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether a trial of sync strategies is not over."""
+        """Return whether a trial of sync strategies is not over."""
 
     def resume_strategy_trial(self) -> None:
         """Let a run that was interrupted in a trial try the strategies again; before `enable_adaptation`."""

@@ -80,7 +80,7 @@ class Sync(Protocol):
 
     @property
     def rounding_depends_on_cpu_model(self) -> bool:
-        """Whether a CPU's model or its number of threads changes how the strategy rounds."""
+        """Return whether a CPU's model or its number of threads changes how the strategy rounds."""
 
     def wrap(self, module: nn.Module, all_params_used: bool, *, is_under_way: bool = False) -> None:
         """Synchronize this module's gradients from now on, after broadcasting rank 0's weights to all ranks.
