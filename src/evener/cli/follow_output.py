@@ -95,7 +95,8 @@ def display_progress(resolved: ResolvedRun, console: Console, plan: Plan | None 
                     print_text(console, progress.status_line())
                 return
             if update["event"] == "start":
-                progress = RunProgress(spec.train.steps, tokens, spec.train.max_s, parse_sync(update["sync"]).every)
+                progress = RunProgress(spec.train.steps, tokens, spec.train.max_s)
+                progress.set_interval(parse_sync(update["sync"]).every)
             elif update["event"] == "rechosen":
                 progress.set_interval(parse_sync(update["sync"]).every)
                 if not update.get("is_trial"):

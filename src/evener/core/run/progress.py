@@ -17,15 +17,14 @@ MIN_WAIT_DIFFERENCE = 0.05  # share of the step by which the waits of two hosts 
 class RunProgress:
     """Computes loss, throughput, share of communication and remaining time from the records of rank 0."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None, every: int = 1) -> None:
-        """`every`: steps from one synchronization to the next; only one of them includes its communication."""
+    def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None) -> None:
         self._num_steps, self._tokens_per_step, self._max_s = num_steps, tokens_per_step, max_s
-        self._recent: deque[StepRecord] = deque()
-        self.set_interval(every)
+        self._every = 1  # steps from one synchronization to the next; only one of them includes its communication
+        self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._began: float | None = None  # start of the first step that was added: Unix time
 
     def set_interval(self, every: int) -> None:
-        """Set the steps from one synchronization to the next, after a change of the sync strategy."""
+        """Set the number of steps from one synchronization of the sync strategy to the next."""
         self._every, self._recent = every, deque(self._recent, maxlen=max(WINDOW_STEPS, every))
 
     def add(self, record: StepRecord) -> None:
