@@ -141,19 +141,17 @@ def with_added_hosts(cluster: Cluster, roster: Roster) -> Cluster | None:
     Each is assumed to be as fast as the slowest host that has a rate for its dtype, behind the slowest link. Return
     None if there is no such host.
     """
-    hosts, link = dict(cluster.hosts), cluster.wire
-    for member in roster.members:
-        if member.host in hosts:
-            continue
+    added = [member for member in roster.members if member.host not in cluster.hosts]
+    hosts = dict(cluster.hosts)
+    for member in added:
         known = [host for host in cluster.hosts.values() if member.dtype in host.tokens_per_s]
         if not known:
             return None
-        slowest_host = min(known, key=lambda host: host.tokens_per_s[member.dtype])
-        local = slowest_host.local or LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
-        hosts[member.host] = msgspec.structs.replace(slowest_host, local=local, memory_bytes=None)
-        slowest_link = min(cluster.distinct_links, key=lambda one: (one.bandwidth_Bps, -one.latency_s), default=None)
-        link = cluster.wire or slowest_link
-    return msgspec.structs.replace(cluster, hosts=hosts, wire=link)
+        slowest = min(known, key=lambda host: host.tokens_per_s[member.dtype])
+        local = slowest.local or LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
+        hosts[member.host] = msgspec.structs.replace(slowest, local=local, memory_bytes=None)
+    slowest_link = min(cluster.distinct_links, key=lambda link: (link.bandwidth_Bps, -link.latency_s), default=None)
+    return msgspec.structs.replace(cluster, hosts=hosts, wire=cluster.wire or slowest_link) if added else cluster
 
 
 def with_scaled_links(cluster: Cluster, factor: float) -> Cluster:
