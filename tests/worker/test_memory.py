@@ -35,6 +35,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 def test_planner_and_worker_attention_strips_are_equal():
     assert plan.STRIP_ROWS == worker.STRIP_ROWS
+    assert plan.MAX_BF16_STRIP_POSITIONS == worker.MAX_BF16_STRIP_POSITIONS
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

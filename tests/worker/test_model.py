@@ -16,7 +16,15 @@ from safetensors.torch import load_file, save_file
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.worker.train.gpt2 import load_gpt2
-from evener.worker.train.model import GPT, STRIP_ROWS, FastCpuDropout, apply_rotary, causal_attention, rotary_angles
+from evener.worker.train.model import (
+    GPT,
+    MAX_BF16_STRIP_POSITIONS,
+    STRIP_ROWS,
+    FastCpuDropout,
+    apply_rotary,
+    causal_attention,
+    rotary_angles,
+)
 
 from ..tiers import exhaustive
 
@@ -210,19 +218,33 @@ class DropNothing(FastCpuDropout):
 
 
 @pytest.mark.parametrize("num_positions", [1, 7, STRIP_ROWS, 2 * STRIP_ROWS + 3])
-def test_strip_attention_equals_full_attention(num_positions):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
+def test_strip_attention_equals_full_attention(num_positions, dtype, tolerance):
     torch.manual_seed(0)
-    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 3, num_positions, 8).unbind(0))
+    values = torch.randn(4, 2, 3, num_positions, 8).to(dtype)
+    q, k, v = (x.float().requires_grad_() for x in values[:3])
     reference = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = [reference, *torch.autograd.grad(reference, (q, k, v), values[3].float())]
+    q, k, v = (x.requires_grad_() for x in values[:3])
     in_strips = causal_attention(q, k, v, DropNothing(0.5))
-    torch.testing.assert_close(in_strips, reference, rtol=1e-5, atol=1e-6)
-    upstream = torch.randn_like(reference)
-    for ours, theirs in zip(
-        torch.autograd.grad(in_strips, (q, k, v), upstream),
-        torch.autograd.grad(reference, (q, k, v), upstream),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip([in_strips, *torch.autograd.grad(in_strips, (q, k, v), values[3])], expected, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - theirs).norm() <= tolerance * max(theirs.norm(), 1)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_positions", [MAX_BF16_STRIP_POSITIONS, MAX_BF16_STRIP_POSITIONS + 1])
+def test_without_dropout_only_short_bf16_attention_is_in_strips(num_positions, dtype, autocast, monkeypatch):
+    fused = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: fused.append(q) or v)
+    q = torch.zeros(1, 1, num_positions, 2, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        causal_attention(q, q, q, FastCpuDropout(0.0))
+        assert bool(fused) != ((autocast or dtype == torch.bfloat16) and num_positions == MAX_BF16_STRIP_POSITIONS)
+        fused.clear()
+        causal_attention(q, q, q, FastCpuDropout(0.5).eval())
+        assert fused
 
 
 def test_attention_dropout_applies_only_in_training():

@@ -39,7 +39,8 @@ FP32 = 4
 # torch imports its meta device (torch 2.13 for CPUs, Linux x86-64, 2026-11-21). GPU, its context and kernels: an
 # *assumption*; torch.cuda.max_memory_allocated, which a run records there, does not count them.
 PROCESS_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
-STRIP_ROWS = 128  # of attention with dropout on a CPU, as in evener.worker.train.model
+# of attention on a CPU with dropout or in bf16, as in evener.worker.train.model
+STRIP_ROWS, MAX_BF16_STRIP_POSITIONS = 128, 1024
 
 BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's kernels (*measured*, as above)
 
@@ -163,10 +164,10 @@ def saved_tensor_bytes(
     attention = [narrow, narrow, *mask]  # inputs of qkv and of out
     if shape.qk_norm:
         attention += [stream, FP32 * N * H] * 2  # in fp32: autocast keeps norms out of bf16
-    if shape.dropout and device == "cpu":  # strip by strip the scores after softmax, the mask, their product
-        for start in range(0, T, STRIP_ROWS):
+    if device == "cpu" and (shape.dropout or (e < FP32 and T <= MAX_BF16_STRIP_POSITIONS)):
+        for start in range(0, T, STRIP_ROWS):  # the weights of each strip; with dropout its mask and their product
             end = min(start + STRIP_ROWS, T)
-            attention += [e * N // T * H * (end - start) * end] * 3
+            attention += [e * N // T * H * (end - start) * end] * (3 if shape.dropout else 1)
         attention += [narrow] * 3  # q, k, v
     else:
         has_own_v = shape.has_value_embedding(layer)  # else v is a view, and keeps the storage of q, k, v alive
