@@ -1,7 +1,7 @@
 """Codec benchmark: throughput of encoding and decoding gradients for each compressed sync strategy, without a link.
 
-It times what each of two ranks computes: a rank encodes its own gradients and adds up two payloads, its own and the
-other's.
+It times what each of two ranks computes: a rank encodes its own gradients, adds up two payloads, its own and the
+other's, and copies the sums to its gradients.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def codec_rates_Bps(device: torch.device) -> dict[str, float]:
 
 
 def _quantized_round_trip(codec: Codec, values: torch.Tensor) -> Callable[[], object]:
-    residual, total = values.clone(), torch.zeros_like(values)
+    residual, total, result = values.clone(), torch.zeros_like(values), torch.empty_like(values)
     payload = torch.zeros(codec.payload_bytes(len(values)), dtype=torch.uint8, device=values.device)
 
     def once() -> None:
         residual.add_(values)
         codec.encode(residual, payload, decoded_out=total)
         codec.decode_add(payload, total)
+        result.copy_(total)
 
     return once
 
