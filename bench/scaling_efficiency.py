@@ -7,9 +7,10 @@ The limit is what all hosts do at once, each by itself and exchanging nothing, w
 measured inside the run: a few seconds of the run alternate with a few seconds of the limit (bench/limit_rank.py), so
 that a machine that changes its speed from minute to minute changes both. A figure is the median of the pairs, with its
 90 % interval; a run goes on until the interval is narrower than ±2 %, or says that it is not. Processor time per token
-of both stands beside. Sequences of 256 tokens, no dropout, the default arithmetic. Runs are planned for 2000 steps, as
-`auto` judges them; --first steps go before, in which it tries strategies and shares settle. Every run adds a line to
-bench/fast.jsonl; docs/generate/fast.py shows them. Needs Linux and root, and nothing else running.
+of both stands beside. Sequences of 256 tokens, the default arithmetic and dropout, as the probe measures them. Runs are
+planned for 2000 steps, as `auto` judges them; --first steps go before, in which it tries strategies and shares settle.
+Every run adds a line to bench/fast.jsonl; docs/generate/fast.py shows them. Needs Linux and root, and nothing else
+running.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ RESULTS = Path(__file__).with_name("fast.jsonl")
 BLOCK_S, HALF_WIDTH, MAX_PAIRS = 5.0, 0.02, 40
 PLANNED_STEPS = 2000  # steps of the runs that are begun
 EVENER_COMMAND = (sys.executable, "-c", "from evener.cli.main import main; main()")
-COMMON_FLAGS = {"block-size": 256, "dropout": 0, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0,
-          "verify-every": 0, "compile": "off"}  # fmt: skip
+COMMON_FLAGS = {"block-size": 256, "eval-every": 0, "eval-tokens": 256, "checkpoint-every": 0, "verify-every": 0,
+                "compile": "off"}  # fmt: skip
 
 
 def main() -> None:
