@@ -97,6 +97,14 @@ def test_overlapped_communication_reduces_compute_throughput():
     assert twice.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s == pytest.approx(grown_s / 2, rel=0.05)
 
 
+@pytest.mark.parametrize(("sync", "overlaps"), [("diloco:10", False), ("diloco:10:streamed", True)])
+def test_hidden_round_reduces_compute_throughput_of_its_steps(sync, overlaps):
+    free = priced(JOB, cluster(500.0, 500.0), sync)
+    taken = priced(JOB, cluster(500.0, 500.0, sync_Bps=50e6, cpus=2.0), sync)
+    grown_s = taken.ranks[0].cost.compute_s - free.ranks[0].cost.compute_s
+    assert grown_s == pytest.approx(overlaps * taken.bytes_per_rank / 50e6 / 2)
+
+
 def test_sent_bytes_of_each_strategy_match_formulas():
     """P = 4 · parameters, n = 3: 2(n-1)/n · P for ddp, and what the others make of it on Gloo."""
     P, n = 4 * SHAPE.num_params(), 3

@@ -303,12 +303,18 @@ def _contention_s(
     spans: Sequence[tuple[float, float]],
     sent_bytes: Mapping[CollectiveKey, float],
 ) -> float:
-    """Return the seconds by which computation grows because concurrent transfers take processor time."""
+    """Return the seconds by which computation grows because concurrent transfers take processor time.
+
+    Transfers between rounds of several steps overlap with all of them if they are hidden, else with none.
+    """
     host = cluster.hosts[member.host]
-    if member.is_gpu or not host.sync_Bps or not host.cpus or work.every > 1:
+    if member.is_gpu or not host.sync_Bps or not host.cpus:
         return 0.0
     overlapped_bytes = 0.0
     for transfer, (start_s, end_s) in zip(work.transfers, spans, strict=True):
-        overlap = (min(end_s, times.compute_end_s) - start_s) / (end_s - start_s) if end_s > start_s else 0.0
+        if work.every > 1:
+            overlap = float(work.is_hidden)
+        else:
+            overlap = (min(end_s, times.compute_end_s) - start_s) / (end_s - start_s) if end_s > start_s else 0.0
         overlapped_bytes += max(0.0, overlap) * transfer.num * sent_bytes[_collective_key(transfer)]
-    return overlapped_bytes / host.sync_Bps / host.cpus
+    return overlapped_bytes / work.every / host.sync_Bps / host.cpus
