@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import random
 import socket
 import struct
@@ -185,3 +186,14 @@ def test_foreign_connection_ends_wire_probe_cleanly(threads_fail, what):
             with contextlib.suppress(OSError):
                 for _ in listener:
                     pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pins processes to CPUs")
+def test_spare_cpus_are_those_that_this_process_may_use():
+    """A busy machine has fewer, never more."""
+    (one,) = random.sample(sorted(os.sched_getaffinity(0)), 1)
+    for allowed in (os.sched_getaffinity(0), {one}):
+        code = f"import os; os.sched_setaffinity(0, {allowed}); import evener.node.remote.link_probe as probe; " \
+               "print(probe.spare_cpus(0.1, 0.2))"  # fmt: skip
+        spare = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
+        assert 0 < spare < 1.01 * len(allowed)

@@ -26,7 +26,7 @@ from evener.core.cluster.fleet_update import update_fleet_file
 from evener.core.cluster.host_probe import MicroBatchTiming, SustainedThroughput, fit_micro_batch_time, model_rate
 from evener.core.cluster.link import LinkModel
 from evener.core.model.shape import preset_shape
-from evener.doctor.link_probe import estimate_duration_s, measure_duplex, schedule_rounds
+from evener.doctor.link_probe import estimate_duration_s, measure_bytes_per_cpu_s, measure_duplex, schedule_rounds
 from evener.launch.commands import PreparedFleet, PreparedHost
 from evener.launch.probe_hosts import _choose_backend, _merge_ranks
 from evener.plan.cost.collective_cost import (
@@ -150,6 +150,25 @@ def test_duplex_attempt_with_most_equal_directions_is_used(tries, seen, lasted_s
     found = measure_duplex({way: flow(i) for i, way in enumerate(ways)}, dict.fromkeys(ways, poured(10)), 2)
     assert tuple(found[way].goodput_Bps / 1e6 for way in ways) == seen
     assert lasted[::2] == lasted[1::2] == lasted_s
+
+
+def test_cpu_time_of_an_exchange_is_what_loops_lose_meanwhile():
+    spare = {
+        "a": iter([3.9, 3.4, 3.9]),
+        "b": iter([1.0, 0.9, 0.7]),
+        "c": iter([1.0, None, 1.0]),
+    }  # before, during, after
+
+    def flow(source):
+        return SimpleNamespace(
+            measure_goodput=lambda *_: SimpleNamespace(mean_Bps={"a": 1e8, "b": 2e8, "c": 3e8}[source]),
+            spare_cpus=lambda *_: next(spare[source]),
+        )
+
+    found = measure_bytes_per_cpu_s({(source, "other"): flow(source) for source in spare}, 2)
+    assert found[("a", "other")] == pytest.approx(2e8 / 0.5)
+    assert found[("b", "other")] is None  # something else ran after it
+    assert found[("c", "other")] is None  # its processes could not start
 
 
 def test_summary_states_peak_bandwidth_and_latency_bound_size():

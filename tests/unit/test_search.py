@@ -535,6 +535,23 @@ def test_probed_rates_are_used_unchanged():
     assert build_cluster(slow_memory, job()).hosts["b"].bound_by == "memory"
 
 
+def test_exchange_takes_the_cpu_time_measured_over_links_or_more_as_between_local_ranks():
+    def sync_Bps(*over_links: float | None) -> float | None:
+        measured = fleet()
+        links = {name: HostLink(goodput_Bps=1e8, rtt_s=4e-4, duplex_bytes_per_cpu_s=rate)
+                 for name, rate in zip("bcd", over_links, strict=False)}  # fmt: skip
+        hosts = dict.fromkeys(["a", *links], measured.hosts["a"])
+        rates = dict.fromkeys(hosts, measured.rates["a"])
+        return (
+            build_cluster(Fleet(hosts=hosts, link="1GbE", links={"a": links}, rates=rates), job()).hosts["a"].sync_Bps
+        )
+
+    assert sync_Bps(None) == PROBED.sync_Bps
+    assert sync_Bps(5e8) == 5e8
+    assert sync_Bps(9e9) == PROBED.sync_Bps
+    assert sync_Bps(3e8, 9e8, 4e8) == 4e8  # their median
+
+
 def test_vocabulary_size_scales_rate_by_flops():
     bigger = job(vocab_size=5000)
     found = build_cluster(fleet(), bigger)

@@ -126,7 +126,8 @@ def test_bench_shows_speed_and_loss_at_any_width(tmp_path, kind, columns):
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_wire_probe_shows_bandwidth_at_any_width(columns):
-    link = HostLink(goodput_Bps=117e6, duplex_Bps=112.5e6, parallel_Bps=1.175e8, rtt_s=2e-4, rtt_p95_s=4e-4)
+    link = HostLink(goodput_Bps=117e6, duplex_Bps=112.5e6, duplex_bytes_per_cpu_s=1.125e9, parallel_Bps=1.175e8,
+                    rtt_s=2e-4, rtt_p95_s=4e-4)  # fmt: skip
     wires = [
         LinkProbeResult(source=source, target=target, link=link, goodput_p05_Bps=1e8, mean_Bps=1.1e8, num_pings=30,
              congestion="cubic", iperf3_Bps=1.16e8)
@@ -134,7 +135,8 @@ def test_wire_probe_shows_bandwidth_at_any_width(columns):
     ]  # fmt: skip
     text = written(columns, lambda where: probe_output.print_wires(where, wires))
     assert max(map(len, text.splitlines())) <= columns
-    assert re.search(r"^attic → laptop  936 Mbit/s .* 900 Mbit/s   200 µs", text, re.M)
+    assert re.search(r"^attic → laptop  936 Mbit/s .* 900 Mbit/s(  10%)?   200 µs", text, re.M)
+    assert ("CPU" in text.splitlines()[0]) == (columns > 60)
     assert ("not shown" in text) == (columns < 120)
 
 

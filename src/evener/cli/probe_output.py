@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from evener.core.cluster.fleet_file import ModelRate, Rates
+    from evener.core.cluster.fleet_file import HostLink, ModelRate, Rates
     from evener.core.cluster.host_probe import DeviceProbeResult
     from evener.doctor.link_probe import LinkProbeResult
     from evener.plan.cost.roofline import Roofline
@@ -31,7 +31,7 @@ DROPPABLE_COLUMNS = ("count", "root", "redop", "type", "reduce", "latency", "res
 def print_wires(console: Console, measured: Sequence[LinkProbeResult]) -> None:
     """Print a row for each direction of each link."""
     with_iperf3 = any(wire.iperf3_Bps is not None for wire in measured)
-    titles = ["from → to", "one stream", "p5", "4 streams", "both ways", "rtt p50", "p95", "retransmits"]
+    titles = ["from → to", "one stream", "p5", "4 streams", "both ways", "CPU", "rtt p50", "p95", "retransmits"]
     titles += ["iperf3"] if with_iperf3 else []
     rows = []
     for wire in measured:
@@ -42,13 +42,26 @@ def print_wires(console: Console, measured: Sequence[LinkProbeResult]) -> None:
             format_bit_rate(wire.goodput_p05_Bps),
             format_bit_rate(link.parallel_Bps),
             format_bit_rate(link.duplex_Bps),
+            format_cpu_share(link),
             format_seconds(link.rtt_s),
             format_seconds(link.rtt_p95_s),
             "not measured" if link.retransmits is None else str(link.retransmits),
         ]
         rows.append([*row, *([format_bit_rate(wire.iperf3_Bps)] if with_iperf3 else [])])
-    spare = [title for title in ("p5", "p95", "iperf3", "retransmits", "4 streams") if title in titles]
+    spare = [title for title in ("p5", "p95", "iperf3", "CPU", "retransmits", "4 streams") if title in titles]
     print_table(console, titles, rows, droppable=spare)
+
+
+def format_cpu_share(link: HostLink) -> str:
+    """Return the CPU time that the source spends while it sends and receives, as a share of one CPU.
+
+    >>> from evener.core.cluster.fleet_file import HostLink
+    >>> format_cpu_share(HostLink(goodput_Bps=117e6, rtt_s=2e-4, duplex_Bps=1e8, duplex_bytes_per_cpu_s=8e8))
+    '12%'
+    """
+    if link.duplex_Bps is None or link.duplex_bytes_per_cpu_s is None:
+        return "–"
+    return f"{link.duplex_Bps / link.duplex_bytes_per_cpu_s:.0%}"
 
 
 def visible_collectives_columns(console: Console) -> list[str]:

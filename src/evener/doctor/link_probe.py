@@ -3,6 +3,7 @@
     simplex       goodput of one TCP stream, by the receiver's clock, after slow start
     parallel      goodput of several streams at once: if it is higher, one stream, not the link, is the limit
     duplex        goodput while the other direction sends too, as in a ring all-reduce: each rank sends and receives
+    CPU time      of both directions at once, by what loops of the lowest priority lose on all CPUs of a host meanwhile
     round trip    of a small message on an idle link
 
 A goodput is the median over tenths of a second. The 5th percentile and the mean show how often the link gives less: a
@@ -17,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -40,6 +42,9 @@ MIN_MEAN_SHARE = 0.85  # a finding if the mean is below this share of the median
 MIN_DUPLEX_SHARE = 0.4
 RETRY_DURATION_FACTORS = (1, 3, 3)  # duration of each attempt, until none is unfair
 OVERHEAD_S = 0.3  # of one measurement, to connect and to reply
+IDLE_S = 0.5  # in which the CPU is measured without traffic, before and after that with traffic
+MIN_LOST_CPUS = 0.002  # a smaller loss is not told from chance
+MIN_LOSS_TO_NOISE = 2.0  # times the difference between the two measurements without traffic
 # cannot connect
 CONNECT_ERROR_KINDS = {"OSError", "TimeoutError", "timeout", "ConnectionRefusedError", "ConnectionResetError"}
 
@@ -102,10 +107,10 @@ def estimate_duration_s(num_hosts: int, *, seconds: float = MEASURE_S, iperf3: b
     """Return the approximate duration of `measure_links`.
 
     >>> round(estimate_duration_s(2, iperf3=False))
-    18
+    22
     """
     stream_s = WARMUP_S + seconds + OVERHEAD_S
-    pair_s = 2 * (PING_S + OVERHEAD_S) + 2 * 2 * stream_s + stream_s + (2 * stream_s if iperf3 else 0)
+    pair_s = 2 * (PING_S + OVERHEAD_S) + 2 * 2 * stream_s + 2 * stream_s + 2 * IDLE_S + (2 * stream_s if iperf3 else 0)
     return len(schedule_rounds([str(i) for i in range(num_hosts)])) * pair_s
 
 
@@ -186,6 +191,7 @@ def _measure_pair(
     simplex = {direction: flows[direction].measure_goodput(1, seconds) for direction in directions}
     parallel = {direction: flows[direction].measure_goodput(NUM_STREAMS, seconds) for direction in directions}
     duplex = measure_duplex(flows, simplex, seconds)
+    per_cpu_s = measure_bytes_per_cpu_s(flows, seconds)
     now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     return [
         LinkProbeResult(
@@ -194,6 +200,7 @@ def _measure_pair(
             link=HostLink(
                 goodput_Bps=simplex[direction].goodput_Bps,
                 duplex_Bps=duplex[direction].goodput_Bps,
+                duplex_bytes_per_cpu_s=per_cpu_s[direction],
                 parallel_Bps=parallel[direction].goodput_Bps,
                 rtt_s=percentile(round_trips_s[direction], 0.5),
                 rtt_p95_s=percentile(round_trips_s[direction], 0.95),
@@ -217,20 +224,49 @@ def measure_duplex(
     """Measure both directions at once. If one gets so little of its `simplex` goodput that TCP must have held it back,
     measure again for longer. Return the measurement whose lower duplex/simplex ratio is the highest.
     """
-
-    def at_once(each_s: float) -> dict[Direction, GoodputMeasurement]:
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            return dict(zip(flows, pool.map(lambda flow: flow.measure_goodput(1, each_s), flows.values()), strict=True))
-
     best, best_share = dict[Direction, GoodputMeasurement](), -1.0
     for factor in RETRY_DURATION_FACTORS:
-        duplex = at_once(factor * seconds)
+        duplex = _measure_at_once(flows, factor * seconds)
         share = min(duplex[direction].goodput_Bps / max(simplex[direction].goodput_Bps, 1.0) for direction in flows)
         if share > best_share:
             best, best_share = duplex, share
         if best_share > MIN_DUPLEX_SHARE:
             break
     return best
+
+
+def measure_bytes_per_cpu_s(flows: Mapping[Direction, TcpFlow], seconds: float) -> dict[Direction, float | None]:
+    """Return for each direction the bytes that its source sends, and receives as many, in a second of its CPU time.
+
+    None where the CPU time is not told from chance, or could not be measured.
+    """
+    before = _spare_cpus(flows, 0.0, IDLE_S)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        meanwhile = pool.submit(_spare_cpus, flows, WARMUP_S, seconds)
+        mean_Bps = fmean(measured.mean_Bps for measured in _measure_at_once(flows, seconds).values())
+        loaded = meanwhile.result()
+    after = _spare_cpus(flows, 0.0, IDLE_S)
+    rates: dict[Direction, float | None] = dict.fromkeys(flows)
+    for direction in flows:
+        first, spare, last = before[direction], loaded[direction], after[direction]
+        if first is None or spare is None or last is None:
+            continue
+        lost = (first + last) / 2 - spare
+        if lost > max(MIN_LOST_CPUS, MIN_LOSS_TO_NOISE * abs(first - last)):
+            rates[direction] = mean_Bps / lost
+    return rates
+
+
+def _measure_at_once(flows: Mapping[Direction, TcpFlow], seconds: float) -> dict[Direction, GoodputMeasurement]:
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(flows, pool.map(lambda flow: flow.measure_goodput(1, seconds), flows.values()), strict=True))
+
+
+def _spare_cpus(flows: Mapping[Direction, TcpFlow], wait_s: float, seconds: float) -> dict[Direction, float | None]:
+    """Return the spare CPUs of the source of each flow, measured at the same time."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        spare = pool.map(lambda flow: flow.spare_cpus(wait_s, seconds), flows.values())
+        return dict(zip(flows, spare, strict=True))
 
 
 class GoodputMeasurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +293,17 @@ class TcpFlow:
     def __init__(self, sessions: Mapping[str, Session], addresses: Mapping[str, str], source: str, target: str) -> None:
         self._source, self._target = sessions[source], sessions[target]
         self._source_address, self._target_address = addresses[source], addresses[target]
+
+    def spare_cpus(self, wait_s: float, seconds: float) -> float | None:
+        """Return how many CPUs of the source loops of the lowest priority get, after `wait_s`; None if it fails."""
+        timeout_s = wait_s + seconds + 30
+        try:
+            spare: float = self._source.call(
+                "link_probe", "spare_cpus", wait_s=wait_s, seconds=seconds, timeout_s=timeout_s
+            )
+        except RemoteError:  # no room for its processes, say
+            return None
+        return spare
 
     def measure_round_trips(self) -> list[float]:
         """Return the seconds of every round trip."""

@@ -109,6 +109,7 @@ class HostLink(FleetSection, frozen=True, kw_only=True):
 
     goodput_Bps: Bandwidth  # β: payload of one TCP stream in one direction
     duplex_Bps: Bandwidth | None = None  # the same with equal traffic in the other direction, as in a ring all-reduce
+    duplex_bytes_per_cpu_s: Bandwidth | None = None  # sent by the source, and as many received, per second of CPU time
     parallel_Bps: Bandwidth | None = None  # total payload of several streams
     rtt_s: Annotated[
         float, Meta(ge=0, le=60)

@@ -71,7 +71,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     update_s: float = 0.0  # clipping and the update of all parameters
     data_s: float = 0.0  # waiting for input, per step
     cpus: Positive | None = None  # busy CPUs while a rank computes
-    sync_Bps: Positive | None = None  # bytes sent, received and added per second of CPU time
+    sync_Bps: Positive | None = None  # bytes sent, and as many received, per second of CPU time
     sum_Bps: Positive | None = None  # γ: bytes per second that one thread adds from one buffer to another
     copy_Bps: Positive | None = None  # memory bandwidth, bytes read and written
     coding_Bps: dict[str, Positive] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second

@@ -33,6 +33,16 @@ SND_CWND, TOTAL_RETRANS, BUSY_TIME, RWND_LIMITED = 80, 100, 168, 176  # offsets 
 LARGE_BUFFER_BYTES = 1 << 26  # a buffer larger than any system allows by default
 HOST_NETWORK_SYSCTL = "/proc/sys/net/core/default_qdisc"  # exists only in the host's own network namespace
 FIRST_SEND_BYTES = 1 << 14  # bytes of a burst that fit in any congestion window
+# the share of a CPU that a loop of the lowest priority gets: after so many seconds, for so many
+SPARE_CPU = """
+import os, sys, time
+os.nice(19)
+time.sleep(float(sys.argv[1]))
+began, used, seconds = time.perf_counter(), time.process_time(), float(sys.argv[2])
+while time.perf_counter() < began + seconds:
+    pass
+print((time.process_time() - used) / (time.perf_counter() - began))
+"""
 
 Item = Dict[str, Any]  # noqa: UP006  what a function yields
 # retransmits, congestion control, share of the time in which the receiver's window was the limit
@@ -200,6 +210,31 @@ def ping(address: str, port: int, source: str, seconds: float, at_most: int) -> 
                 remaining -= len(data)
             trips.append(time.perf_counter() - began)
     return trips[len(trips) // 10 :]
+
+
+def spare_cpus(wait_s: float, seconds: float) -> float:
+    """Return how many CPUs loops of the lowest priority get, one on each CPU of this process: after `wait_s`.
+
+    What they get less while data is transferred is the CPU time of the transfer, in this or another process or in the
+    kernel. The work in interrupts is part of it where the kernel accounts for it (CONFIG_IRQ_TIME_ACCOUNTING).
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    argv, parent = [sys.executable, "-I", "-S", "-c", SPARE_CPU, str(wait_s), str(seconds)], os.getpid()
+    loops = []  # type: list[subprocess.Popen[bytes]]
+    try:
+        loops.extend(  # those that have started stay in it if one cannot
+            subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=lambda: end_with_parent(parent)
+            )
+            for _ in range(cpus)
+        )
+        return sum(float(loop.communicate()[0]) for loop in loops)
+    except ValueError:
+        raise OSError("a process that measures the spare CPU was killed") from None
+    finally:
+        for loop in loops:
+            with loop:
+                loop.kill()
 
 
 def has_iperf3() -> bool:

@@ -13,7 +13,7 @@ from typing import get_args
 import msgspec
 
 from evener.core.base.errors import UsageError
-from evener.core.base.units import format_bit_rate, join_names, parse_bytes
+from evener.core.base.units import format_bit_rate, join_names, median, parse_bytes
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.hardware import Hardware, parse_hardware
 from evener.core.cluster.link import LinkModel, parse_link
@@ -96,6 +96,9 @@ def build_cluster(
         for text in texts:
             assumed.add(text, name)
     common, wires = (wire, {}) if wire is not None else _link_models(fleet, assumed)
+    for name in wires:
+        links = [link for other, link in fleet.links.get(name, {}).items() if other in hosts]
+        hosts[name] = _with_link_cpu_time(hosts[name], links)
     if job.spec.machine.threads is not None or any(host.threads is not None for host in fleet.hosts.values()):
         assumed.add("every host was probed with as many threads as its ranks will have")
     num_links = sum(map(len, wires.values()))
@@ -313,6 +316,14 @@ def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapp
         price_per_h=host.price_per_h,
         basis=_basis(rate, job),
     ), assumed  # fmt: skip
+
+
+def _with_link_cpu_time(host: HostRates, links: Sequence[HostLink]) -> HostRates:
+    """Return the host with the `sync_Bps` measured over its links, if that is less than between two of its ranks."""
+    over_links = median([rate for link in links if (rate := link.duplex_bytes_per_cpu_s) is not None])
+    if host.sync_Bps is None or over_links is None or over_links >= host.sync_Bps:
+        return host
+    return msgspec.structs.replace(host, sync_Bps=over_links)
 
 
 def _intra_node_link(
