@@ -1,11 +1,13 @@
 """A rank of bench/scaling_efficiency.py: evener's own, whose steps alternate with steps that exchange nothing.
 
-    limit ─ run ─ limit ─ run ─ …     a few seconds each, in the same processes: drift of the machine cancels
+    limit ─ run ─ limit ─ run ─ …                a few seconds each, in the same processes: drift of the machine cancels
+    limit ─ ddp ─ limit ─ int8 ─ limit ─ ddp …   with `compare`: the strategies that auto could have taken, in turn
 
 In a block of the limit every rank trains a second model with its share of the batch, as fast as it can and without a
 word to the others. A run's block beside the mean of the limits before and after it is one pair. The run stops itself
-when the 90 % interval of the median of the pairs is narrow enough, or when there are enough pairs.
-bench/limit_cli.py starts it; OPTIONS, as JSON, precedes the flags of a rank.
+when the 90 % interval of the median of the pairs is narrow enough, or when there are enough pairs. A strategy that is
+slower than the chosen one in each of its first pairs is not measured further. bench/limit_cli.py starts a rank;
+OPTIONS, as JSON, precedes its flags.
 """
 
 from __future__ import annotations
@@ -18,16 +20,23 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import torch
 
+from evener.core.run.prediction import PlanOption
+from evener.core.run.roster import DDP, Roster, SyncSpec
 from evener.core.run.run_spec import TrainSpec
+from evener.plan.choice.options import with_best_bucket_size
+from evener.plan.choice.strategy_selector import StepTimes, StrategySelector, StrategySwitch
+from evener.plan.choice.strategy_trial import SETTLE_STEPS
 from evener.worker.__main__ import main
+from evener.worker.membership import fixed
+from evener.worker.record.step_recorder import StepReport
 from evener.worker.train import loop
 from evener.worker.train.model import GPT
 from evener.worker.train.optim import adamw
@@ -38,6 +47,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # hosts start it with python -P
 from common import median_interval
 
 RESULT = "beside its limit:"
+MIN_SPEED = 0.5  # of the fastest, by prediction
+MIN_PAIRS = 6
+MIN_PAIRS_TO_DROP = 4  # of which all are below those of the chosen strategy
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
@@ -46,9 +58,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     first: int  # steps before the first block
     block_s: float  # of a block
-    min_s: float  # of all blocks of the run together
+    min_s: float  # of all blocks of the chosen strategy together
     half_width: float  # at which the interval is narrow enough, as a fraction of the limit
-    max_pairs: int
+    max_pairs: int  # of a strategy
+    compare: bool  # with the strategies that auto could have taken
 
 
 class Block(NamedTuple):
@@ -59,43 +72,161 @@ class Block(NamedTuple):
     cpu_s: float
 
 
+class Series(msgspec.Struct):
+    """The blocks of one strategy."""
+
+    sync: SyncSpec
+    predicted_s: float | None = None  # a step, with the shares of the run; None: not by auto
+    num_steps: int = 0  # of a block
+    runs: list[dict[str, float]] = []
+    shares: list[float] = []  # of the limit, by pair
+    is_dropped: bool = False  # slower than the chosen one in all pairs, and not measured to the end
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Of the median share."""
+        return median_interval(self.shares)
+
+
+class MeteredSelector(StrategySelector):
+    """auto's own selector, until the meter wants a strategy: the same one on all ranks, as they measure the same."""
+
+    newest: ClassVar[MeteredSelector | None] = None
+    wanted: SyncSpec | None = None
+    round_shares: ClassVar[tuple[int, list[int]]] = (
+        0,
+        [],
+    )  # steps of a round, and shares of it, of the chosen strategy
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        MeteredSelector.newest = self
+
+    @property
+    def is_trying(self) -> bool:
+        """Shares stay while strategies are measured."""
+        return self.wanted is not None or super().is_trying
+
+    def observe_step(self, step: int, times: StepTimes, roster: Roster, next_step: int) -> StrategySwitch | None:
+        if self.wanted is None or self._next is not None:
+            return super().observe_step(step, times, roster, next_step)
+        if self.wanted == roster.sync:
+            return None
+        return self._switch(self.option(self.wanted, roster), roster, next_step, "to measure it", is_trial=True)
+
+    def option(self, sync: SyncSpec, roster: Roster) -> PlanOption:
+        """What a step with another strategy is predicted to take."""
+        (every, shares), other = self.round_shares, roster.renumber_ranks().replace_sync(sync)
+        other = other.replace_shares(shares) if shares and sync.every == every else other
+        return with_best_bucket_size(self._job, self._cluster, other)
+
+    def possible(self, roster: Roster) -> list[PlanOption]:
+        """What auto may take, but for what is predicted to be twice as slow as the fastest."""
+        options = self._options(self._cluster, roster)
+        fastest = max(option.tokens_per_s for option in options)
+        return [option for option in options if option.tokens_per_s >= MIN_SPEED * fastest]
+
+
 class LimitMeter:
     """Takes a rank's steps, and measures the limit between them."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._limits: list[dict[str, float]] = []
-        self._runs: list[dict[str, float]] = []
-        self._steps_per_block = self._steps_left = 0
+        self._all: list[Series] = []  # the chosen strategy first
+        self._active: list[Series] = []  # those whose interval is too wide yet, in the order of their blocks
+        self._now = Series(DDP)
+        self._to_settle, self._steps_left = -1, 0  # steps before a block, and of it
         self._tokens = 0.0
-        self._began = self._began_cpu = 0.0  # of the block of the run
+        self._began = self._began_cpu = 0.0
 
     def after_step(self, step: TrainStep, model: GPT, train: TrainSpec, autocast: Autocast) -> None:
         """Count a step of the run; between two blocks of it, measure the limit."""
-        context = step._context
-        if step.index + 1 < self._options.first:
-            self._began = time.perf_counter()  # of the last step before the first block
-            return
-        if not self._steps_per_block:
-            (took_s,) = context.group.all_reduce_sum((time.perf_counter() - self._began) / context.group.world_size)
-            every = step._roster.sync.every
-            self._steps_per_block = max(1, math.ceil(self._options.block_s / took_s / every)) * every
-            self._alone = model_alone(model, train)
-            self._train_alone(step, autocast)  # its memory is allocated
+        context, roster = step._context, step._roster
+        if not self._all:
+            if step.index + 1 >= self._options.first and not context.membership.is_undecided:
+                self._choose_strategies(context.membership.roster)
+                self._alone = model_alone(model, train)
+                self._train_alone(step, autocast)  # its memory is allocated
+                context.sync.wait_all()
+                self._limits.append(together(step, self._measure_limit(step, autocast), are_one_run=False))
+                self._begin(self._active[0], step)
+        elif roster.sync != self._now.sync:
+            pass  # it is being changed
+        elif self._to_settle > 0:
+            self._to_settle -= 1
+            if self._to_settle == 0:
+                self._begin_block(step)
         else:
             self._tokens, self._steps_left = self._tokens + step._tokens, self._steps_left - 1
-            if self._steps_left:
-                return
-        context.sync.wait_all()
-        if self._tokens:
-            mine = Block(self._tokens, time.perf_counter() - self._began, time.process_time() - self._began_cpu)
-            self._runs.append(together(step, mine, are_one_run=True))
-        self._limits.append(together(step, self._measure_limit(step, autocast), are_one_run=False))
-        if self._runs:
-            self._judge(step)
-        context.group.barrier()
+            if self._steps_left == 0:
+                context.sync.wait_all()
+                self._end_block(step, autocast)
+
+    def _choose_strategies(self, roster: Roster) -> None:
+        """Take the strategy that the run has now, and with `compare` those that it could have."""
+        selector = MeteredSelector.newest
+        MeteredSelector.round_shares = roster.sync.every, roster.round_shares
+        self._all = [Series(roster.sync, selector.option(roster.sync, roster).step_s if selector else None)]
+        if self._options.compare and selector is not None:  # with a host left out, there is nothing to choose
+            self._all += [Series(option.roster.sync, option.step_s) for option in selector.possible(roster)
+                          if option.roster.sync != roster.sync]  # fmt: skip
+        self._active = sorted(self._all, key=lambda one: (one.sync.drifts, not one.sync.is_exact))
+
+    def _begin(self, series: Series, step: TrainStep) -> None:
+        """Turn to a strategy: its first steps settle."""
+        self._now = series
+        if MeteredSelector.newest is not None:
+            MeteredSelector.newest.wanted = series.sync
+        self._to_settle = max(SETTLE_STEPS, series.sync.every)
+        self._began = time.perf_counter()
+        if series.sync == step._roster.sync and series.num_steps:
+            self._to_settle = 0
+            self._begin_block(step)
+
+    def _begin_block(self, step: TrainStep) -> None:
+        group, every = step._context.group, self._now.sync.every
+        if not self._now.num_steps:
+            settled_s = (time.perf_counter() - self._began) / max(SETTLE_STEPS, every)
+            step_s = self._now.predicted_s or group.all_reduce_sum(settled_s / group.world_size)[0]
+            self._now.num_steps = max(1, math.ceil(self._options.block_s / step_s / every)) * every
+        step._context.sync.wait_all()
+        group.barrier()
+        self._tokens, self._steps_left = 0.0, self._now.num_steps
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
-        self._tokens, self._steps_left = 0.0, self._steps_per_block
+
+    def _end_block(self, step: TrainStep, autocast: Autocast) -> None:
+        mine = Block(self._tokens, time.perf_counter() - self._began, time.process_time() - self._began_cpu)
+        self._now.runs.append(together(step, mine, are_one_run=True))
+        self._limits.append(together(step, self._measure_limit(step, autocast), are_one_run=False))
+        around = statistics.mean(limit["tokens_per_s"] for limit in self._limits[-2:])
+        self._now.shares.append(self._now.runs[-1]["tokens_per_s"] / around)
+        following = self._active[(self._active.index(self._now) + 1) % len(self._active)]
+        self._active = [one for one in self._active if not self._is_enough(one)]
+        if step._context.group.rank == 0:
+            # into its log: a host may not share any other file
+            print(RESULT, json.dumps(self._result(step)), flush=True)
+            if not self._active:
+                os.kill(os.getpid(), signal.SIGTERM)
+        if self._active:
+            self._begin(following if following in self._active else self._active[0], step)
+
+    def _is_enough(self, one: Series) -> bool:
+        if len(one.shares) >= self._options.max_pairs:
+            return True
+        chosen = self._all[0]
+        if min(len(one.shares), len(chosen.shares)) < MIN_PAIRS_TO_DROP:
+            return False
+        if max(one.shares) < min(chosen.shares):
+            one.is_dropped = True
+            return True
+        low, high = one.interval
+        measured_s = sum(run["wall_s"] for run in one.runs)
+        return (
+            len(one.shares) >= MIN_PAIRS
+            and (high - low) / 2 <= self._options.half_width
+            and (one is not chosen or measured_s >= self._options.min_s)
+        )
 
     def _measure_limit(self, step: TrainStep, autocast: Autocast) -> Block:
         step._context.group.barrier()
@@ -122,24 +253,33 @@ class LimitMeter:
         optimizer.zero_grad()
         return float(sum(step._context.dataset.num_tokens(samples) for samples in micro_batches))
 
-    def _judge(self, step: TrainStep) -> None:
-        """Print what is known, and stop the run if that is enough."""
-        around = [
-            (a["tokens_per_s"] + b["tokens_per_s"]) / 2 for a, b in zip(self._limits, self._limits[1:], strict=False)
-        ]
-        shares = [run["tokens_per_s"] / limit for run, limit in zip(self._runs, around, strict=True)]
-        low, high = median_interval(shares)
-        is_enough = sum(run["wall_s"] for run in self._runs) >= self._options.min_s and (
-            len(shares) >= self._options.max_pairs
-            or (len(shares) >= 6 and (high - low) / 2 <= self._options.half_width)
-        )
-        if step._context.group.rank == 0:
-            row = {"of_limit": statistics.median(shares), "low": low, "high": high, "shares": shares,
-                   "limits": self._limits, "runs": self._runs, "sync": str(step._roster.sync),
-                   "hosts": sorted({member.host for member in step._roster.members})}  # fmt: skip
-            print(RESULT, json.dumps(row), flush=True)  # into its log: a host may not share any other file
-            if is_enough:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def _result(self, step: TrainStep) -> dict[str, Any]:
+        """What is known, by strategy, the chosen one first."""
+        strategies = {}
+        for one in self._all:
+            if one.shares:
+                low, high = one.interval
+                strategies[str(one.sync)] = {"of_limit": statistics.median(one.shares), "low": low, "high": high,
+                                             "predicted_s": one.predicted_s, "pairs": one.shares,
+                                             "is_dropped": one.is_dropped,
+                                             "runs": one.runs}  # fmt: skip
+        return {"chosen": str(self._all[0].sync), "strategies": strategies, "limits": self._limits,
+                "shares": step._roster.shares,
+                "hosts": sorted({member.host for member in step._roster.members})}  # fmt: skip
+
+
+def keep_round_shares(
+    update_roster: Callable[[fixed.FixedMembership, Sequence[StepReport], int], Roster | None],
+) -> Callable[[fixed.FixedMembership, Sequence[StepReport], int], Roster | None]:
+    """`update_roster`, whose changes to rounds as long as those of the chosen strategy divide them as the run did."""
+
+    def update(membership: fixed.FixedMembership, reports: Sequence[StepReport], next_step: int) -> Roster | None:
+        roster, (every, shares) = update_roster(membership, reports, next_step), MeteredSelector.round_shares
+        if roster is not None and shares and roster.sync.every == every and not roster.round_shares:
+            membership.roster = roster = roster.replace_shares(shares)
+        return roster
+
+    return update
 
 
 def model_alone(model: GPT, train: TrainSpec) -> tuple[GPT, torch.optim.AdamW, float]:
@@ -171,5 +311,8 @@ def measured(train_one_step: Callable[..., None], meter: LimitMeter) -> Callable
 
 if __name__ == "__main__":
     options = msgspec.json.decode(sys.argv.pop(1), type=Options)
+    MEMBERSHIP: Any = fixed.FixedMembership
+    MEMBERSHIP.update_roster = keep_round_shares(MEMBERSHIP.update_roster)
+    fixed.StrategySelector = MeteredSelector  # type: ignore[attr-defined]
     loop.train_one_step = measured(loop.train_one_step, LimitMeter(options))
     raise SystemExit(main())

@@ -1,16 +1,17 @@
 """What do two and more machines make of what they could do together? Emulated hosts pinned to a core each, real ssh.
 
     python bench/scaling_efficiency.py --data FOLDER [--rates 1Gbit,100Mbit] [--cpus 1,0.5] [--syncs auto,ddp]
-                         [--model char] [--batch 16] [--shares auto] [--starts 1] [--first 150] [--min-s 40]
+                         [--model char] [--batch 16] [--shares auto] [--starts 1] [--first 150] [--min-s 40] [--compare]
 
 The limit is what all hosts do at once, each by itself and exchanging nothing, with its share of the batch. It is
 measured inside the run: a few seconds of the run alternate with a few seconds of the limit (bench/limit_rank.py), so
 that a machine that changes its speed from minute to minute changes both. A figure is the median of the pairs, with its
 90 % interval; a run goes on until the interval is narrower than ±2 %, or says that it is not. Processor time per token
-of both stands beside. Sequences of 256 tokens, the default arithmetic and dropout, as the probe measures them. Runs are
-planned for 2000 steps, as `auto` judges them; --first steps go before, in which it tries strategies and shares settle.
-Every run adds a line to bench/fast.jsonl; docs/generate/fast.py shows them. Needs Linux and root, and nothing else
-running.
+of both stands beside. With --compare the other strategies that auto could have taken alternate with its choice in the
+same run. Every start is probed afresh. Sequences of 256 tokens, the default arithmetic and dropout, as the probe
+measures them. Runs are planned for 2000 steps, as `auto` judges them; --first steps go before, in which it tries
+strategies and shares settle. Every run adds a line to bench/fast.jsonl; docs/generate/fast.py shows them. Needs Linux
+and root, and nothing else running.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import msgspec
 from limit_rank import RESULT
 
+from evener.core.model.shape import preset_shape
 from evener.core.run.rundir import RunDir, code_hash
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=1, help="runs of each strategy")
     parser.add_argument("--first", type=int, default=150, help="steps before: strategies are tried, shares settle")
     parser.add_argument("--min-s", type=float, default=40.0, help="seconds of the run that are measured")
+    parser.add_argument("--compare", action="store_true", help="measure what auto could have taken as well")
     options = parser.parse_args()
     cpus = [float(word) for word in options.cpus.split(",")]
     for rate in options.rates.split(","):
@@ -76,29 +79,31 @@ def measure_lab(folder: Path, options: argparse.Namespace, rate: str, cpus: list
     fleet = folder / "fleet.toml"
     lab = EmulatedLab.up(LabSpec(name="fast", hosts=hosts), out=fleet)
     try:
-        run_evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
-        # All at once, as they train: they share caches.
-        run_evener(folder, "probe", "host", "--fleet", str(fleet), "--model", options.model)
         for start in range(options.starts):
+            run_evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
+            # All at once, as they train: they share caches.
+            run_evener(folder, "probe", "host", "--fleet", str(fleet), "--model", options.model)
             for sync in options.syncs.split(","):
                 row = measure_run(folder, fleet, options, RunDir(folder / f"{sync}-{start}"), sync)
                 row |= {"rate": rate, "cpus": cpus}
                 # A host that the plan left out could train too; its processor stands for its speed.
                 part = sum(cpu for name, cpu in zip(names, cpus, strict=True) if name in row["hosts"]) / sum(cpus)
-                row |= {name: row[name] * part for name in ("of_limit", "low", "high")}
+                for one in row["strategies"].values():
+                    one |= {name: one[name] * part for name in ("of_limit", "low", "high")}
+                chosen = row["strategies"][row["sync"]]
+                row |= {name: chosen[name] for name in ("of_limit", "low", "high", "predicted_off", "step_s")}
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print(f"{rate}, start {start + 1}: {sync}: {row['sync']} {row['of_limit']:.3f} of the limit "
-                      f"({row['low']:.3f} to {row['high']:.3f}, {len(row['shares'])} pairs)", flush=True)  # fmt: skip
+                print(f"{rate}, start {start + 1}: {sync}: {describe(row)}", flush=True)
     finally:
         lab.down()
 
 
-def measure_run(folder: Path, fleet: Path, options: argparse.Namespace, run: RunDir, sync: str) -> dict[str, Any]:
+def measure_run(folder: Path, fleet: Path, options: argparse.Namespace, run: RunDir, asked: str) -> dict[str, Any]:
     """One run beside its limit, as a row of the results."""
-    flags = train_flags(options, batch=options.batch, shares=options.shares, sync=sync, out=run, steps=PLANNED_STEPS)
+    flags = train_flags(options, batch=options.batch, shares=options.shares, sync=asked, out=run, steps=PLANNED_STEPS)
     meter = {"first": options.first, "block_s": BLOCK_S, "min_s": options.min_s, "half_width": HALF_WIDTH,
-             "max_pairs": MAX_PAIRS}  # fmt: skip
+             "max_pairs": MAX_PAIRS, "compare": options.compare and asked == "auto"}  # fmt: skip
     argv = [
         sys.executable,
         str(Path(__file__).with_name("limit_cli.py")),
@@ -113,18 +118,43 @@ def measure_run(folder: Path, fleet: Path, options: argparse.Namespace, run: Run
     if not results:
         raise SystemExit(f"{' '.join(argv)}:\n{done.stdout}{done.stderr}")
     found, summary = json.loads(results[-1]), summarize_run(run)
-    limit, mine = (statistics.median(block["tokens_per_s"] for block in found[name]) for name in ("limits", "runs"))
-    cpu_s = {name: statistics.median(block["cpu_s_per_token"] for block in found[name]) for name in ("limits", "runs")}
-    step_s = statistics.median(options.batch * 256 / block["tokens_per_s"] for block in found["runs"])
+    limit = median_of(found["limits"], "tokens_per_s")
+    strategies = {}
+    for sync, one in found["strategies"].items():
+        step_s = options.batch * 256 / median_of(one["runs"], "tokens_per_s")
+        strategies[sync] = {
+            **{name: one[name] for name in ("of_limit", "low", "high")},
+            "pairs": [round(share, 4) for share in one["pairs"]],
+            "step_s": step_s,
+            "predicted_off": one["predicted_s"] and one["predicted_s"] / step_s - 1,
+            "cpu_s_per_token": median_of(one["runs"], "cpu_s_per_token"),
+            "is_dropped": one["is_dropped"],
+        }
+    chosen = strategies[found["chosen"]]
+    if chosen["predicted_off"] is None and summary.predicted:  # asked for, and planned as such
+        chosen["predicted_off"] = summary.predicted.step_s / chosen["step_s"] - 1
     return {
-        "model": options.model, "batch": options.batch, "asked": sync, "sync": found["sync"], "hosts": found["hosts"],
-        "of_limit": found["of_limit"], "low": found["low"], "high": found["high"],
-        "shares": [round(share, 4) for share in found["shares"]], "limit": limit, "tokens_per_s": mine,
-        "cpu_s_per_token": cpu_s["runs"], "limit_cpu_s_per_token": cpu_s["limits"],
+        "model": options.model, "batch": options.batch, "asked": asked, "sync": found["chosen"],
+        "dropout": preset_shape(options.model, 1).dropout,
+        "strategies": strategies, "hosts": found["hosts"], "shares": found["shares"], "limit": limit,
+        "limit_cpu_s_per_token": median_of(found["limits"], "cpu_s_per_token"),
         "sent_bytes": summary.ranks[0].bytes, "date": time.strftime("%Y-%m-%d"), "code": code_hash(),
-        "predicted_off": summary.predicted.step_s / step_s - 1 if summary.predicted else None,
-        "step_s": step_s, "cost": msgspec.to_builtins(slowest_rank(summary).typical),
+        "cost": msgspec.to_builtins(slowest_rank(summary).typical),
     }  # fmt: skip
+
+
+def median_of(blocks: list[dict[str, float]], name: str) -> float:
+    return statistics.median(block[name] for block in blocks)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """The strategies of a row, the chosen one first: shares of the limit, intervals, steps."""
+    found = []
+    for sync, one in row["strategies"].items():
+        predicted = f", predicted {one['predicted_off']:+.1%}" if one["predicted_off"] is not None else ""
+        interval = f"{one['low']:.3f} to {one['high']:.3f}, {len(one['pairs'])} pairs"
+        found.append(f"{sync} {one['of_limit']:.3f} ({interval}), step {one['step_s']:.3f} s{predicted}")
+    return "; ".join(found)
 
 
 def train_until_measured(folder: Path, fleet: Path, run: RunDir, flags: list[str], options: argparse.Namespace) -> None:

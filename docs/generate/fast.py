@@ -36,7 +36,7 @@ BEGINNING = """# Slow links and unequal machines, measured
 **Set-up.** The hosts are emulated: each is pinned to one core of the same machine, or to a part of a core. They have
 real ssh, and the kernel limits the rate of their links. `char` has 10.7M parameters and is trained on tiny Shakespeare.
 `d8` has 126M parameters and is trained on the source of Python's standard library, with a vocabulary of 32768 tokens.
-Arithmetic is bf16, without dropout.
+Arithmetic is bf16, without dropout where a heading does not name it.
 
 **of the limit.** The limit is the throughput of the same hosts when all train at the same time and exchange nothing. It
 is measured before and after every run. A figure is the fraction of this limit that a run reached: the median of the
@@ -108,7 +108,8 @@ def typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def setup_of(row: dict[str, Any]) -> str:
     """Machines, links and work of a row."""
     cores = " : ".join(f"{cpu:g}" for cpu in row["cpus"])
-    return f"{row['model']}, {row['batch']} × 256, {row['rate']}, {cores} core"
+    dropout = f", dropout {row['dropout']:g}" if row.get("dropout") else ""
+    return f"{row['model']}, {row['batch']} × 256, {row['rate']}, {cores} core{dropout}"
 
 
 def penalty_of(row: dict[str, Any]) -> LossPenalty:
