@@ -25,7 +25,7 @@ from typing import Any, Dict  # noqa: UP035  python 3.8
 from evener.node.remote.environment import HIDDEN, debug_variables, hide_secrets, is_secret_variable, launcher_variables
 from evener.node.remote.file_io import read_link, read_text
 from evener.node.remote.process_table import HAS_PROC, Process, list_processes, read_process
-from evener.node.remote.programs import find_program, run_program, run_with_error
+from evener.node.remote.programs import count_allowed_cpus, find_program, run_program, run_with_error
 from evener.node.remote.prune import folder_bytes, measure_stored
 from evener.node.remote.run_control import is_supervised, list_partial_checkpoints, live_run_ports
 
@@ -255,7 +255,6 @@ def _collect_cpu() -> Facts:
 
 def _count_usable_cores() -> int:
     """Return the cores that a process may use here: the affinity mask, limited by the tightest cgroup quota; min. 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for folder in _cgroup_folders("cpu"):
         fields = (read_text(folder + "/cpu.max") or "").split()
@@ -267,7 +266,7 @@ def _count_usable_cores() -> int:
         quota, period = _parse_number(fields[0]), _parse_number(fields[1])
         if quota and period and quota > 0:
             quotas.append(quota / period)
-    return max(1, min([cores] + [int(quota) for quota in quotas]))
+    return max(1, min([count_allowed_cpus()] + [int(quota) for quota in quotas]))
 
 
 def _cgroup_folders(controller: str) -> list[str]:

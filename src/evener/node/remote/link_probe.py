@@ -19,7 +19,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, Generator, Iterator, Optional, Tuple, TypeVar  # noqa: UP035  python 3.8
 
-from evener.node.remote.programs import end_with_parent
+from evener.node.remote.programs import count_allowed_cpus, end_with_parent
 from evener.node.remote.sockets import address_family, free_port
 
 CHUNK_BYTES = 1 << 18
@@ -213,12 +213,12 @@ def ping(address: str, port: int, source: str, seconds: float, at_most: int) -> 
 
 
 def spare_cpus(wait_s: float, seconds: float) -> float:
-    """Return how many CPUs loops of the lowest priority get, one on each CPU of this process: after `wait_s`.
+    """Run a loop of the lowest priority on each CPU that this process may use, and return how many CPUs they get.
 
-    What they get less while data is transferred is the CPU time of the transfer, in this or another process or in the
-    kernel. The work in interrupts is part of it where the kernel accounts for it (CONFIG_IRQ_TIME_ACCOUNTING).
+    They begin after `wait_s` and take `seconds`. What they get less while data is transferred is the CPU time of the
+    transfer, in this or another process or in the kernel. The work in interrupts is part of it where the kernel
+    accounts for it (CONFIG_IRQ_TIME_ACCOUNTING).
     """
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     argv, parent = [sys.executable, "-I", "-S", "-c", SPARE_CPU, str(wait_s), str(seconds)], os.getpid()
     loops = []  # type: list[subprocess.Popen[bytes]]
     try:
@@ -226,7 +226,7 @@ def spare_cpus(wait_s: float, seconds: float) -> float:
             subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, preexec_fn=lambda: end_with_parent(parent)
             )
-            for _ in range(cpus)
+            for _ in range(count_allowed_cpus())
         )
         return sum(float(loop.communicate()[0]) for loop in loops)
     except ValueError:

@@ -42,6 +42,11 @@ def run_with_error(argv: list[str], timeout_s: float, env: dict[str, str] | None
     return process.stdout.decode(errors="replace"), "\n".join(lines[-3:]) if process.returncode else None
 
 
+def count_allowed_cpus() -> int:
+    """Return the number of CPUs on which a process may run here, by its affinity mask."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def end_with_parent(parent: int) -> None:
     """In a forked child, before its program starts: have the kernel kill it when its parent ends (Linux)."""
     if _libc is not None:
