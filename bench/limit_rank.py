@@ -96,7 +96,7 @@ class MeteredSelector(StrategySelector):
     round_shares: ClassVar[tuple[int, list[int]]] = (
         0,
         [],
-    )  # steps of a round, and shares of it, of the chosen strategy
+    )  # of the chosen strategy: steps of a round, and shares of it
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
