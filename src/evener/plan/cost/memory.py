@@ -118,7 +118,7 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
             copies += 2 * weights
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _codec_buffer_bytes(fragment, sync.bits)
         if sync.streamed:
-            extra += 2 * fragment  # a difference in flight, and the weights of which it was taken
+            extra += 2 * fragment  # a difference in flight, and its weighted copy
     elif sync.kind in ("fsdp", "hsdp"):
         parts = num_ranks if sync.kind == "fsdp" else max(1, num_ranks // len(roster.hosts))
         # the last has a table if any has

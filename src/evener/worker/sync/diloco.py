@@ -78,9 +78,9 @@ class Fragment:
 class FragmentExchange:
     """The exchange of one fragment."""
 
-    delta: Tensor  # becomes the sum over ranks: (n,)
+    delta: Tensor  # global weights - this replica's; becomes the sum over ranks: (n,)
     tokens: float  # that this replica trained on since the fragment's last exchange
-    params_at_send: Tensor | None = None  # this replica's weights when it began: (n,); None: training waits for it
+    difference: Tensor | None = None  # this replica's own `delta`: (n,); None: training waits for the exchange
     momentum: float = 0.0  # μ, from the tokens of all replicas
     futures: list[Future[None]] = field(default_factory=list)
     is_complete: bool = False
@@ -202,7 +202,11 @@ class DiLoCo:
 
     def _begin_exchange(self, fragment: Fragment) -> FragmentExchange:
         """Return an exchange of this replica's difference from the global weights; reset the token count."""
-        flight = FragmentExchange(fragment.global_params - fragment.local_params(), fragment.tokens_since_sync)
+        flight = FragmentExchange(torch.empty_like(fragment.global_params), fragment.tokens_since_sync)
+        views = map(fragment.split_by_parameter, (flight.delta, fragment.global_params))
+        for parameter, delta, params in zip(fragment.parameters, *views, strict=True):
+            shape = parameter.shape
+            torch.sub(params.view(shape), parameter.detach(), out=delta.view(shape))
         fragment.tokens_since_sync, fragment.has_unsynced_updates = 0.0, False
         return flight
 
@@ -211,7 +215,8 @@ class DiLoCo:
     ) -> None:
         """Weight this rank's difference by its tokens, add residuals of earlier exchanges, and all-reduce it."""
         begin, fragment, all_tokens = self._clock.mark(), self._fragments[i], self._gather_tokens(exchange.tokens)
-        exchange.delta.mul_(exchange.tokens / (math.fsum(all_tokens) or 1.0))
+        weight = exchange.tokens / (math.fsum(all_tokens) or 1.0)
+        exchange.delta = exchange.delta.mul_(weight) if exchange.difference is None else exchange.delta * weight
         exchange.momentum = self._outer_momentum(all_tokens)
         views = dict(zip(fragment.parameters, fragment.split_by_parameter(exchange.delta), strict=True))
         for parameter, residual in residuals:
@@ -265,17 +270,21 @@ class DiLoCo:
             source = next(rank for rank in present if progress[rank].num_outer_steps[i] == rounds)
             behind = [rank for rank in present if progress[rank].num_outer_steps[i] < rounds]
             flight = self._exchanges.get(i)
+            outer_state = [fragment.global_params, fragment.momentum]
             for rank in behind if group.rank == source else ():
-                for tensor in (fragment.global_params, fragment.momentum):
+                for tensor in outer_state:
                     dist.send(tensor, rank, group=group.control_group)
             if group.rank in behind:
                 assert flight is not None  # no exchange completes anywhere before it has begun everywhere
-                received = torch.empty_like(fragment.global_params), torch.empty_like(fragment.momentum)
+                received = list(map(torch.empty_like, outer_state))
                 for tensor in received:  # all of it or none: this epoch may be lost as well
                     dist.recv(tensor, source, group=group.control_group)
-                (fragment.global_params, fragment.momentum), fragment.num_outer_steps = received, rounds
-                self._apply_global_params(fragment, flight)
-                if flight.params_at_send is None:
+                decrease = fragment.global_params - received[0]
+                for tensor, newest in zip(outer_state, received, strict=True):
+                    tensor.copy_(newest)
+                fragment.num_outer_steps = rounds
+                self._follow_global_params(fragment, flight, decrease)
+                if flight.difference is None:
                     self._completed_fragments.add(i)
             elif flight is not None:
                 fragment.tokens_since_sync += flight.tokens
@@ -289,16 +298,20 @@ class DiLoCo:
 
     def _apply_exchange(self, i: int) -> None:
         """Apply a completed exchange to the global and the local weights."""
-        self._apply_global_params(self._fragments[i], self._complete_exchange(i, self._outer_step))
+        flight = self._complete_exchange(i, self._outer_step)
+        self._follow_global_params(self._fragments[i], flight, flight.delta)
 
-    def _apply_global_params(self, fragment: Fragment, exchange: FragmentExchange) -> None:
-        """Set local weights to the global ones, plus the local updates since the exchange began."""
-        global_params = fragment.global_params
-        fragment.set_local_params(
-            global_params
-            if exchange.params_at_send is None
-            else fragment.local_params().sub_(exchange.params_at_send).add_(global_params)
-        )
+    def _follow_global_params(self, fragment: Fragment, exchange: FragmentExchange, decrease: Tensor) -> None:
+        """Set local weights to the global ones, which `decrease` (n,) was subtracted from, plus the local updates since
+        the exchange began.
+        """
+        if exchange.difference is None:
+            fragment.set_local_params(fragment.global_params)
+            return
+        for parameter, view in zip(
+            fragment.parameters, fragment.split_by_parameter(exchange.difference.sub_(decrease)), strict=True
+        ):
+            parameter.detach().add_(view.view(parameter.shape))
 
     def take_comm_stats(self) -> CommStats:
         num_bytes, events, clock = self._sent_bytes, self._comm_events, self._clock
@@ -389,15 +402,12 @@ class DiLoCo:
             self._fidelity = fidelity
 
     def _outer_step(self, fragment: Fragment, exchange: FragmentExchange) -> None:
-        """Take an outer step: SGD with Nesterov momentum, as in torch.optim.SGD. It overwrites the delta."""
-        delta = exchange.delta
-        momentum = min(
-            exchange.momentum, fragment.num_outer_steps / (fragment.num_outer_steps + MOMENTUM_WARMUP_ROUNDS)
-        )
+        """Take an outer step: SGD with Nesterov momentum, as in torch.optim.SGD. The delta becomes that step."""
+        delta, rounds = exchange.delta, fragment.num_outer_steps
+        momentum = min(exchange.momentum, rounds / (rounds + MOMENTUM_WARMUP_ROUNDS))
         fragment.num_outer_steps += 1
         fragment.momentum.mul_(momentum).add_(delta)
-        delta.add_(fragment.momentum * momentum)
-        fragment.global_params.sub_(delta.mul_(1 / (1 + momentum)))
+        fragment.global_params.sub_(delta.add_(fragment.momentum * momentum).mul_(1 / (1 + momentum)))
 
     def _views_by_name(self, attribute: str) -> dict[str, Tensor]:
         """Return each parameter's part of the attribute, as a view in the parameter's shape."""

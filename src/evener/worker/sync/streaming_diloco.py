@@ -72,15 +72,13 @@ class StreamingDiLoCo(DiLoCo):
 
     def rank_state_dict(self) -> dict[str, Any]:
         state = super().rank_state_dict()
-        return state | {
-            "sent": {i: (flight.params_at_send, flight.sum_result[0]) for i, flight in self._exchanges.items()}
-        }
+        return state | {"sent": {i: (flight.difference, flight.sum_result[0]) for i, flight in self._exchanges.items()}}
 
     @torch.no_grad()
     def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         super().load_rank_state_dict(state, departed_states)
-        for i, (sent, num_bytes) in state["sent"].items():
-            self._exchanges[i].params_at_send = sent.to(self._group.device)
+        for i, (difference, num_bytes) in state["sent"].items():
+            self._exchanges[i].difference = difference.to(self._group.device)
             self._exchanges[i].sum_result = (num_bytes, None)
 
     def _load_outer_state(self, state: dict[str, Any]) -> None:
@@ -89,19 +87,15 @@ class StreamingDiLoCo(DiLoCo):
             return
         self._exchanges = {
             int(i): FragmentExchange(
-                delta.to(self._group.device),
-                0.0,
-                self._fragments[int(i)].local_params(),
-                state["momenta"][i],
-                is_complete=True,
+                sum_of_all, 0.0, torch.zeros_like(sum_of_all), state["momenta"][i], is_complete=True
             )
             for i, delta in state.get("flights", {}).items()
+            for sum_of_all in [delta.to(self._group.device)]
         }
 
     def _start_exchange(self, i: int) -> None:
-        fragment = self._fragments[i]
-        flight = self._exchanges[i] = self._begin_exchange(fragment)
-        flight.params_at_send = fragment.local_params()
+        flight = self._exchanges[i] = self._begin_exchange(self._fragments[i])
+        flight.difference = flight.delta
         flight.futures.append(self._comm_thread.submit(lambda: self._run_exchange(i, flight)))
 
     def wait_all(self) -> None:
