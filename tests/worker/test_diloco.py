@@ -69,7 +69,7 @@ def found_of(spec):
                 parts = zip(gathered(theirs), tokens)
                 ours.grad = sum((ours.detach() - one) * (weight / sum(tokens)) for one, weight in parts)
             done = step // spec.every  # the momentum grows; torch's optimizer has none to begin with where it is 0
-            full = (1 - sum((one / sum(tokens)) ** 1.5 for one in tokens)) ** 0.5
+            full = (1 - sum((one / sum(tokens)) ** 1.5 for one in tokens)) ** 0.5 if spec.has_outer_momentum else 0.0
             momentum = min(full, done / (done + diloco.MOMENTUM_WARMUP_ROUNDS))
             outer.param_groups[0].update(momentum=max(1e-30, momentum), lr=1 / (1 + momentum))
             outer.step()
@@ -116,11 +116,11 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 
 @pytest.mark.parametrize("ranks", [2, *exhaustively(3)])
 def test_replicas_match_torch_sgd_outer_step_bit_for_bit(run_script, ranks):
-    done = run_script(OUTER, *(f"diloco:3{code}" for code in CODED), ranks=ranks)
+    syncs = ("diloco:3", *(f"diloco:6{code}" for code in CODED))  # short rounds have no momentum
+    done = run_script(OUTER, *syncs, ranks=ranks)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    for code in CODED:
-        found = told[f"diloco:3{code}"]
+    for sync, found in json.loads(done.stdout).items():
+        code, every = sync.removeprefix(sync[:8]), int(sync[7])
         assert found["fragments"] > 2
         assert found["same"]
         assert found["drifted"] > 1e-3  # between two outer steps they are apart
@@ -133,7 +133,7 @@ def test_replicas_match_torch_sgd_outer_step_bit_for_bit(run_script, ranks):
         # Bytes: all in the step of the exchange, by the formula of the code.
         per_number = {"": 4.0, ":int8": 1 + 2 / 256, ":int4": 1 / 2 + 2 / 64}[code]
         factor = 1 if ranks == 2 else 2 * (ranks - 1) / ranks
-        assert [bool(sent) for sent in found["sent"]] == [False, False, True] * 24
+        assert [bool(sent) for sent in found["sent"]] == [*[False] * (every - 1), True] * 24
         stated = found["num"] * per_number * factor
         assert stated <= found["sent"][-1] + 8 <= 1.4 * stated  # parts and blocks are whole
         # Every fifth is compared with the exact sum. Of normal numbers, of which the largest of a block is 2.8σ (256)
@@ -201,13 +201,9 @@ def test_streamed_updates_are_neither_lost_nor_counted_twice(run_script, sync, r
 
 
 CLOSED = """
-import functools, sys, numpy, torch, evener
+import sys, numpy, torch, evener
 from torch import nn
 from evener.core.run.run_spec import parse_args
-from evener.worker.sync import sync_factory
-from evener.worker.sync.diloco import DiLoCo
-
-sync_factory.DiLoCo = functools.partial(DiLoCo, momentum=lambda tokens: 0.0)
 
 class Numbers:
     def global_batch(self, seed, step, num): return numpy.random.default_rng((seed, step)).normal(size=(num, 8))
@@ -229,7 +225,7 @@ with evener.join(spec) as run:
 
 @pytest.mark.parametrize(("ranks", "shares"), [(3, "4:0:3"), *exhaustively((2, "5:2"))])
 def test_diloco_with_one_inner_step_equals_ddp(tmp_path, run_script, ranks, shares):
-    """H = 1, no outer momentum, plain SGD inside; tokens are what losses are weighed by."""
+    """H = 1, plain SGD inside; tokens are what losses are weighed by."""
     runs = []
     for sync in ("ddp", "diloco:1"):
         done = run_script(CLOSED, str(tmp_path / sync), sync, shares, ranks=ranks)
@@ -241,6 +237,32 @@ def test_diloco_with_one_inner_step_equals_ddp(tmp_path, run_script, ranks, shar
     for name, weight in weights(runs[0]).items():
         torch.testing.assert_close(weights(runs[1])[name], weight, rtol=1e-4, atol=1e-6)
     assert sum(event["event"] == "replicas.agree" for event in runs[1].events()) == 12
+
+
+ADAMW = """
+import sys, torch, evener
+from torch.utils.data import TensorDataset
+with evener.join(evener.parse_args(sys.argv[1:])) as run:
+    model = run.model(torch.nn.Linear(8, 1, bias=False))
+    torch.nn.init.zeros_(model.weight)
+    optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), 0.25))
+    for step in run.steps(TensorDataset(torch.ones(64, 8))):
+        for (x,) in step.micro_batches():
+            step.backward(model(x).sum())
+        step.update(optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+"""
+
+
+def test_short_rounds_take_longer_steps(tmp_path, run_script):
+    """AdamW's first step is as long as its learning rate. With shares of 3 : 1 the mean lacks 1 / Σ w·√w."""
+    first = {"ddp": 1.0, "diloco:1": 1 / (0.75**1.5 + 0.25**1.5), "diloco:6": 1.0}
+    for sync, factor in first.items():
+        flags = ["--steps", "1", "--batch", "8", "--threads", "1", "--shares", "3:1", "--out", str(tmp_path / sync)]
+        done = run_script(ADAMW, *flags, "--sync", sync, ranks=2)
+        assert done.returncode == 0, done.stderr
+        assert weights(RunDir(tmp_path / sync))["weight"].mean() == pytest.approx(-0.25 * factor, rel=1e-5)
+        assert RunDir(tmp_path / sync).records(0)[0].lr == 0.25
 
 
 def weights(run):

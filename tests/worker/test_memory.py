@@ -110,7 +110,7 @@ def test_streaming_diloco_needs_twice_its_largest_fragment_more(sync):
     largest = max(sum(one.nbytes for one in several) for several in found)
     assert (
         of_strategy(sync, 2).sync - of_strategy(sync.removesuffix(":streamed"), 2).sync == 2 * largest
-    )  # the difference, and the weights it was taken of
+    )  # the difference, and its weighted copy
 
 
 def random_corpus(folder: Path, vocab_size: int) -> Path:

@@ -385,9 +385,7 @@ SGD = (
     CHANGES
     + """
 import torch, evener
-from evener.worker.sync import diloco
 from torch.utils.data import TensorDataset
-diloco.outer_momentum = lambda tokens: 0.0
 with evener.join(evener.parse_args(sys.argv[1:])) as run:
     model = run.model(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 0.05))
@@ -408,7 +406,7 @@ LINEAR = LINEAR.replace("(model(x) - y).square().sum()", "(model(x) * y).sum()")
 
 
 def test_replicas_that_merge_every_step_are_data_parallel_across_changes(tmp_path, run_script):
-    """DiLoCo with H = 1, no outer momentum and plain SGD is data-parallel SGD: so is a run that changes."""
+    """DiLoCo with H = 1 and plain SGD is data-parallel SGD: so is a run that changes."""
     flags = ["--steps", "30", "--batch", "8", "--threads", "1", "--clip", "0", "--shares", "3:1",
              "--checkpoint-every", "0"]  # fmt: skip
     losses = []
@@ -587,7 +585,7 @@ def test_state_of_other_strategy_is_ignored():
 @pytest.mark.parametrize("ranks", [2, *exhaustively(3)])
 def test_no_update_is_lost_in_changes_of_strategy(tmp_path, run_script, ranks):
     """Not what int8 has not sent yet, nor what is in flight: the weights move as far as with ddp, up to rounding."""
-    changes = "4=int8,9=ddp,10=diloco:5:int8:streamed,23=packed,26=int8,31=ddp,32=diloco:4:int8,38=ddp"
+    changes = "4=int8,9=ddp,10=diloco:4:int8:streamed,23=packed,26=int8,31=ddp,32=diloco:4:int8,38=ddp"
     flags = ["--steps", "40", "--batch", "12", "--threads", "1", "--clip", "0", "--sync", "auto"]
     weights = []
     for name, of_run in (("ddp", ""), ("changes", changes)):

@@ -20,7 +20,8 @@ from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
 # Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
-# DiLoCo: local and last synchronized weights, inner and outer momentum, Adam's second moments, and both residuals.
+# DiLoCo: local and last synchronized weights, inner and (with H above 4) outer momentum, Adam's second moments, and
+# both residuals.
 RANK_STATE_BYTES_PER_PARAM = {"bf16": 8, "int8": 8, "int4": 8, "powersgd": 8, "diloco": 28}
 
 

@@ -112,8 +112,9 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
     elif sync.kind == "diloco":
         fragments = bucket_sizes(in_their_order(shape)[::-1], fragment_bytes(sync, weights))
         fragment = max(size for size, _ in fragments)  # exchanged at a time
-        extra = 2 * weights  # anchor, outer momentum; the difference exists when gradients and activations are freed
-        copies = 5 * weights  # these, the rank's weights and its optimizer state
+        # global weights, outer momentum; the difference exists when gradients and activations are freed
+        extra = weights * (1 + sync.has_outer_momentum)
+        copies = 3 * weights + extra  # these, the rank's weights and its optimizer state
         if sync.bits < 32:  # error feedback
             copies += 2 * weights
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _codec_buffer_bytes(fragment, sync.bits)

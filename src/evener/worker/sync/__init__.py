@@ -103,6 +103,9 @@ class Sync(Protocol):
         ready.
         """
 
+    def learning_rate_factor(self, shares: Sequence[float]) -> float:
+        """Return the factor of the program's learning rate in an optimizer step, from the ranks' shares of a batch."""
+
     def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
         """Count the tokens of an optimizer step: this rank's, and those of the global batch."""
 
@@ -176,6 +179,9 @@ class EqualReplicas:
 
     drifts = False
     spec, roster_bucket_bytes = NO_SYNC, 0
+
+    def learning_rate_factor(self, shares: Sequence[float]) -> float:
+        return 1.0
 
     def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
         pass

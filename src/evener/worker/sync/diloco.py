@@ -2,13 +2,15 @@
 
     inner      H steps of each replica's own optimizers, on its share of each global batch; no communication
     outer      Δ = Σ w · (global - local)        w = tokens that a replica trained on / tokens of all
-               m = μ·m + Δ        global = global - (Δ + μ·m) / (1 + μ)        local = global
+      H > 4:   m = μ·m + Δ        global = global - (Δ + μ·m) / (1 + μ)        local = global
                μ grows to √(1 - Σ w·√w): see `outer_momentum`
+      H ≤ 4:   global = global - Δ        local = global
+               the learning rate is multiplied by 1 / Σ w·√w: see `inner_lr_factor`
     merge      global = global - Δ, in fp32: the mean of the replicas by tokens, with all residuals
 
 A replica divides its loss by its own tokens, so its steps are as long as they would be alone, whatever its share: the
-share counts in Δ. A replica without a share does not step, has w = 0 and takes part in outer steps. With H = 1, μ = 0
-and plain SGD inside, this is data-parallel SGD.   [Douillard et al. 2023; by tokens: FedAvg, McMahan et al. 2017]
+share counts in Δ. A replica without a share does not step, has w = 0 and takes part in outer steps. With H = 1 and
+plain SGD inside, this is data-parallel SGD.   [Douillard et al. 2023; by tokens: FedAvg, McMahan et al. 2017]
 
 Δ is exchanged in fragments, in fp32 by an all-reduce or in 8 or 4 bits with error feedback. It has the same bits on all
 ranks, and so have m and the global weights: they are computed with single products and single sums only, no fused ones,
@@ -55,7 +57,7 @@ class Fragment:
 
     parameters: tuple[nn.Parameter, ...]
     global_params: Tensor  # (n,)
-    momentum: Tensor  # (n,)
+    momentum: Tensor | None  # of the outer optimizer: (n,); None: it has none
     num_outer_steps: int = 0  # outer steps taken
     tokens_since_sync: float = 0.0  # trained on by this replica since the last exchange
     has_unsynced_updates: bool = False  # whether any replica has updated since, or may have
@@ -129,8 +131,9 @@ class DiLoCo:
             broadcast_module(module, self._group.gradient_group)
         self._fragments = []
         for parameters in self._split_fragments(list(self._names)):
-            fragment = Fragment(parameters, global_params=torch.empty(0), momentum=torch.empty(0))
-            fragment.momentum = torch.zeros_like(fragment.local_params())
+            fragment = Fragment(parameters, global_params=torch.empty(0), momentum=None)
+            if self.spec.has_outer_momentum:
+                fragment.momentum = torch.zeros_like(fragment.local_params())
             self._fragments.append(fragment)
         self._reset_fragments()
 
@@ -158,6 +161,9 @@ class DiLoCo:
 
     def finish_warmup(self) -> None:
         pass
+
+    def learning_rate_factor(self, shares: Sequence[float]) -> float:
+        return 1.0 if self.spec.has_outer_momentum else inner_lr_factor(shares)
 
     def after_optimizer_step(self, local_tokens: float, global_tokens: float) -> None:
         for fragment in self._fragments:
@@ -270,7 +276,7 @@ class DiLoCo:
             source = next(rank for rank in present if progress[rank].num_outer_steps[i] == rounds)
             behind = [rank for rank in present if progress[rank].num_outer_steps[i] < rounds]
             flight = self._exchanges.get(i)
-            outer_state = [fragment.global_params, fragment.momentum]
+            outer_state = [fragment.global_params, *([] if fragment.momentum is None else [fragment.momentum])]
             for rank in behind if group.rank == source else ():
                 for tensor in outer_state:
                     dist.send(tensor, rank, group=group.control_group)
@@ -299,6 +305,7 @@ class DiLoCo:
     def _apply_exchange(self, i: int) -> None:
         """Apply a completed exchange to the global and the local weights."""
         flight = self._complete_exchange(i, self._outer_step)
+        record_current_stream(flight.delta)
         self._follow_global_params(self._fragments[i], flight, flight.delta)
 
     def _follow_global_params(self, fragment: Fragment, exchange: FragmentExchange, decrease: Tensor) -> None:
@@ -404,19 +411,20 @@ class DiLoCo:
     def _outer_step(self, fragment: Fragment, exchange: FragmentExchange) -> None:
         """Take an outer step: SGD with Nesterov momentum, as in torch.optim.SGD. The delta becomes that step."""
         delta, rounds = exchange.delta, fragment.num_outer_steps
-        momentum = min(exchange.momentum, rounds / (rounds + MOMENTUM_WARMUP_ROUNDS))
+        if fragment.momentum is not None:
+            momentum = min(exchange.momentum, rounds / (rounds + MOMENTUM_WARMUP_ROUNDS))
+            fragment.momentum.mul_(momentum).add_(delta)
+            delta.add_(fragment.momentum * momentum).mul_(1 / (1 + momentum))
         fragment.num_outer_steps += 1
-        fragment.momentum.mul_(momentum).add_(delta)
-        fragment.global_params.sub_(delta.add_(fragment.momentum * momentum).mul_(1 / (1 + momentum)))
+        fragment.global_params.sub_(delta)
 
     def _views_by_name(self, attribute: str) -> dict[str, Tensor]:
-        """Return each parameter's part of the attribute, as a view in the parameter's shape."""
+        """Return each parameter's part of the attribute, as a view in the parameter's shape; none if it is None."""
         return {
             self._names[parameter]: view.view(parameter.shape)
             for fragment in self._fragments
-            for parameter, view in zip(
-                fragment.parameters, fragment.split_by_parameter(getattr(fragment, attribute)), strict=True
-            )
+            if (flat := getattr(fragment, attribute)) is not None
+            for parameter, view in zip(fragment.parameters, fragment.split_by_parameter(flat), strict=True)
         }
 
     def _load_outer_state(self, state: dict[str, Any]) -> None:
@@ -431,6 +439,19 @@ class DiLoCo:
         for name, view in self._views_by_name(attribute).items():
             if name in saved:
                 view.copy_(saved[name])
+
+
+def inner_lr_factor(shares: Sequence[float]) -> float:
+    """Return the factor of the learning rate with which the mean of replicas progresses as far as one process.
+
+    It makes up for `averaging_efficiency`, as `outer_momentum` does where rounds are longer. *Measured*, two replicas,
+    text read once, one seed, training loss compared to one process: with H = 1 and 1.0M parameters +5 % with a momentum
+    of 0.54, −1 % with this factor, at step 600; with H = 3, 10.7M and this factor +1.5 %, after 1000 steps.
+
+    >>> [round(inner_lr_factor(shares), 2) for shares in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9])]
+    [1.0, 1.0, 1.41, 1.36, 2.0]
+    """
+    return 1 / (averaging_efficiency(shares) or 1.0)
 
 
 def outer_momentum(tokens: Sequence[float]) -> float:

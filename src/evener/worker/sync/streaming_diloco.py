@@ -71,13 +71,13 @@ class StreamingDiLoCo(DiLoCo):
                                        "momenta": {i: flight.momentum for i, flight in exchanges.items()}}  # fmt: skip
 
     def rank_state_dict(self) -> dict[str, Any]:
-        state = super().rank_state_dict()
-        return state | {"sent": {i: (flight.difference, flight.sum_result[0]) for i, flight in self._exchanges.items()}}
+        differences = {i: (flight.difference, flight.sum_result[0]) for i, flight in self._exchanges.items()}
+        return super().rank_state_dict() | {"differences": differences}
 
     @torch.no_grad()
     def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         super().load_rank_state_dict(state, departed_states)
-        for i, (difference, num_bytes) in state["sent"].items():
+        for i, (difference, num_bytes) in state["differences"].items():
             self._exchanges[i].difference = difference.to(self._group.device)
             self._exchanges[i].sum_result = (num_bytes, None)
 

@@ -9,8 +9,8 @@ complete when the loop over micro_batches() has ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,25 @@ class DeferredBackward:
     def _set_requires_grad(self, flags: list[bool]) -> None:
         for parameter, flag in zip(self._parameters, flags, strict=True):
             parameter.requires_grad = flag
+
+
+@contextmanager
+def scaled_learning_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
+    """Multiply learning rates by `factor` within the context, except those of torch's SGD and ASGD.
+
+    Their steps are as long as the gradient, and the mean of the replicas lacks nothing.
+    """
+    adaptive = [one for one in optimizers if not isinstance(one, (torch.optim.SGD, torch.optim.ASGD))]
+    groups = [group for one in adaptive for group in one.param_groups if "lr" in group] if factor != 1.0 else []
+    rates = [(group, group["lr"], group["lr"] * factor) for group in groups]
+    for group, _, scaled in rates:
+        group["lr"] = scaled
+    try:
+        yield
+    finally:
+        for group, rate, scaled in rates:
+            if group["lr"] is scaled:  # the optimizer has not changed it in its step
+                group["lr"] = rate
 
 
 class TrainStep:
@@ -196,6 +215,9 @@ class TrainStep:
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Clip the global norm of these optimizers' gradients, and step with each.
 
+        With `--sync diloco:H`, H up to 4, the learning rates are multiplied meanwhile by what makes up for the mean of
+        the replicas; SGD's are not.
+
         A drifting replica without a share does not step: its gradients are zeros.
         """
         context, clip = self._context, self._context.spec.train.clip
@@ -207,9 +229,11 @@ class TrainStep:
             norm = nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group], clip)
             self._grad_norm = norm if self._grad_norm is None else torch.hypot(norm, self._grad_norm)
         self._lr = optimizers[0].param_groups[0]["lr"]
-        for optimizer in optimizers:
-            if self._has_gradients:
+        factor = context.sync.learning_rate_factor(context.membership.roster.mean_shares)
+        with scaled_learning_rates(optimizers, factor):
+            for optimizer in optimizers if self._has_gradients else ():
                 context.training_state.scaler.step(optimizer)
+        for optimizer in optimizers:
             optimizer.zero_grad()
         context.training_state.is_learning = self._has_gradients
         context.sync.after_optimizer_step(self._tokens, self._global_tokens)
