@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import types
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from evener.core.base.errors import UsageError
 from evener.core.cluster.host_info import local_host_info
-from evener.core.run.roster import NO_SYNC, RankSlot, initial_roster
+from evener.core.run.roster import NO_SYNC, RankSlot, initial_roster, parse_sync
 from evener.core.run.run_spec import parse_args
 from evener.core.run.rundir import RunDir, read_checkpoint
 from evener.core.run.runwriter import RunWriter
+from evener.worker.rank.clock import HostClock
 from evener.worker.state.rank_state import load_rank_state
+from evener.worker.sync.streaming_diloco import StreamingDiLoCo
 from tests.conftest import flags_of
 
 from ..tiers import exhaustively
@@ -200,6 +204,27 @@ def test_streamed_updates_are_neither_lost_nor_counted_twice(run_script, sync, r
     assert found["off"] < 2e-6  # rounding, 43 steps long
 
 
+def test_exchange_in_flight_saved_without_its_difference_is_refused():
+    def start():
+        group = types.SimpleNamespace(rank=0, world_size=1, gradient_group=None, device=torch.device("cpu"))
+        module = torch.nn.Linear(3, 3)
+        sync = StreamingDiLoCo(group, HostClock(), lambda part: None, parse_sync("diloco:3:streamed"))
+        sync.wrap(module, all_params_used=True, is_under_way=True)
+        return sync
+
+    sync = start()
+    for step in range(3):
+        sync.after_optimizer_step(1.0, 1.0)
+        sync.after_step(step)
+    state = sync.rank_state_dict()
+    assert state.pop("differences")
+    other = start()
+    with pytest.raises(UsageError, match="saved by another version"):
+        other.load_rank_state_dict(state, [])
+    sync.unwrap()
+    other.unwrap()
+
+
 CLOSED = """
 import sys, numpy, torch, evener
 from torch import nn
@@ -254,8 +279,8 @@ with evener.join(evener.parse_args(sys.argv[1:])) as run:
 """
 
 
-def test_short_rounds_take_longer_steps(tmp_path, run_script):
-    """AdamW's first step is as long as its learning rate. With shares of 3 : 1 the mean lacks 1 / Σ w·√w."""
+def test_learning_rate_is_larger_in_rounds_of_up_to_four_steps(tmp_path, run_script):
+    """AdamW's first step is as long as its learning rate, which is divided by Σ w·√w of the shares: here of 3 : 1."""
     first = {"ddp": 1.0, "diloco:1": 1 / (0.75**1.5 + 0.25**1.5), "diloco:6": 1.0}
     for sync, factor in first.items():
         flags = ["--steps", "1", "--batch", "8", "--threads", "1", "--shares", "3:1", "--out", str(tmp_path / sync)]

@@ -44,7 +44,7 @@ OLD_FORMAT_HINTS = {
     1: "its batches came from the sampler uniform-1, which this evener no longer has: it drew the same samples "
     "step after step; start the run again with another --out"
 }
-CHECKPOINT_FORMAT = 5
+CHECKPOINT_FORMAT = 4
 # --sampling: the sampler, with a version that grows when the same seed and step give other samples. A run is resumed
 # with the sampler with which it began.
 SAMPLERS = {"epochs": "epochs-1", "uniform": "uniform-2"}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evener.core.base.errors import UsageError
 from evener.core.run.step_cost import BLOCKED
 from evener.worker.sync.comm_thread import CommThread
 from evener.worker.sync.diloco import DiLoCo, FragmentExchange
@@ -77,7 +78,13 @@ class StreamingDiLoCo(DiLoCo):
     @torch.no_grad()
     def load_rank_state_dict(self, state: dict[str, Any], departed_states: Sequence[dict[str, Any]]) -> None:
         super().load_rank_state_dict(state, departed_states)
-        for i, (difference, num_bytes) in state["differences"].items():
+        differences = state.get("differences", {})
+        if differences.keys() != self._exchanges.keys():
+            raise UsageError(
+                f"--resume: rank {self._group.rank}: its exchanges in flight were saved by another version of evener",
+                hint="a new run from the weights of the checkpoint: --init-from …/weights.safetensors",
+            )
+        for i, (difference, num_bytes) in differences.items():
             self._exchanges[i].difference = difference.to(self._group.device)
             self._exchanges[i].sum_result = (num_bytes, None)
 
