@@ -21,9 +21,10 @@ from evener.core.run.roster import Member, Roster, parse_sync
 from evener.core.run.rundir import RunDir
 from evener.plan.cost import memory as plan
 from evener.plan.cost.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, fragment_bytes, gradient_tensors
+from evener.worker.rank.clock import HostClock
 from evener.worker.sync import packed, quantized, sync_factory
 from evener.worker.sync.bucket_queue import GradBucketSlice
-from evener.worker.sync.diloco import split_into_fragments
+from evener.worker.sync.diloco import DiLoCo, split_into_fragments
 from evener.worker.train import model as worker
 from evener.worker.train.model import GPT
 
@@ -101,6 +102,16 @@ def test_predicted_exchange_buffer_bytes_match_allocated(monkeypatch, sync, num_
     if sync == "packed" and num_ranks > 2:
         held += gradient.nbytes // num_ranks  # its own part, beside the sums; the last bucket is the largest
     assert of_strategy(sync, num_ranks).buckets == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("sync", ["diloco:4", "diloco:5"])
+def test_predicted_outer_state_bytes_match_allocated(sync):
+    group = types.SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    replica = DiLoCo(group, HostClock(), lambda part: None, parse_sync(sync))
+    replica.wrap(GPT(SMALL), all_params_used=True, is_under_way=True)
+    held = [fragment.global_params.nbytes for fragment in replica._fragments]
+    held += [fragment.momentum.nbytes for fragment in replica._fragments if fragment.momentum is not None]
+    assert of_strategy(sync, 2).sync == sum(held)
 
 
 @pytest.mark.parametrize("sync", ["diloco:4:streamed", "diloco:30:streamed"])
