@@ -85,7 +85,7 @@ class DeferredBackward:
 def scaled_learning_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> Iterator[None]:
     """Multiply learning rates by `factor` within the context, except those of torch's SGD and ASGD.
 
-    Their steps are as long as the gradient, and the mean of the replicas lacks nothing.
+    Their steps are proportional to the gradient: the mean of replicas that take them moves as far as one process.
     """
     adaptive = [one for one in optimizers if not isinstance(one, (torch.optim.SGD, torch.optim.ASGD))]
     groups = [group for one in adaptive for group in one.param_groups if "lr" in group] if factor != 1.0 else []
@@ -215,8 +215,8 @@ class TrainStep:
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Clip the global norm of these optimizers' gradients, and step with each.
 
-        With `--sync diloco:H`, H up to 4, the learning rates are multiplied meanwhile by what makes up for the mean of
-        the replicas; SGD's are not.
+        With `--sync diloco:H`, H up to 4, learning rates are larger during the step, 1.41 times with two equal
+        replicas, because the mean of replicas moves less far than one process; those of torch's SGD are not.
 
         A drifting replica without a share does not step: its gradients are zeros.
         """
