@@ -20,7 +20,7 @@ from evener.core.base.units import median
 from evener.core.model.shape import preset_shape
 from evener.core.run.prediction import EXACT_SOURCE
 from evener.core.run.roster import parse_sync
-from evener.plan.cost.penalty import LossPenalty, loss_penalty, why_too_lossy
+from evener.plan.cost.penalty import LossPenalty, format_loss, loss_penalty, why_too_lossy
 from evener.report.draw.run_charts import SERIES_COLOURS
 from evener.report.pages.png_charts import INK, LINE, MARKERS, SOFT
 
@@ -48,19 +48,14 @@ of the predicted step time: {short} of {known} predictions were too short, and t
 do not measure how much emulated hosts on one machine slow each other down, and here the hosts use the whole machine.
 Where they leave a tenth of it free, in `bench/prediction_accuracy.py`, the predicted step time is 5 % off.
 
-**validation loss.** The column shows what the strategy costs at equal tokens after 2000 steps, as `bench/loss.py`
-measured it with as many replicas and a model of the same size ([below](#loss-at-equal-tokens)). Between two measured
+**loss.** The column shows what the strategy costs at equal tokens after 2000 steps, as `bench/loss.py` measured it with
+as many replicas and a model of the same size ([below](#loss-at-equal-tokens)): of training loss or of validation loss,
+whichever lost more, with a 90 % interval. Text that is read once counts, where it was measured. Between two measured
 sizes it is interpolated. Beyond the largest measured size, as with `d8`, the figure of the largest one stands: see
 `src/evener/plan/cost/penalty.py`.
 
-!!! warning "Read the loss together with the conditions of its measurement"
-
-    The corpus has 1 MB, so 2000 steps read it about eight times. **Validation loss** then hides part of what replicas
-    lose. `diloco:10:int8:streamed` costs +0.9 % of validation loss with two replicas (four runs on two corpora). The
-    **training loss** of the same strategy on tiny Shakespeare is +2.9 % with two replicas and +5.8 % with four. Text
-    that is read once has not been measured.
-
-"auto:" stands before the strategy that `--sync auto` chose, with a loss budget of 1 % and the measurements of that day.
+"auto:" stands before the strategy that `--sync auto` chose, with a loss budget of 1 %. Where it would not choose it any
+more, as its loss has been measured better since, the strategy stands alone.
 In rows with "ddp: none" one host trains alone, which is faster than both with `ddp`.
 `python bench/scaling_efficiency.py` measures more turns.
 
@@ -69,11 +64,14 @@ In rows with "ddp: none" one host trains alone, which is faster than both with `
 LOSS = """## Loss at equal tokens
 
 All ranks of these runs were on one machine, and used the same sync strategies as a fleet. The validation loss is
-measured after all steps, over the whole validation split. The training loss is the mean of the last 100 steps.
-"beside one process" compares each run with one process of the same seed, and is the mean over the seeds. That process
-ran on the same kind of device where there is such a run, else on the other kind. With 1.0M parameters the losses on
-the two devices differ by −0.1, +0.1 and +0.4 %. In the rows of `ddp` the difference comes from rounding alone. The
-corpus of 1 MB is read about eight times in 2000 steps of 16 × 256 tokens.
+measured after all steps, over the whole validation split. The training loss is the mean of the last 100 steps. Beside
+each stands the loss of one process of the same seeds, and the difference: the mean over the seeds ± 1.65 standard
+errors, which is a 90 % interval. The standard deviation is pooled over all rows of a model. The process ran on the same
+kind of device where there is such a run, else on the other kind. With 1.0M parameters the losses on the two devices
+differ by −0.1, +0.1 and +0.4 %. In the rows of `ddp` the difference comes from rounding alone.
+
+`python` is the source of Python's standard library, `shakespeare` is tiny Shakespeare, of 1 MB. A corpus that is read
+several times hides in its validation loss a part of what replicas lose.
 """
 # Set-ups whose figure other measurements did not confirm.
 UNDER_REVIEW = {
@@ -121,15 +119,15 @@ def penalty_of(row: dict[str, Any]) -> LossPenalty:
 def may_be_taken(row: dict[str, Any]) -> bool:
     """By auto, of which a row may be older than what is known of its loss."""
     penalty = penalty_of(row)
-    return not why_too_lossy(penalty.validation, penalty.source, LOSS_BUDGET)
+    return not why_too_lossy(penalty, LOSS_BUDGET)
 
 
 def loss_of(row: dict[str, Any]) -> str:
     """The same in a word."""
     penalty = penalty_of(row)
-    if penalty.validation is None or penalty.source == EXACT_SOURCE:
+    if penalty.loss is None or penalty.source == EXACT_SOURCE:
         return penalty.source
-    return f"{penalty.validation:+.1%}" if penalty.validation > 0 else "no higher"
+    return format_loss(penalty.loss, penalty.margin)
 
 
 def name_of(row: dict[str, Any]) -> str:
@@ -142,7 +140,7 @@ def page() -> str:
     lines = [beginning()]
     for setup, found in setups().items():
         lines += [f"## {setup}\n", *(f"{note}\n" for name, note in UNDER_REVIEW.items() if name == setup),
-                  "| `--sync` | of the limit | predicted | turns | a step sends | validation loss | step |",
+                  "| `--sync` | of the limit | predicted | turns | a step sends | loss | step |",
                   "|:--|--:|--:|:--|--:|--:|--:|"]  # fmt: skip
         for row in found:
             turns = " ".join(f"{share:.2f}" for share in row["turns"])

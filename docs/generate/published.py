@@ -400,7 +400,7 @@ def low_communication() -> list[Row]:
             replicas = int(row["method"].split()[1])
             penalty = loss_penalty(
                 SyncSpec(kind="diloco", every=30), int(float(row["model"].rstrip("M")) * 1e6), [1] * replicas
-            ).validation
+            ).loss
             found.append(Row(name, float(row["value"]), None if penalty is None else 100 * penalty, "% of loss", source,
                              "the planner's own table"))  # fmt: skip
         elif row["metric"].startswith("hours"):

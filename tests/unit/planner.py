@@ -14,7 +14,7 @@ from evener.core.run.roster import SyncSpec, parse_sync
 from evener.core.run.run_spec import parse_args
 from evener.plan.choice.cluster import uniform_cluster
 from evener.plan.cost.cost_model import predict_step
-from evener.plan.cost.penalty import LossPenalty
+from evener.plan.cost.penalty import LossMeasurement, LossPenalty
 
 
 def job_of(shape: GPTShape | None = None, **flags: Any) -> Job:
@@ -45,9 +45,23 @@ def costing(costs: dict[str, float], others: float = 0.0) -> Callable[..., LossP
 
     def penalty(sync: SyncSpec, *_: object) -> LossPenalty:
         cost = costs.get(sync.kind, others)
-        return LossPenalty(cost, "me" if cost else EXACT_SOURCE, cost)
+        return LossPenalty(cost, "me" if cost else EXACT_SOURCE)
 
     return penalty
+
+
+SMALL, CHAR = 1_025_536, 10_745_088  # parameters of bench/loss.py's shapes, with the characters of tinyshakespeare
+
+
+def loss_measured(sync: str, loss: float, *, margin: float = 0.0, num_params: int = SMALL, shares: str = "1:1",
+                  batch: int = 16, steps: int = 2000, max_error: float | None = None) -> LossMeasurement:  # fmt: skip
+    """Return a measurement as bench/loss.py writes it."""
+    drifts = parse_sync(sync).drifts
+    return LossMeasurement(
+        sync=sync, shares=tuple(map(int, shares.split(":"))), num_params=num_params, penalty=loss, margin=margin,
+        min_steps=steps if drifts else 0, min_tokens=batch * 256 if drifts else 0, max_error=max_error,
+        source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {shares}",
+    )  # fmt: skip
 
 
 def priced(job: Job, cluster: Cluster, sync: str | None = None) -> PlanOption:

@@ -4,92 +4,72 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import statistics
+import runpy
 from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from evener.core.model.shape import preset_shape
 from evener.core.run.roster import Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec, TrainSpec
 from evener.plan.cost import penalty
-from evener.plan.cost.penalty import (
-    LOSS_MEASUREMENTS,
-    CompressionErrorMonitor,
-    LossMeasurement,
-    LossPenalty,
-    loss_penalty,
-)
+from evener.plan.cost.penalty import LOSS_MEASUREMENTS, CompressionErrorMonitor, LossPenalty, loss_penalty
+from tests.unit.planner import CHAR, SMALL, loss_measured
 
-BENCH = Path(__file__).parents[2] / "bench" / "loss.jsonl"
-ROWS = [json.loads(line) for line in BENCH.read_text().splitlines()]
+BENCH = Path(__file__).parents[2] / "bench"
+ROWS = [json.loads(line) for line in (BENCH / "loss.jsonl").read_text().splitlines()]
 OURS = [row for row in LOSS_MEASUREMENTS if row.source.startswith("bench/loss.py")]
-
-
-class Way(NamedTuple):
-    """What a row of the table is of."""
-
-    sync: str
-    shares: str
-    batch: int
-    steps: int
-    dtype: str
-    shape: str
+TEN = "diloco:10:int8:streamed"
 
 
 def equal(num_ranks: int) -> str:
     return ":".join("1" * num_ranks)
 
 
-def way_of(row: LossMeasurement) -> Way:
-    steps, batch = map(int, re.findall(r"(\d+) steps of (\d+) × 256", row.source)[0])
-    shape = next(name for name, num_params in penalty.NUM_PARAMS.items() if num_params == row.num_params)
-    return Way(row.sync, ":".join(map(str, row.shares)), batch, steps, row.source.rsplit(", ", 1)[1], shape)
+def runs_of(**fields) -> dict[int, dict]:
+    """Runs by seed."""
+    found = [row for row in ROWS if all(row[name] == value for name, value in fields.items())]
+    by_seed = {row["seed"]: row for row in found}
+    assert len(by_seed) == len(found)
+    return by_seed
 
 
-def measured(way: Way) -> dict[tuple[str, str, int], dict]:
-    """Runs by corpus, device and seed."""
-    return {(row["corpus"], row["device"], row["seed"]): row for row in ROWS
-            if tuple(row[name] for name in Way._fields) == way}  # fmt: skip
+def test_planner_has_what_the_bench_measured():
+    bench = runpy.run_path(str(BENCH / "loss.py"))
+    assert bench["MEASUREMENTS"].read_text() == bench["format_measurements"](), "python bench/loss.py --write"
 
 
-def compared(way: Way) -> list[tuple[dict, dict]]:
-    """(run, one process's) of the same corpus and seed, on the same device where there is one."""
-    alone = measured(way._replace(sync="one process", shares="1"))
-    elsewhere = {(corpus, seed): row for (corpus, _, seed), row in alone.items()}
-    return [(row, alone.get((corpus, device, seed), elsewhere[corpus, seed]))
-            for (corpus, device, seed), row in measured(way).items() if (corpus, seed) in elsewhere]  # fmt: skip
+def test_bench_averages_over_seeds_and_pools_deviations_over_strategies():
+    """One strategy's mean and standard error by numpy, from the lines of the file."""
+    setup = {"corpus": "shakespeare", "shape": "char", "device": "cuda", "batch": 16, "steps": 2000, "lr": 1e-3}
+    alone, by_sync = runs_of(**setup, sync="one process"), {}
+    for sync in ("int8", "diloco:10", "diloco:5:int8:streamed", TEN, "diloco:10:int4:streamed"):
+        by_sync[sync] = [row["train_loss"] / alone[seed]["train_loss"] - 1
+                         for seed, row in runs_of(**setup, sync=sync).items()]  # fmt: skip
+    cpu = setup | {"device": "cpu"}
+    by_sync["9:5:2"] = [row["train_loss"] / alone[seed]["train_loss"] - 1
+                        for seed, row in runs_of(**cpu, sync=TEN, shares="9:5:2").items()]  # fmt: skip
+    residuals = [value - np.mean(values) for values in by_sync.values() for value in values]
+    degrees = len(residuals) - len(by_sync)
+    std = math.sqrt(np.sum(np.square(residuals)) / degrees)
+    (row,) = (row for row in OURS if row.sync == "diloco:5:int8:streamed")
+    assert row.num_params == CHAR
+    assert "training loss" in row.source
+    assert row.penalty == pytest.approx(np.mean(by_sync[row.sync]), abs=1e-4)
+    assert row.margin == pytest.approx(1.65 * std / math.sqrt(3), abs=1e-4)
 
 
-@pytest.mark.parametrize("row", OURS, ids=lambda row: "-".join(map(str, way_of(row))))
-def test_loss_penalty_table_matches_bench_records(row):
-    way = way_of(row)
-    runs = compared(way)
-    penalties = [mine["val_loss"] / theirs["val_loss"] - 1 for mine, theirs in runs]
-    assert row.penalty == round(statistics.mean(penalties), 4) != 0  # 0 is what costs nothing
-    training = [mine["train_loss"] / theirs["train_loss"] - 1 for mine, theirs in runs]
-    assert row.train_penalty == round(statistics.mean(training), 4)
-    corpora = {mine["corpus"] for mine, _ in runs}
-    if "shakespeare" in corpora:
-        assert row.num_params == next(mine["params"] for mine, _ in runs if mine["corpus"] == "shakespeare")
-    assert f", {len(runs)} run" in row.source
-    assert ("two corpora" in row.source) == (len(corpora) == 2)
-    assert row.min_tokens == (256 * way.batch if row.sync.startswith("diloco") else 0)
-    errors = [error for mine, _ in runs for error in mine["errors"]]
-    assert row.max_error == (round(max(errors), 4) if errors else None)
-
-
-def test_every_bench_result_is_in_penalty_table():
-    ours = {way_of(row) for row in OURS}
-    for way in {Way(*(row[name] for name in Way._fields)) for row in ROWS if row["shares"] != "1"}:
-        if compared(way) and loss_penalty(parse_sync(way.sync), 10**6, [1, 1])[1] != "exact":
-            assert way in ours
+def test_text_read_once_counts_before_text_read_several_times():
+    (row,) = (row for row in OURS if row.sync == TEN and row.shares == (1, 1) and row.num_params > CHAR)
+    alone, mine = (runs_of(corpus="python", shape="char", sync=sync, seed=1)[1] for sync in ("one process", TEN))
+    assert row.penalty == round(mine["train_loss"] / alone["train_loss"] - 1, 4)
+    assert "text read once, 1 run" in row.source
+    assert not [other for other in OURS if other.sync == TEN and other.shares == (1, 1) and other.num_params == CHAR]
 
 
 def test_packed_loss_equals_ddp_bit_for_bit():
-    packed, ddp = (measured(Way(sync, "1:1", 16, 2000, "bf16", "small")) for sync in ("packed", "ddp"))
+    packed, ddp = (runs_of(sync=sync, device="cpu", shape="small") for sync in ("packed", "ddp"))
     assert packed
     assert all(packed[key]["val_loss"] == ddp[key]["val_loss"] for key in packed.keys() & ddp.keys())
 
@@ -107,10 +87,10 @@ def test_penalty_of_unmeasured_model_size_is_log_interpolated(monkeypatch):
 
 
 def test_penalty_is_unknown_for_fewer_tokens_per_step(monkeypatch):
-    name = "diloco:10:int8:streamed"
+    name = TEN
     rows = (
-        penalty._from_bench(name, 0.017, 1, shares=equal(4)),
-        penalty._from_bench(name, -0.004, 1, shares=equal(4), batch=32),
+        loss_measured(name, 0.017, shares=equal(4)),
+        loss_measured(name, -0.004, shares=equal(4), batch=32),
     )
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync(name)
@@ -123,11 +103,11 @@ def test_penalty_is_unknown_for_fewer_tokens_per_step(monkeypatch):
 
 
 def test_lowest_loss_of_runs_not_larger_is_used(monkeypatch):
-    name = "diloco:10:int8:streamed"
-    rows = (penalty._from_bench(name, 0.016, 1, shape="char", shares=equal(4)),
-            penalty._from_bench(name, 0.033, 1, shape="char", shares=equal(4), batch=32, steps=1000))  # fmt: skip
+    name = TEN
+    rows = (loss_measured(name, 0.016, num_params=CHAR, shares=equal(4)),
+            loss_measured(name, 0.033, num_params=CHAR, shares=equal(4), batch=32, steps=1000))  # fmt: skip
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
-    told = {(steps, tokens): loss_penalty(parse_sync(name), penalty.NUM_PARAMS["char"], [1] * 4, steps, tokens)
+    told = {(steps, tokens): loss_penalty(parse_sync(name), CHAR, [1] * 4, steps, tokens)
             for steps in (999, 1000, 2000) for tokens in (4096, 8192)}  # fmt: skip
     assert [told[key][0] for key in ((1000, 8192), (2000, 4096), (2000, 8192))] == [0.033, 0.016, 0.016]
     assert {told[999, tokens] for tokens in (4096, 8192)} == {
@@ -138,16 +118,16 @@ def test_lowest_loss_of_runs_not_larger_is_used(monkeypatch):
 
 def test_penalty_does_not_fall_with_more_replicas(monkeypatch):
     """Four were measured with a small model alone, two with a larger one as well."""
-    name = "diloco:10:int8:streamed"
+    name = TEN
     rows = (
-        penalty._from_bench(name, 0.001, 3),
-        penalty._from_bench(name, 0.009, 3, shape="char"),
-        penalty._from_bench(name, 0.004, 1, shares=equal(4)),
-        penalty._from_bench(name, 0.5, 1, shares=equal(8)),
+        loss_measured(name, 0.001),
+        loss_measured(name, 0.009, num_params=CHAR),
+        loss_measured(name, 0.004, shares=equal(4)),
+        loss_measured(name, 0.5, shares=equal(8)),
     )
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     diloco = parse_sync(name)
-    small, large = penalty.NUM_PARAMS.values()
+    small, large = SMALL, CHAR
     for num_params, expected in ((small, [0.001, 0.0025, 0.004, 0.128, 0.5]),
                                  (large, [0.009, 0.009, 0.009, 0.13175, 0.5])):  # fmt: skip
         found = [loss_penalty(diloco, num_params, [1] * ranks)[0] for ranks in (2, 3, 4, 5, 8)]
@@ -169,11 +149,11 @@ def test_penalty_of_unequal_shares_uses_effective_replica_number():
 
 def test_small_model_measurement_overrides_larger_model_penalty(monkeypatch):
     """Two and four of the small one, 9 : 5 : 2 of the large one alone: of one between them these are on the line."""
-    name = "diloco:10:int8:streamed"
-    rows = (penalty._from_bench(name, 0.01, 3), penalty._from_bench(name, 0.05, 3, shares=equal(4)),
-            penalty._from_bench(name, 0.006, 3, shape="char", shares="9:5:2"))  # fmt: skip
+    name = TEN
+    rows = (loss_measured(name, 0.01), loss_measured(name, 0.05, shares=equal(4)),
+            loss_measured(name, 0.006, num_params=CHAR, shares="9:5:2"))  # fmt: skip
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
-    small, large = penalty.NUM_PARAMS.values()
+    small, large = SMALL, CHAR
     own = [loss_penalty(parse_sync(name), num, [9, 5, 2])[0] for num in (small, large // 3 + 1, large // 2, large)]
     assert own[0] == own[1] == own[2] == pytest.approx(0.01 + (penalty.equivalent_replicas([9, 5, 2]) - 2) / 2 * 0.04)
     assert own[3] == 0.01  # no less than two
@@ -181,7 +161,7 @@ def test_small_model_measurement_overrides_larger_model_penalty(monkeypatch):
 
 def test_penalty_below_smallest_measured_model_is_unknown_for_drifting_replicas():
     """They lose more. Coded gradients do not."""
-    small = penalty.NUM_PARAMS["small"]
+    small = SMALL
     for sync, ranks in (("diloco:10:int8:streamed", 2), ("diloco:10:int8:streamed", 4)):
         assert loss_penalty(parse_sync(sync), small // 2, [1] * ranks)[0] is not None
         assert loss_penalty(parse_sync(sync), small // 4, [1] * ranks)[1] == (
@@ -193,14 +173,15 @@ def test_penalty_below_smallest_measured_model_is_unknown_for_drifting_replicas(
 
 def test_negative_penalty_holds_only_near_measured_model_size(monkeypatch):
     gain, cost = -0.03, 0.004
-    monkeypatch.setattr(
-        penalty, "LOSS_MEASUREMENTS", (penalty._from_bench("diloco:10", gain, 3), penalty._from_bench("int8", cost, 3))
-    )
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", (loss_measured("diloco:10", gain), loss_measured("int8", cost)))
     told = [loss_penalty(parse_sync("diloco:10"), num_params, [8, 8], 2000)
             for num_params in (10**5, 4 * 10**5, 10**6, 3 * 10**6, 4 * 10**6, 124 * 10**6)]  # fmt: skip
-    assert [one.validation for one in told] == [None, gain, gain, gain, 0.0, 0.0]
+    assert [one.loss for one in told] == [None, gain, gain, gain, 0.0, 0.0]
     assert "exact" not in {one.source for one in told}
     assert loss_penalty(parse_sync("int8"), 124 * 10**6, [8, 8])[0] == cost  # a loss holds anywhere
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", (loss_measured("int8", gain, margin=0.04),))
+    near, far = (loss_penalty(parse_sync("int8"), num_params, [8, 8]) for num_params in (SMALL, 124 * 10**6))
+    assert (near.loss, near.upper_end, far.loss, far.upper_end) == pytest.approx((gain, 0.01, 0.0, 0.01))
 
 
 def test_compression_penalty_does_not_depend_on_ranks_steps_or_sparsity():
@@ -250,7 +231,7 @@ def test_bf16_penalty_is_the_one_measured_on_fp32_gradients():
     penalty = loss_penalty(parse_sync("bf16"), 10**6, [8, 8])
     assert penalty.source.endswith("fp32")
     (row,) = (row for row in OURS if row.source == penalty.source)
-    assert (row.sync, row.penalty) == ("bf16", penalty.validation)
+    assert (row.sync, row.penalty) == ("bf16", penalty.loss)
     assert 0 < row.max_error < 2**-8
 
 
@@ -258,14 +239,14 @@ def test_bf16_penalty_is_the_one_measured_on_fp32_gradients():
     ("ranks", "budget", "told"),
     [
         (3, 1.0, ""),
-        (4, 1.0, "costs 1.7% of validation loss, more than 1.0%"),
+        (4, 1.0, "may cost 1.7% of loss, more than 1.0%"),
         (3, 0.0, "not exact, and no loss may be spent"),
         (5, 1.0, "its loss was measured only of 4 equal replicas and fewer"),
     ],
 )
 def test_more_replicas_than_measured_warn_about_loss_budget(monkeypatch, ranks, budget, told):
-    name = "diloco:10:int8:streamed"
-    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", tuple(penalty._from_bench(name, cost, 1, shares=equal(num))
+    name = TEN
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", tuple(loss_measured(name, cost, shares=equal(num))
                                                    for num, cost in ((3, 0.006), (4, 0.017))))  # fmt: skip
     train = TrainSpec(batch=16, steps=2000, loss_budget=budget)
     members = [Member(rank=rank, host="a", device="cpu", dtype="bf16", micro_batch=1, share=8) for rank in range(ranks)]
@@ -280,8 +261,8 @@ def test_unmeasured_strategy_has_no_error_limit():
 
 
 def test_error_limit_depends_on_measured_replica_count(monkeypatch):
-    name = "diloco:10:int8:streamed"
-    rows = tuple(penalty._from_bench(name, 0.0, 1, most, shares=equal(ranks))
+    name = TEN
+    rows = tuple(loss_measured(name, 0.0, max_error=most, shares=equal(ranks))
                  for ranks, most in ((2, 0.01), (3, 0.02), (8, 0.012)))  # fmt: skip
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     found = [penalty.max_compression_error(parse_sync(name), ranks) for ranks in (2, 3, 4, 8, 9)]

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "exposed: communication not hidden by computation. ×: speedup over the fastest host alone. sends: bytes of a rank "
-    "per step. loss: change of validation loss / training loss compared with ddp; ?: not measured."
+    "per step. loss: change of training or validation loss, the larger one, compared with ddp: a 90 % interval; ?: not "
+    "measured."
 )
 MAX_LISTED_HOSTS = 16  # listed one by one
 

@@ -18,7 +18,7 @@ from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
 from evener.launch.resume import ResumedRun
 from evener.launch.start_run import PlannedRun, plan_training
-from evener.plan.choice.advice import format_loss_penalty
+from evener.plan.choice.advice import advise_on_loss_budget, format_loss_penalty
 from evener.plan.choice.plan_request import host_ring_order, predict_launch
 from evener.plan.choice.search import format_run_prediction, recommended_flags
 
@@ -139,4 +139,6 @@ def _predict(
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:
             notify(f"hint:  {recommended_flags(prediction)}")
+    for advice in advise_on_loss_budget(prediction) if is_sync_auto else ():
+        notify(f"hint:  {advice.text}")
     return prediction

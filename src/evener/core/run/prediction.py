@@ -150,9 +150,10 @@ class PlanOption(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     speedup_vs_best_host: float | None  # None: no host can hold the model alone, or its rate is not known
     bytes_per_rank: int  # of the rank that sends most
-    loss_penalty: float | None  # of validation loss, relative to ddp: 0.01 = 1 % more; None = not measured
-    train_loss_penalty: float | None = None  # the same of training loss
-    loss_source: str = ""  # of both: a measurement or EXACT_SOURCE; if not measured, the closest measurement
+    # of training or validation loss, the larger one, relative to ddp: 0.01 = 1 % more; None = not measured
+    loss_penalty: float | None
+    loss_margin: float = 0.0  # loss_penalty ± loss_margin is a 90 % interval
+    loss_source: str = ""  # a measurement or EXACT_SOURCE; if not measured, the closest measurement
     is_built: bool = True  # whether `train` can run it
     rejected_because: str = ""  # "" = recommended
 

@@ -78,9 +78,7 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
     ] = "ddp"  # fmt: skip
     loss_budget: Annotated[
         float,
-        Meta(
-            ge=0, le=100, description="percent of validation loss that --sync auto may cost; 0: exact strategies only"
-        ),
+        Meta(ge=0, le=100, description="percent of loss at equal tokens that --sync auto may cost; 0: exact ones only"),
     ] = 1.0
     lr: Annotated[NonNegative, Meta(description="peak learning rate")] = 3e-4
     min_lr: Annotated[NonNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, join_names, pluralize
@@ -19,15 +21,19 @@ from evener.plan.choice.break_even import (
 )
 from evener.plan.choice.options import (
     MIN_GAIN,
+    MIN_LOSSY_GAIN,
     SIMILAR_SPEED,
     explain_memory_shortage,
     fits_in_memory,
     job_with_larger_batch,
     option_throughput,
+    penalty_of,
     predict_training,
     throughput_by_host,
+    why_option_rejected,
     why_strategy_rejected,
 )
+from evener.plan.cost.penalty import format_loss
 
 COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # the one that gains most is reported
 
@@ -73,27 +79,17 @@ def format_verdict(prediction: Prediction) -> str:
 
 
 def format_loss_penalty(option: PlanOption) -> str:
-    """Return a clause with the measured penalties of validation and training loss; "" for an exact strategy."""
+    """Return a clause with the measured loss penalty; "" for an exact strategy."""
     if option.is_exact or option.loss_penalty is None:
         return ""
-    loss = f"its validation loss was {_format_change(option.loss_penalty)}"
-    if option.train_loss_penalty is not None:
-        loss += f" and its training loss {_format_change(option.train_loss_penalty)}"
-    return f"; {loss} at equal tokens ({option.loss_source})"
-
-
-def _format_change(penalty: float) -> str:
-    return f"{penalty:.1%} higher" if penalty > 0 else "no higher"
+    return f"; loss {format_loss_change(option)} at equal tokens ({option.loss_source})"
 
 
 def format_loss_change(option: PlanOption) -> str:
-    """Return the changes of validation and training loss, "+0.9% / +2.6%"; "same" if exact, "?" if not measured."""
+    """Return the change of the loss, "+2.6% ± 0.6%"; "same" if exact, "?" if not measured."""
     if option.is_exact:
         return "same"
-    changes = (option.loss_penalty, option.train_loss_penalty)
-    if changes[0] is None:
-        return "?"
-    return " / ".join("?" if one is None else f"{one:+.1%}".replace("-", "−") for one in changes)
+    return "?" if option.loss_penalty is None else format_loss(option.loss_penalty, option.loss_margin)
 
 
 def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> list[Advice]:
@@ -109,6 +105,7 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
         advice += advise_on_memory(prediction)
     elif len(cluster.host_names) > 1:
         advice += break_even_advice(prediction, links or LinkSearch(prediction.job, cluster))
+    advice += advise_on_loss_budget(prediction)
     if any(host.memory_bytes is None for host in cluster.hosts.values()):
         advice.append(_advise_on_unknown_memory(prediction))
     if prediction.job.noise_tokens is not None and fits_in_memory(chosen, cluster):
@@ -172,6 +169,29 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
             f"{format_throughput(best.tokens_per_s)}; train cannot run it yet."
         )
     return [Advice(text=text)]
+
+
+def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:
+    """Advise on the fastest strategy that more than the loss budget would allow. A budget of 0 is a decision."""
+    cluster, budget = prediction.cluster, prediction.job.spec.train.loss_budget / 100
+    too_lossy = [option for option in prediction.options
+                 if why_option_rejected(option, cluster, budget) and not why_option_rejected(option, cluster, math.inf)
+                 and option.loss_penalty is not None]  # fmt: skip
+    if not budget or not prediction.recommended or not too_lossy:
+        return []
+    recommended, most = prediction.option(prediction.recommended), max(map(option_throughput, too_lossy))
+    if most < MIN_LOSSY_GAIN * recommended.tokens_per_s:
+        return []
+    near = [option for option in too_lossy if most < MIN_GAIN * option_throughput(option)]
+    best = min(near, key=lambda option: penalty_of(option).upper_end)
+    flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, cluster)
+    text = (
+        f"With {format_flags(flags)}, {join_names(best.roster.hosts)} would train "
+        f"{format_throughput(best.tokens_per_s)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as much"
+        f"{format_loss_penalty(best)}. --sync auto takes it with --loss-budget "
+        f"{math.ceil(1000 * penalty_of(best).upper_end - 1e-9) / 10:g}."
+    )
+    return [Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)]
 
 
 def _advise_on_unknown_memory(prediction: Prediction) -> Advice:

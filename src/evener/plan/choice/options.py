@@ -24,7 +24,7 @@ from evener.core.run.roster import (
 )
 from evener.plan.cost.collective_cost import best_ring, build_ring
 from evener.plan.cost.cost_model import predict_step
-from evener.plan.cost.penalty import LOSS_MEASUREMENTS, why_too_lossy
+from evener.plan.cost.penalty import LOSS_MEASUREMENTS, LossPenalty, why_too_lossy
 from evener.plan.cost.sync_traffic import BUCKET_BYTES, COMPRESSED_BUCKET_BYTES, bucket_bytes
 from evener.plan.shares.initial_shares import MAX_MEMORY_FRACTION, initial_roster_by_speed
 
@@ -382,4 +382,8 @@ def why_strategy_rejected(option: PlanOption, loss_budget: float) -> str:
         if option.roster.sync.kind == "hsdp" and min(sizes) != max(sizes):
             return "hsdp needs the same number of ranks on every host"
         return "train cannot run it yet"
-    return why_unsafe_in_fp16(option.roster) or why_too_lossy(option.loss_penalty, option.loss_source, loss_budget)
+    return why_unsafe_in_fp16(option.roster) or why_too_lossy(penalty_of(option), loss_budget)
+
+
+def penalty_of(option: PlanOption) -> LossPenalty:
+    return LossPenalty(option.loss_penalty, option.loss_source, option.loss_margin)

@@ -132,8 +132,8 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
         tokens_per_s=roster.batch * job.shape.block_size / step_s,
         speedup_vs_best_host=None,
         bytes_per_rank=round(sent / work.every),
-        loss_penalty=penalty.validation,
-        train_loss_penalty=penalty.training,
+        loss_penalty=penalty.loss,
+        loss_margin=penalty.margin,
         loss_source=penalty.source,
         is_built=roster.sync.is_supported,
     )

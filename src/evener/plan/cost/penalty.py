@@ -1,9 +1,8 @@
 """Loss penalty: the relative loss that a lossy strategy costs at equal tokens, only as measured, with its source.
 
-It has two figures. The loss budget is about *validation* loss, which bench/loss.py measures after about eight epochs of
-a 1 MB corpus. That hides part of what replicas lose, so the *training* loss of the same runs is stated beside it: with
-diloco:10:int8:streamed it is 2.9 % higher with two replicas and 5.8 % with four. Text that is read once was
-measured with one seed: 1.1 and 1.5 % with two replicas.
+The penalty is that of the training or of the validation loss, whichever is larger, as a mean over seeds with a margin:
+mean ± margin is a 90 % interval (`bench/loss.py`). The loss budget is held against the upper end. Measurements on text
+that is read once count before those of the same strategy on a text that is read several times, which hides loss.
 
 Where several models were measured, the penalty is interpolated linearly over log(parameters). Beyond the largest
 measured model its penalty holds, because larger models lose less [Charles et al. 2025]; for DiLoCo we make no claim for
@@ -13,12 +12,11 @@ of more ranks cancel better. With DiLoCo, more replicas lose more, and unequal s
 `equivalent_replicas`). DiLoCo's penalty is interpolated linearly between the measured numbers of replicas. Only runs
 with no more steps and no more tokens a step than the job count; of several such runs, the one that lost least counts.
 The penalty never decreases with the number of replicas.
-
-Rounding alone, with ddp, moved the loss by −0.02, −0.28 and +0.00 % (three seeds): smaller differences are noise.
 """
 
 from __future__ import annotations
 
+import importlib.resources
 import itertools
 import math
 from collections import defaultdict, deque
@@ -27,10 +25,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from evener.core.base.units import format_count, pluralize, sample_median
+from evener.core.base.decoding import from_json
+from evener.core.base.units import format_count, sample_median
 from evener.core.model.shape import GPTShape
 from evener.core.run.prediction import EXACT_SOURCE
-from evener.core.run.roster import Roster, SyncSpec, parse_sync
+from evener.core.run.roster import Roster, SyncSpec
 from evener.core.run.run_spec import RunSpec
 from evener.plan.cost.sync_traffic import averaging_efficiency
 
@@ -50,9 +49,10 @@ class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     sync: str
     shares: tuple[int, ...]  # each rank's share of the batch, as ratios
     num_params: int
-    # validation loss relative to one process or data parallel at equal tokens, minus 1; negative: it was lower
+    # the training or the validation loss, the larger of the two, relative to one process or data parallel at equal
+    # tokens, minus 1; negative: it was lower
     penalty: float
-    train_penalty: float | None  # the same of the training loss of the last steps
+    margin: float  # penalty ± margin is a 90 % interval; 0: unknown
     min_steps: int  # not valid for shorter runs
     min_tokens: int = 0  # nor for fewer tokens a step, of all ranks together
     max_error: float | None = None  # largest error of the gradient sum in these runs, relative: see Fidelity
@@ -62,71 +62,19 @@ class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 def _from_paper(ranks: int, num_params: float, penalty: float) -> LossMeasurement:
     """Return a measurement from "Scaling laws for DiLoCo", arXiv 2503.09799: momentum 0.9, the best learning rates."""
     return LossMeasurement(sync="diloco:30", shares=(1,) * ranks, num_params=round(num_params), penalty=penalty,
-                    train_penalty=None,
+                    margin=0.0,
                     min_steps=30 * 40,  # their runs have more outer steps; with 13, tiny lost 2.4 % (*measured*)
                     source="arXiv 2503.09799, H = 30")  # fmt: skip
 
 
-def _from_bench(sync: str, penalty: float, runs: int, max_error: float | None = None, *,
-          training: float | None = None, shape: str = "small", shares: str = "1:1", batch: int = 16,
-          steps: int = 2000, dtype: str = "bf16", corpora: int = 1) -> LossMeasurement:  # fmt: skip
-    """Return the mean of runs in bench/loss.jsonl, each relative to one process of the same seed on the same corpus."""
-    drifts, num_params = parse_sync(sync).drifts, NUM_PARAMS[shape]
-    corpus = "tinyshakespeare" if corpora == 1 else "two corpora"
-    parts = tuple(map(int, shares.split(":")))
-    ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {shares}"
-    setup = f"{ranks}, {steps} steps of {batch} × 256 tokens, {pluralize(runs, 'run')} on {corpus}, {dtype}"
-    return LossMeasurement(
-        sync=sync,
-        shares=parts,
-        num_params=num_params,
-        penalty=penalty,
-        train_penalty=training,
-        min_steps=steps if drifts else 0,
-        min_tokens=batch * 256 if drifts else 0,
-        max_error=max_error,
-        source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {setup}",
-    )
+def _from_bench() -> list[LossMeasurement]:
+    """Return what `bench/loss.py --write` made of bench/loss.jsonl."""
+    text = (importlib.resources.files("evener.plan.cost") / "loss_measurements.json").read_text(encoding="utf-8")
+    return from_json(text, list[LossMeasurement])
 
 
-NUM_PARAMS = {"small": 1_025_536, "char": 10_745_088}  # parameters, with the characters of tinyshakespeare
 LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
-    _from_bench("bf16", -0.0007, 3, 0.0, training=0),  # gradients of a bf16 model are exact in bf16
-    # the later measurement counts: here rounding loses something
-    _from_bench("bf16", -0.0009, 2, 0.0025, training=0.0007, dtype="fp32"),
-    _from_bench("int8", 0.0027, 5, 0.0407, training=0.0011, corpora=2),
-    _from_bench("int8", -0.0031, 4, 0.0659, training=-0.0016, shape="char", corpora=2),
-    _from_bench("int8", 0.0043, 1, 0.0246, training=-0.0008, shares="1:1:1"),
-    _from_bench("int4", 0.0199, 3, 0.2405, training=0.024),
-    _from_bench("powersgd:4", 0.1399, 3, 1.4492, training=0.1939),
-    _from_bench("powersgd:16", 0.0145, 3, 0.8562, training=0.0199),
-    _from_bench("diloco:10", 0.0143, 3, training=0.0152),
-    _from_bench("diloco:10", 0.0026, 1, training=0.0342, shape="char"),
-    _from_bench("diloco:10:int8", 0.0149, 3, 0.0172, training=0.016),
-    _from_bench("diloco:10:int8:streamed", 0.0105, 3, 0.0208, training=0.0142),
-    _from_bench("diloco:10:int8:streamed", 0.0518, 1, 0.0161, training=0.0602, shares="1:1:1:1"),
-    _from_bench("diloco:10:int8:streamed", 0.0213, 2, 0.0184, training=0.0239, shares="1:1:1:1", batch=32),
-    _from_bench("diloco:10:int8:streamed", 0.0089, 4, 0.0127, training=0.0257, shape="char", corpora=2),
-    _from_bench("diloco:10:int8:streamed", 0.0065, 3, 0.0165, training=0.0385, shape="char", shares="9:5:2"),
-    _from_bench("diloco:10:int8:streamed", 0.0165, 1, 0.0155, training=0.0575, shape="char", shares="1:1:1:1"),
-    _from_bench(
-        "diloco:10:int8:streamed",
-        0.0327,
-        1,
-        0.0159,
-        training=0.0645,
-        shape="char",
-        shares="1:1:1:1",
-        batch=32,
-        steps=1000,
-    ),
-    _from_bench("diloco:10:int4:streamed", 0.0113, 3, 0.2961, training=0.0146),
-    _from_bench("diloco:10:int4:streamed", 0.006, 2, 0.1681, training=0.0271, shape="char"),
-    _from_bench("diloco:5:int8:streamed", 0.0086, 3, 0.0113, training=0.0271, shape="char"),
-    _from_bench("diloco:30", 0.0418, 3, training=0.0541),
-    _from_bench("diloco:30:int8", 0.0407, 3, 0.0178, training=0.0544),
-    _from_bench("diloco:30:int4", 0.0405, 3, 0.2608, training=0.0532),
-    _from_bench("diloco:100", 0.0811, 3, training=0.1077),
+    *_from_bench(),
     _from_paper(2, 35e6, 0.007),
     _from_paper(2, 90e6, 0.005),
     _from_paper(2, 180e6, 0.003),
@@ -139,9 +87,14 @@ LOSS_MEASUREMENTS = (  # of equally fast strategies the planner takes the first
 class LossPenalty(NamedTuple):
     """Says what a strategy costs in loss at equal tokens, relative to ddp, minus 1. Negative: the loss was lower."""
 
-    validation: float | None  # 0 for an exact strategy; None: not measured
+    loss: float | None  # 0 for an exact strategy; None: not measured
     source: str  # the nearest measurement, or EXACT_SOURCE; if not measured, the reason
-    training: float | None = None
+    margin: float = 0.0  # loss ± margin is a 90 % interval
+
+    @property
+    def upper_end(self) -> float:
+        """The upper end of the interval; infinity if not measured."""
+        return math.inf if self.loss is None else self.loss + self.margin
 
 
 def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_steps: int | None = None,
@@ -150,19 +103,19 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
 
     `num_tokens` are the tokens of a step.
 
-    >>> from evener.core.run.roster import DDP
+    >>> from evener.core.run.roster import DDP, parse_sync
     >>> loss_penalty(DDP, 10**8, [4, 4])
-    LossPenalty(validation=0.0, source='exact', training=0.0)
+    LossPenalty(loss=0.0, source='exact', margin=0.0)
     >>> loss_penalty(parse_sync("powersgd:1"), 10**8, [4, 4])
-    LossPenalty(validation=None, source='nobody measured what it costs in loss', training=None)
+    LossPenalty(loss=None, source='nobody measured what it costs in loss', margin=0.0)
     >>> diloco = parse_sync("diloco:30")
-    >>> [round(loss_penalty(diloco, 126_000_000, shares).validation, 4) for shares in ([8, 8], [9, 5, 2])]
+    >>> [round(loss_penalty(diloco, 126_000_000, shares).loss, 4) for shares in ([8, 8], [9, 5, 2])]
     [0.004, 0.006]
     >>> loss_penalty(diloco, 126_000_000, [8, 8], num_steps=200).source
     'its loss was measured only with 1200 steps and more'
     """
     if sync.is_exact:
-        return LossPenalty(0.0, EXACT_SOURCE, 0.0)
+        return LossPenalty(0.0, EXACT_SOURCE)
     rows = _measurements_of(sync)
     if not rows:
         return LossPenalty(None, "nobody measured what it costs in loss")
@@ -208,11 +161,13 @@ def equivalent_replicas(shares: Sequence[float]) -> float:
 def _interpolate(low: LossPenalty, high: LossPenalty, fraction: float) -> LossPenalty:
     """Return what lies between two measurements: `low` at 0, `high` at 1. The source is the nearer one's."""
 
-    def mix(a: float | None, b: float | None) -> float | None:
-        return None if a is None or b is None else a + fraction * (b - a)
+    def mix(a: float, b: float) -> float:
+        return a + fraction * (b - a)
 
+    assert low.loss is not None
+    assert high.loss is not None
     source = (low if fraction < 1 / 2 else high).source
-    return LossPenalty(mix(low.validation, high.validation), source, mix(low.training, high.training))
+    return LossPenalty(mix(low.loss, high.loss), source, mix(low.margin, high.margin))
 
 
 def _interpolate_replicas(penalties: dict[float, LossPenalty], num: float) -> LossPenalty:
@@ -222,7 +177,7 @@ def _interpolate_replicas(penalties: dict[float, LossPenalty], num: float) -> Lo
     """
     fewer, low = next(iter(penalties.items()))
     for more, measured in penalties.items():
-        high = max(measured, low, key=lambda one: one.validation or 0.0)
+        high = max(measured, low, key=lambda one: one.upper_end)
         if num <= more:
             return _interpolate(low, high, (num - fewer) / (more - fewer)) if num > fewer else low
         fewer, low = more, high
@@ -231,29 +186,40 @@ def _interpolate_replicas(penalties: dict[float, LossPenalty], num: float) -> Lo
 
 def _interpolate_model_size(rows: Sequence[LossMeasurement], num_params: int) -> LossPenalty:
     """Interpolate the penalty of a model of this size from models of several sizes."""
-    last = {(row.num_params, row.min_steps, row.min_tokens): row for row in rows}  # the later measurement counts
-    ordered = sorted(last.values(), key=lambda row: (row.num_params, -row.penalty))
-    rows = list({row.num_params: row for row in ordered}.values())  # of each model the run that lost least
-    of = [LossPenalty(row.penalty, row.source, row.train_penalty) for row in rows]
-    sizes = [row.num_params for row in rows]
-    for i, (low, high) in enumerate(itertools.pairwise(sizes)):
+    by_size: dict[int, LossPenalty] = {}
+    for row in rows:
+        measured = LossPenalty(row.penalty, row.source, row.margin)
+        least = by_size.setdefault(row.num_params, measured)
+        by_size[row.num_params] = min(least, measured, key=lambda one: one.upper_end)
+    sizes = sorted(by_size)
+    for low, high in itertools.pairwise(sizes):
         if low <= num_params <= high:
-            return _interpolate(of[i], of[i + 1], math.log(num_params / low) / math.log(high / low))
-    nearest, size = (of[0], sizes[0]) if num_params <= sizes[0] else (of[-1], sizes[-1])
-    if size / SIMILAR_SIZE_FACTOR <= num_params <= size * SIMILAR_SIZE_FACTOR:
-        return nearest
-    training = None if nearest.training is None else max(0.0, nearest.training)
-    return LossPenalty(max(0.0, nearest.validation or 0.0), nearest.source, training)
+            return _interpolate(by_size[low], by_size[high], math.log(num_params / low) / math.log(high / low))
+    nearest = sizes[0] if num_params <= sizes[0] else sizes[-1]
+    measured = by_size[nearest]
+    if nearest / SIMILAR_SIZE_FACTOR <= num_params <= nearest * SIMILAR_SIZE_FACTOR:
+        return measured
+    loss = max(0.0, measured.loss or 0.0)
+    return measured._replace(loss=loss, margin=max(0.0, measured.upper_end) - loss)
 
 
-def why_too_lossy(penalty: float | None, source: str, loss_budget: float) -> str:
-    """Return why a strategy exceeds the loss budget (0.01 is 1 %); "" if it does not."""
-    if penalty is None:
-        return source
-    if not loss_budget and source != EXACT_SOURCE:
+def format_loss(loss: float, margin: float) -> str:
+    """Return a relative loss with its interval, as text.
+
+    >>> format_loss(-0.002, 0.0061), format_loss(0.005, 0)
+    ('−0.2% ± 0.6%', '+0.5%')
+    """
+    return f"{loss:+.1%}".replace("-", "−") + (f" ± {margin:.1%}" if margin else "")
+
+
+def why_too_lossy(penalty: LossPenalty, loss_budget: float) -> str:
+    """Return why a strategy may exceed the loss budget (0.01 is 1 %); "" if it does not."""
+    if penalty.loss is None:
+        return penalty.source
+    if not loss_budget and penalty.source != EXACT_SOURCE:
         return "not exact, and no loss may be spent"
-    if penalty > loss_budget:
-        return f"costs {penalty:.1%} of validation loss, more than {loss_budget:.1%}"
+    if penalty.upper_end > loss_budget:
+        return f"may cost {penalty.upper_end:.1%} of loss, more than {loss_budget:.1%}"
     return ""
 
 
@@ -261,7 +227,7 @@ def why_no_longer_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
     """Return why `--sync auto` would not choose the run's current strategy among these ranks; "" if it would."""
     sync, tokens = roster.sync, roster.batch * shape.block_size
     penalty = loss_penalty(sync, shape.num_params(), roster.mean_shares, spec.train.steps, tokens)
-    return why_too_lossy(penalty.validation, penalty.source, spec.train.loss_budget / 100)
+    return why_too_lossy(penalty, spec.train.loss_budget / 100)
 
 
 def _measurements_of(sync: SyncSpec) -> list[LossMeasurement]:

@@ -76,7 +76,7 @@ def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, mes
     steps = f" --steps {2 * summary.num_steps}" if summary.manifest.verdict == "finished" else ""
     hint = f"{best.name} would train {format_throughput(best.tokens_per_s)}"
     if not best.is_exact and (best.loss_penalty or 0) > 0:
-        hint += f"; validation / training loss: {format_loss_change(best)}"
+        hint += f"; loss at equal tokens: {format_loss_change(best)}"
     command = f"evener train --resume {quote_word(summary.run_dir)}{steps} {recommended_flags(prediction)}"
     return SpeedupVerdict(message, hint, command)
 
