@@ -137,6 +137,7 @@ class LimitMeter:
         self._active: list[Series] = []  # those whose interval is too wide yet, in the order of their blocks
         self._now = Series(DDP)
         self._to_settle, self._steps_left = -1, 0  # steps before a block, and of it
+        self._first_step = 0  # of a block
         self._tokens = 0.0
         self._began = self._began_cpu = 0.0
 
@@ -192,12 +193,13 @@ class LimitMeter:
             self._now.num_steps = max(1, math.ceil(self._options.block_s / step_s / every)) * every
         step._context.sync.wait_all()
         group.barrier()
-        self._tokens, self._steps_left = 0.0, self._now.num_steps
+        self._tokens, self._steps_left, self._first_step = 0.0, self._now.num_steps, step.index + 1
         self._began, self._began_cpu = time.perf_counter(), time.process_time()
 
     def _end_block(self, step: TrainStep, autocast: Autocast) -> None:
         mine = Block(self._tokens, time.perf_counter() - self._began, time.process_time() - self._began_cpu)
-        self._now.runs.append(together(step, mine, are_one_run=True))
+        steps = {"first_step": self._first_step, "last_step": step.index}
+        self._now.runs.append(together(step, mine, are_one_run=True) | steps)
         self._limits.append(together(step, self._measure_limit(step, autocast), are_one_run=False))
         around = statistics.mean(limit["tokens_per_s"] for limit in self._limits[-2:])
         self._now.shares.append(self._now.runs[-1]["tokens_per_s"] / around)

@@ -28,7 +28,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from limit_rank import RESULT
 
 from evener.core.model.shape import preset_shape
@@ -36,7 +35,6 @@ from evener.core.run.rundir import RunDir, code_hash
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec
 from evener.report.read.run_summary import summarize_run
-from evener.report.read.stragglers import slowest_rank
 
 RESULTS = Path(__file__).with_name("fast.jsonl")
 BLOCK_S, HALF_WIDTH, MAX_PAIRS = 5.0, 0.02, 40
@@ -130,6 +128,7 @@ def measure_run(folder: Path, fleet: Path, options: argparse.Namespace, run: Run
             "step_s": step_s,
             "predicted_off": one["predicted_s"] and one["predicted_s"] / step_s - 1,
             "cpu_s_per_token": median_of(one["runs"], "cpu_s_per_token"),
+            **exposed_and_waiting(run, one["runs"]),
             "is_dropped": one["is_dropped"],
         }
     chosen = strategies[found["chosen"]]
@@ -141,8 +140,18 @@ def measure_run(folder: Path, fleet: Path, options: argparse.Namespace, run: Run
         "strategies": strategies, "hosts": found["hosts"], "shares": found["shares"], "limit": limit,
         "limit_cpu_s_per_token": median_of(found["limits"], "cpu_s_per_token"),
         "sent_bytes": summary.ranks[0].bytes, "date": time.strftime("%Y-%m-%d"), "code": code_hash(),
-        "cost": msgspec.to_builtins(slowest_rank(summary).typical),
     }  # fmt: skip
+
+
+def exposed_and_waiting(run: RunDir, blocks: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds a step of these blocks that the rank which waits least spends exchanging, and waiting."""
+    steps = {step for block in blocks for step in range(int(block["first_step"]), int(block["last_step"]) + 1)}
+    ranks = [[record.cost for record in run.records(rank) if record.step in steps]
+             for rank in range(run.manifest().world_size)]  # fmt: skip
+    names = {"exposed_s": "exposed_sync_s", "waiting_s": "wait_s"}
+    means = [{key: statistics.mean(getattr(cost, name) or 0.0 for cost in costs) for key, name in names.items()}
+             for costs in ranks]  # fmt: skip
+    return min(means, key=lambda mean: mean["waiting_s"])
 
 
 def median_of(blocks: list[dict[str, float]], name: str) -> float:

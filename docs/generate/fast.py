@@ -11,7 +11,7 @@ import runpy
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -36,30 +36,46 @@ BEGINNING = """# Slow links and unequal machines, measured
 **Set-up.** The hosts are emulated: each is pinned to one core of the same machine, or to a part of a core. They have
 real ssh, and the kernel limits the rate of their links. `char` has 10.7M parameters and is trained on tiny Shakespeare.
 `d8` has 126M parameters and is trained on the source of Python's standard library, with a vocabulary of 32768 tokens.
-Arithmetic is bf16, without dropout where a heading does not name it.
 
-**of the limit.** The limit is the throughput of the same hosts when all train at the same time and exchange nothing. It
-is measured before and after every run. A figure is the fraction of this limit that a run reached: the median of the
-turns in the same row. A turn has 50 steps. With `d8` it has 15 to 20. With plain `ddp` it has 12 at 100 Mbit/s and 6 at
-10 Mbit/s.
+**of the limit.** The limit is the throughput of the same hosts when all train at the same time and exchange nothing.
 
-**predicted, step.** "predicted" is the fraction of the limit that `plan` stated before the run. "step" is the error
-of the predicted step time: {short} of {known} predictions were too short, and the median error was {off}. The probes
-do not measure how much emulated hosts on one machine slow each other down, and here the hosts use the whole machine.
-Where they leave a tenth of it free, in `bench/prediction_accuracy.py`, the predicted step time is 5 % off.
-
-**loss.** The column shows what the strategy costs at equal tokens after 2000 steps, as `bench/loss.py` measured it with
-as many replicas and a model of the same size ([below](#loss-at-equal-tokens)): of training loss or of validation loss,
-whichever lost more, with a 90 % interval. Text that is read once counts, where it was measured. Between two measured
-sizes it is interpolated. Beyond the largest measured size, as with `d8`, the figure of the largest one stands: see
+**loss.** What the strategy costs at equal tokens after 2000 steps, as `bench/loss.py` measured it with as many replicas
+and a model of the same size ([below](#loss-at-equal-tokens)): of training loss or of validation loss, whichever lost
+more, with a 90 % interval. Text that is read once counts, where it was measured. Between two measured sizes it is
+interpolated. Beyond the largest measured size, as with `d8`, the figure of the largest one stands: see
 `src/evener/plan/cost/penalty.py`.
 
-"auto:" stands before the strategy that `--sync auto` chose, with a loss budget of 1 %. Where it would not choose it any
-more, as its loss has been measured better since, the strategy stands alone.
-In rows with "ddp: none" one host trains alone, which is faster than both with `ddp`.
-`python bench/scaling_efficiency.py` measures more turns.
-
 ![Fractions of the limit](fast.png)
+"""
+COMPARED = """## Strategies compared in one run
+
+A few seconds of the run alternate with a few seconds of the limit in the same processes, and with the other strategies
+that `auto` could have taken. So a machine whose speed changes from minute to minute changes all of them. A figure is
+the median of the pairs with its 90 % interval. "chosen by" says in how many of the starts `--sync auto` chose the
+strategy by itself. "step" is the error of the predicted step time. `python bench/scaling_efficiency.py --compare`
+measures it. Arithmetic and dropout are those that the preset has on these hosts.
+"""
+REST = """## Where the rest goes
+
+Of a step of the strategy that `auto` chose: what the limit takes, what more processor time a token takes (coding,
+copying, sending), the exchange that computing does not hide, and waiting for other ranks. The rest is not explained;
+it may be less than 0, as processor time can lie within an exchange.
+"""
+TURNS = """## Earlier measurements, single turns
+
+The limit was measured before and after each run, in runs of their own. A figure is the median of the turns in the same
+row. A turn has 50 steps. With `d8` it has 15 to 20. With plain `ddp` it has 12 at 100 Mbit/s and 6 at 10 Mbit/s. The
+same set-up, measured again minutes later, may differ by 20 %. Arithmetic is bf16, without dropout where a heading does
+not name it.
+
+"predicted" is the fraction of the limit that `plan` stated before the run. {short} of {known} predicted step times were
+too short, and the median error was {off}. The probes did not measure how much emulated hosts on one machine slow each
+other down, and here the hosts use the whole machine. Where they leave a tenth of it free, in
+`bench/prediction_accuracy.py`, the predicted step time is 5 % off.
+
+"auto:" stands before the strategy that `--sync auto` chose, with a loss budget of 1 %. Where it would not choose it any
+more, as its loss has been measured better since, the strategy stands alone. In rows with "ddp: none" one host trains
+alone, which is faster than both with `ddp`.
 """
 LOSS = """## Loss at equal tokens
 
@@ -80,15 +96,103 @@ UNDER_REVIEW = {
 }
 
 
+def read_rows(*, are_compared: bool) -> list[dict[str, Any]]:
+    """Return the rows of RESULTS: those measured in pairs beside the limit, or those of single turns."""
+    rows = map(json.loads, RESULTS.read_text().splitlines())
+    return [row for row in rows if ("strategies" in row) == are_compared]
+
+
 def setups() -> dict[str, list[dict[str, Any]]]:
     """Return the strategies by setup, in the order in which they were first measured: medians over their turns."""
     turns: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for line in RESULTS.read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(are_compared=False):
         if row["asked"] == "auto" and not may_be_taken(row):
             row["asked"] = row["sync"]
         turns[setup_of(row)][row["asked"], row["sync"]].append(row)
     return {setup: [typical(rows) for rows in strategies.values()] for setup, strategies in turns.items()}
+
+
+class Compared(NamedTuple):
+    """What was measured of one strategy on one set of hosts, in all starts."""
+
+    row: dict[str, Any]  # the newest
+    sync: str
+    starts: list[dict[str, Any]]  # what each start measured of it
+    num_chosen: int  # starts in which auto chose it
+    num_starts: int
+    parts: list[dict[str, float]]  # of a step, by start
+
+    @property
+    def pairs(self) -> list[float]:
+        return [share for start in self.starts for share in start["pairs"]]
+
+    @property
+    def of_limit(self) -> float:
+        return statistics.median(self.pairs)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        low, high = runpy.run_path(str(BENCH / "common.py"))["median_interval"](self.pairs)
+        return float(low), float(high)
+
+
+def compared() -> list[Compared]:
+    """Return all strategies of all set-ups, the fastest of a set-up first."""
+    by_setup: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in read_rows(are_compared=True):
+        by_setup[setup_of(row)].append(row)
+    found: list[Compared] = []
+    for rows in by_setup.values():
+        autos = [row for row in rows if row["asked"] == "auto"]
+        of_setup = []
+        for sync in dict.fromkeys(name for row in rows for name in row["strategies"]):
+            mine = [row for row in rows if sync in row["strategies"]]
+            starts = [row["strategies"][sync] for row in mine]
+            chosen = sum(row["sync"] == sync for row in autos)
+            parts = [parts_of_step(row, row["strategies"][sync]) for row in mine]
+            of_setup.append(Compared(mine[-1] | {"sync": sync}, sync, starts, chosen, len(autos), parts))
+        found += sorted(of_setup, key=lambda one: -one.of_limit)
+    return found
+
+
+def parts_of_step(row: dict[str, Any], one: dict[str, Any]) -> dict[str, float]:
+    """Return the parts of a step of one strategy, as fractions of the step."""
+    parts = {
+        "limit": one["of_limit"],
+        "processor time": one["of_limit"] * (one["cpu_s_per_token"] / row["limit_cpu_s_per_token"] - 1),
+        "exposed exchange": one["exposed_s"] / one["step_s"],
+        "waiting": one["waiting_s"] / one["step_s"],
+    }
+    return parts | {"not explained": 1 - sum(parts.values())}
+
+
+def compared_tables() -> list[str]:
+    """Return a table to choose from, and one that says where the rest of a step goes."""
+    found = compared()
+    if not found:
+        return []
+    titles = ["model", "link", "cores of the hosts", "`--sync`", "chosen by",
+              "of the limit", "90 % interval", "pairs", "step", "loss"]  # fmt: skip
+    lines = [COMPARED, f"| {' | '.join(titles)} |", "|:--|:--|:--|:--|:--|--:|--:|--:|--:|--:|"]
+    for one in found:
+        low, high = one.interval
+        off = [start["predicted_off"] for start in one.starts if start["predicted_off"] is not None]
+        by = f"`auto`, {one.num_chosen} of {one.num_starts}" if one.num_chosen else ""
+        cells = [*place_of(one.row), one.sync, by, f"{one.of_limit:.3f}", f"{low:.3f} to {high:.3f}", len(one.pairs),
+                 percent(statistics.median(off)) if off else "", loss_of(one.row)]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    chosen = [one for one in found if one.num_chosen]
+    names = list(chosen[0].parts[0]) if chosen else []
+    lines += ["", REST, f"| model | link | cores of the hosts | `--sync` | {' | '.join(names)} |",
+              f"|:--|:--|:--|:--|{'--:|' * len(names)}"]  # fmt: skip
+    for one in chosen:
+        parts = [f"{statistics.median(part[name] for part in one.parts):.1%}".replace("-", "−") for name in names]
+        lines.append(f"| {' | '.join([*place_of(one.row), one.sync, *parts])} |")
+    return [*lines, ""]
+
+
+def place_of(row: dict[str, Any]) -> list[str]:
+    return [row["model"], row["rate"], " : ".join(f"{cpu:.2g}" for cpu in row["cpus"])]
 
 
 def typical(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -137,9 +241,9 @@ def name_of(row: dict[str, Any]) -> str:
 
 def page() -> str:
     """Return docs/figures/fast.md."""
-    lines = [beginning()]
+    lines = [BEGINNING, *compared_tables(), turns_introduction()]
     for setup, found in setups().items():
-        lines += [f"## {setup}\n", *(f"{note}\n" for name, note in UNDER_REVIEW.items() if name == setup),
+        lines += [f"### {setup}\n", *(f"{note}\n" for name, note in UNDER_REVIEW.items() if name == setup),
                   "| `--sync` | of the limit | predicted | turns | a step sends | loss | step |",
                   "|:--|--:|--:|:--|--:|--:|--:|"]  # fmt: skip
         for row in found:
@@ -166,12 +270,11 @@ def beside_one_host(found: list[dict[str, Any]]) -> list[str]:
     return [text + "\n"]
 
 
-def beginning() -> str:
-    """What the page is about, and how far predictions were off."""
-    off = [row["predicted_off"] for row in map(json.loads, RESULTS.read_text().splitlines())
-           if row["predicted_off"] is not None]  # fmt: skip
+def turns_introduction() -> str:
+    """Say how single turns were measured, and how far predictions were off."""
+    off = [row["predicted_off"] for row in read_rows(are_compared=False) if row["predicted_off"] is not None]
     short = sum(one < 0 for one in off)
-    return BEGINNING.format(short=short, known=len(off), off=percent(statistics.median(off)))
+    return TURNS.format(short=short, known=len(off), off=percent(statistics.median(off)))
 
 
 def percent(share: float) -> str:
@@ -182,6 +285,8 @@ def percent(share: float) -> str:
 def draw(path: Path) -> None:
     """A line of dots for each setup, a dot for each strategy."""
     found = setups()
+    for one in compared():
+        found.setdefault(f"{setup_of(one.row)}, in pairs", []).append(one.row | {"of_limit": one.of_limit})
     strategies = list(dict.fromkeys(row["sync"] for rows in found.values() for row in rows))
     figure = Figure(figsize=(8, 1.2 + 0.6 * len(found)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
