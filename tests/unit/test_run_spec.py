@@ -19,6 +19,11 @@ def test_every_setting_is_a_flag_with_help():
     assert all(flag.help for flag in FLAGS.values())
 
 
+@pytest.mark.parametrize(("text", "steps"), [("5k", 5000), ("2.5K", 2500), ("1e4", 10_000), ("1M", 10**6), ("20", 20)])
+def test_whole_numbers_may_have_suffixes(text, steps):
+    assert parse_args(["--steps", text]).train.steps == steps
+
+
 def test_flags_override_file(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('out = "runs/x"\n[train]\nsteps = 7\nlr = 0.5\n[model]\nmodel = "tiny"\n')

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 
 from evener.core.base.errors import UsageError
 
+COUNT_PATTERN = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
+COUNT_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
 
 def format_seconds(value: float | None) -> str:
     """Return a duration with three significant digits, or "not measured" for None.
@@ -75,6 +78,16 @@ def parse_bytes(text: str, what: str = "memory") -> int:
     if not 1 <= num_bytes < 1e18:
         raise UsageError(f"{what} {text}: expected a size with its unit", hint="for example 24GB")
     return round(num_bytes)
+
+
+def parse_count(text: str) -> float | None:
+    """Return a count that may have a suffix k, M, B or T; None if the text is not a count.
+
+    >>> [parse_count(text) for text in ("2.5B", "300k", "1e9", "12", "5 steps")]
+    [2500000000.0, 300000.0, 1000000000.0, 12.0, None]
+    """
+    matched = COUNT_PATTERN.fullmatch(text.strip())
+    return float(matched[1]) * COUNT_FACTORS[matched[2].lower()] if matched else None
 
 
 def _prefixed(value: float, prefixes: str) -> str:

@@ -19,6 +19,7 @@ from msgspec import Meta
 from evener.core.base.decoding import from_builtins, from_toml
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.file_io import read_file
+from evener.core.base.units import parse_count
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 ProcessCount = Annotated[int, Meta(ge=1, le=1024)]
@@ -277,6 +278,8 @@ def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None 
         choices = ["true", "false"] if flag.kind == "yes or no" else flag.kind.split("|") if "|" in flag.kind else []
         if choices and text not in choices:
             raise UsageError(f"{flag.name} {text!r}: expected {' or '.join(choices)}")
+        if flag.kind == "whole number" and (count := parse_count(text)) is not None and count == int(count):
+            table[field] = int(count)  # 5k
         if text.lower() == "null" and "number" in flag.kind:  # which msgspec takes for None
             raise UsageError(f"{flag.name} {text!r}: expected a {flag.kind}")
         try:

@@ -10,6 +10,7 @@ import re
 import msgspec
 
 from evener.core.base.errors import UsageError
+from evener.core.base.units import parse_count
 from evener.core.cluster.hardware import parse_hardware
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, RateBasis
 from evener.core.run.run_spec import RunSpec
@@ -20,7 +21,6 @@ from evener.core.run.run_spec import RunSpec
 # are off by up to a quarter; and published models reach an MFU of 0.3 to 0.6 where 0.5 is assumed.
 UNCERTAINTY: dict[RateBasis, float] = {"measured": 0.10, "declared": 0.15, "derived": 0.25, "assumed": 0.40}
 UNMEASURED_LINK_UNCERTAINTY = 0.20  # of communication over links that were not measured: *assumption*
-TOKENS_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 OFFER_PATTERN = re.compile(r"(\d{1,4})\s*x\s*([^@]+?)\s*(?:@\s*(\d+(?:\.\d+)?))?")
 
 
@@ -87,12 +87,7 @@ def parse_tokens(text: str) -> float:
     >>> parse_tokens("2.5B"), parse_tokens("300k"), parse_tokens("1e9")
     (2500000000.0, 300000.0, 1000000000.0)
     """
-    matched = TOKENS_PATTERN.fullmatch(text.strip())
-    factor = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[matched[2].lower()] if matched else 0.0
-    try:
-        tokens = float(matched[1]) * factor if matched else float(text)
-    except ValueError:
-        tokens = 0.0
+    tokens = parse_count(text) or 0.0
     if not 1 <= tokens <= 1e18:
         raise UsageError(f"--tokens {text}: expected a number of tokens", hint="2.5B, 300M")
     return tokens
