@@ -53,13 +53,28 @@ def evener(*args: object, cwd: Path | None = None) -> subprocess.CompletedProces
 
 def test_hosts_described_by_flags_get_verdict_within_loss_budget():
     done = evener(*WORDS)
-    assert done.stdout.startswith("Train on both hosts with int8: 943 tokens/s, 1.89 times the fastest host alone; its")
+    assert done.stdout.startswith(
+        "Train on both hosts with int8: 943 tokens/s, 1.89 times the fastest host alone; loss "
+    )
     done = evener(*WORDS, "--loss-budget", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Don't distribute this: node1 alone trains 500 tokens/s, both hosts 46")
     for part in ("14.3 s", "28.6 s", "wifi", "400GbE", "several hosts break even at 1.2Gbit", "assumed, not measured"):
         assert part in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if "─" in line) <= 80
+
+
+def test_plan_for_tokens_judges_a_run_of_these_tokens(tmp_path):
+    """As one for the steps that they are: what is known of a strategy's loss depends on how long a run is."""
+    by_tokens, by_steps, short = (
+        json.loads(evener(*WORDS, "--model", "char", "--json", *flags, cwd=tmp_path).stdout)
+        for flags in (["--tokens", "10.24M"], ["--steps", "2500"], ["--steps", "100"])
+    )
+    assert by_tokens == by_steps
+    reasons = [{option["name"]: option["loss_source"] for option in told["options"]} for told in (by_tokens, short)]
+    name = "diloco:10:int8:streamed"
+    assert reasons[0][name].startswith("bench/loss.py")
+    assert reasons[1][name] == "its loss was measured only with 1000 steps and more"
 
 
 def test_plan_json_has_documented_fields():
@@ -144,6 +159,8 @@ def test_plan_reads_hosts_links_and_rates_from_fleet_file(tmp_path):
         (["--per-node", "8"], "how fast is one rank alone"),
         (["--fleet", "no-such.toml"], "no-such.toml: no such file"),
         (["--from", "no-such-run"], "not a run directory"),
+        ([*WORDS, "--tokens", "2.5B", "--steps", "100"], "--tokens 2.5B: --steps says how long the run is"),
+        ([*WORDS, "--tokens", "many"], "--tokens many: expected a number of tokens"),
         (["--hosts", "x"], "no fleet.toml here"),
         (["--model", "char"], "no fleet.toml here"),
     ],

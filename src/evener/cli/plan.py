@@ -46,8 +46,8 @@ MACHINE_OPTIONS: dict[str, tuple[Any, Any]] = {  # hypothetical machines: questi
                     float | None),
 }  # fmt: skip
 COST_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="time and cost for this number of tokens: 2.5B "
-                            "[those of --steps]"), str | None),
+    "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="plan a run of this many tokens, with its time "
+                            "and cost: 2.5B [those of --steps]"), str | None),
     "price_per_kwh": (typer.Option(None, "--price-per-kwh", min=0.0, max=1e6, help="of electricity [the fleet's "
                                    "price_per_kwh]"), float | None),
     "rent": (typer.Option(None, "--rent", metavar="OFFER,…", help="also compare rented machines, with their "
@@ -84,7 +84,8 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
     from evener.cli.flags import explicit_values
     from evener.core.base.errors import UsageError
     from evener.core.run.run_spec import make_spec
-    from evener.plan.choice.plan_request import answer_request
+    from evener.plan.choice.plan_request import answer_request, request_for_tokens
+    from evener.plan.choice.training_cost import parse_tokens
 
     of_what, machines, of_bill, of_scale = (
         {name: values.pop(name) for name in group}
@@ -118,6 +119,10 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
             from evener.cli import scale_output
 
             return scale_output.print_scaling(request, scale, **of_scale, as_json=as_json)
+    if of_bill["tokens"] is not None:
+        if "steps" in texts:
+            raise UsageError(f"--tokens {of_bill['tokens']}: --steps says how long the run is", hint="one of them")
+        request = request_for_tokens(request, parse_tokens(of_bill["tokens"]))
     prediction = answer_request(request)
     extras = plan_output.compute_extras(prediction, request, **of_bill)
     if as_json:

@@ -7,6 +7,7 @@ records of a run ─┘
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -263,6 +264,14 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
         cluster = with_assumptions(with_uniform_link(cluster, parsed.wire), [parsed.assumption])
     measured = None if flags or link is not None else request.measured
     return msgspec.structs.replace(request, job=job, cluster=cluster, measured=measured)
+
+
+def request_for_tokens(request: PlanRequest, num_tokens: float) -> PlanRequest:
+    """Return the request for a run of so many tokens."""
+    job = request.job
+    train = msgspec.structs.replace(job.spec.train, steps=math.ceil(num_tokens / job.tokens))
+    job = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train))
+    return msgspec.structs.replace(request, job=job)
 
 
 def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
