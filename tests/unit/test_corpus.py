@@ -478,6 +478,14 @@ def test_non_corpus_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"text\.txt is a file, not a prepared corpus") as caught:
         load_corpus(tmp_path / "text.txt")
     assert "evener data text" in caught.value.hint
+    (tmp_path / "shakespeare").mkdir()
+    for name, told in (("shakespear", f"did you mean {tmp_path}/shakespeare?"), ("wikitext", "evener data text FILE")):
+        with pytest.raises(DataError, match="no such folder") as caught:
+            load_corpus(tmp_path / name)
+        assert told in caught.value.hint
+    with pytest.raises(DataError, match="no such folder") as caught:
+        load_corpus("https://example.com/text.txt")
+    assert caught.value.hint.startswith("evener downloads no data")
     with pytest.raises(DataError, match="empty holds no corpus"):
         load_corpus(tmp_path / "empty")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from fractions import Fraction
 
 import msgspec
@@ -68,7 +69,11 @@ def test_unknown_strategy_is_refused(text):
     with pytest.raises(UsageError, match="no such strategy") as caught:
         parse_sync(text)
     hints = {"diloco": "diloco:H, synchronizing every H steps", "powersgd": "powersgd:R of rank R"}
-    assert caught.value.hint.startswith(hints.get(text.partition(":")[0], "one of none, ddp"))
+    expected = hints.get(
+        text.partition(":")[0], 'did you mean "ddp"?' if text == "ddp:2" else "known: auto, bf16, ddp, "
+    )
+    assert caught.value.hint.startswith(expected)
+    assert not {"fsdp", "hsdp", "zero1", "none"} & set(re.findall(r"\w+", caught.value.hint))  # train cannot run them
 
 
 @pytest.mark.parametrize("text", ["", "3", "a:b", "-1:2", "0:0", "nan:1", "inf:1", "3;1"])

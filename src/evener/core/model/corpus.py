@@ -20,12 +20,14 @@ What is checked, and when:
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import io
 import json
 import os
 import pickle
 import random
+import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +53,7 @@ _MAX_PICKLE_BYTES = 64 * 1024 * 1024
 _SAMPLED_ABOVE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
 _DISTINCT_SAMPLE_BLOCKS = 256
-_PREPARE_HINT = "prepare one, for example: evener data verbs"
+_PREPARE_HINT = "of a text of your own: evener data text FILE; of examples: evener data verbs"
 
 
 class CorpusMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +129,7 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
     try:
         root.stat()
     except FileNotFoundError:
-        raise DataError(f"{root}: no such folder", hint=_PREPARE_HINT) from None
+        raise DataError(f"{root}: no such folder", hint=_hint_for_missing(root)) from None
     except (OSError, ValueError) as error:  # a name that is too long, a NUL
         raise DataError(f"{root}: {getattr(error, 'strerror', error)}", hint=_PREPARE_HINT) from None
     if not root.is_dir():
@@ -142,6 +144,17 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
                 hint="prepare the corpus again from more text",
             )
     return corpus
+
+
+def _hint_for_missing(root: Path) -> str:
+    """Return what to do about a folder that does not exist: a folder with a similar name, or how to make one."""
+    if re.match(r"https?:/", str(root)):
+        return "evener downloads no data: download it, then: evener data text FILE"
+    try:
+        near = difflib.get_close_matches(root.name, os.listdir(root.parent), n=1)
+    except OSError:
+        near = []
+    return f"did you mean {quote_word(root.parent / near[0])}?" if near else _PREPARE_HINT
 
 
 def check_block_size(corpus: Corpus, block_tokens: int) -> None:
@@ -270,7 +283,8 @@ def _size_of(path: Path) -> int:
 
 def _from_nanogpt(root: Path) -> Corpus:
     if not any((root / f"{split}.bin").exists() for split in SPLITS):
-        raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=_PREPARE_HINT)
+        prepare = f"to train on the texts in it: evener data text {quote_word(root)}"
+        raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=prepare)
     if (root / "tokenizer.json").exists():  # not a nanoGPT folder
         raise DataError(f"{root / 'meta.json'} is missing", hint="prepare the corpus again, or copy it again")
     sizes = {split: _size_of(root / f"{split}.bin") for split in SPLITS}

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from evener.core.base.errors import UsageError
+from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.units import pluralize
 from evener.core.cluster.fleet_file import HostConfig
 from evener.core.run.run_spec import MachineSpec, RunSpec
@@ -116,7 +116,8 @@ def parse_sync(text: str) -> SyncSpec:
     """
     matched = _GRAMMAR.fullmatch(text)
     if matched is None:
-        hint = _PARAMETER_HINTS.get(text.partition(":")[0], f"one of {', '.join(SYNC_EXAMPLES)}")
+        runnable = [name for name in SYNC_EXAMPLES if name.partition(":")[0].partition("+")[0] in SUPPORTED_KINDS]
+        hint = _PARAMETER_HINTS.get(text.partition(":")[0]) or did_you_mean(text, ["auto", *runnable])
         raise UsageError(f"--sync {text}: no such strategy", hint=hint)
     sparse = bool(matched["sparse"])
     if name := matched["plain"] or matched["dense"]:
