@@ -40,7 +40,7 @@ def write_text(path: Path, num_bytes: int) -> None:
     written, number = 0, 0
     with path.open("wb") as file:
         while written < num_bytes:
-            content = documents[number % len(documents)].open().read().decode()
+            content = documents[number % len(documents)].open_at(0).read().decode()
             lap = number // len(documents)
             if lap:
                 content = re.sub(r"[a-z]{4,}(?=_)|\d+", rf"\g<0>{lap}", content)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 app = CliApp(help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.")
 
+COLUMN_HELP = "column of tables that holds the text [text]"
 Tokenizer = Annotated[str, typer.Option(metavar="byte|char|bpe|gpt2", help="bpe is trained on this text")]
 VocabSize = Annotated[int | None, typer.Option(help="size of bpe's vocabulary [8192]")]
 ValFraction = Annotated[float, typer.Option(help="share of the text for validation")]
@@ -47,7 +48,7 @@ def verbs(
     from evener.corpus.verbs import make_verb_corpus
 
     splits, files = make_verb_corpus(seed, sentences, val_fraction)
-    with _progress() as progress:
+    with show_progress() as progress:
         prepared = prepare(
             out, splits, tokenizer=tokenizer, vocab_size=vocab_size, extra=files, force=force, progress=progress
         )
@@ -71,14 +72,16 @@ def python(
     documents, num_refused = stdlib_documents()
     typer.echo(f"{len(documents)} modules; left out {num_refused} that are not UTF-8", err=True)
     splits = split_by_fraction(documents, val_fraction)
-    with _progress() as progress:
+    with show_progress() as progress:
         prepared = prepare(out, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force, progress=progress)
     _print_result(out, prepared, as_json)
 
 
 @app.command(epilog="evener data text README.md --out data/readme")
 def text(
-    paths: Annotated[list[Path], typer.Argument(help="text files in UTF-8, or folders of them")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="texts in UTF-8, .jsonl, .csv and .parquet, folders of them; -: standard input")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(help="folder to make [data/ and PATH's name; of several data/text]"),
@@ -86,24 +89,30 @@ def text(
     val_fraction: ValFraction = 0.1,
     tokenizer: Tokenizer = "byte",
     vocab_size: VocabSize = None,
+    column: Annotated[str | None, typer.Option(metavar="NAME", help=COLUMN_HELP)] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Your own text. Folders are searched recursively, without hidden files.
+    """Your own text. Folders are searched recursively, without hidden files and files that are not text.
 
     The last tenth is for validation. Several files are first shuffled by a hash of their names, for a fair sample.
     """
-    from evener.core.base.errors import DataError
-    from evener.corpus.documents import find_documents, split_by_fraction
+    import tempfile
+
+    from evener.corpus.documents import split_by_fraction
     from evener.corpus.prepare_corpus import prepare
+    from evener.corpus.text_sources import find_texts
 
     folder = out or Path("data") / ((paths[0].resolve().stem if len(paths) == 1 else "") or "text")
-    documents = find_documents(paths, skip=lambda place: place.resolve() == folder.resolve())
-    if not documents:
-        raise DataError(f"no text in {', '.join(map(str, paths))}: every file is empty or hidden, or there is none")
-    splits = split_by_fraction(documents, val_fraction)
-    with _progress() as progress:
-        prepared = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force, progress=progress)
+    with tempfile.TemporaryDirectory(prefix="evener-text-") as spool:
+        skip = lambda place: place.resolve() == folder.resolve()  # noqa: E731
+        texts = find_texts(paths, Path(spool), column=column, skip=skip)
+        for note in texts.notes():
+            typer.echo(note, err=True)
+        splits = split_by_fraction(texts.documents, val_fraction)
+        with show_progress() as progress:
+            prepared = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, force=force,
+                               progress=progress)  # fmt: skip
     _print_result(folder, prepared, as_json)
 
 
@@ -122,7 +131,7 @@ def _print_result(out: Path, prepared: PreparedCorpus, as_json: bool) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[ProgressCallback]:
+def show_progress() -> Iterator[ProgressCallback]:
     """Yield a progress callback: on a terminal a bar with rate and end, else a line every five seconds; on stderr."""
     from evener.cli.terminal import make_console
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from evener.cli.data import COLUMN_HELP
 from evener.cli.trust import TRUST
 from evener.core.base.escaped_output import print_escaped
 
@@ -14,12 +15,22 @@ if TYPE_CHECKING:
     from evener.launch.resume import ResumedRun
 
 EXAMPLES = (
+    "evener train my.txt\n"
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
     "evener train --resume runs/mine --steps 200\n"
     "evener train --fleet fleet.toml --data data/verbs --sync auto"
 )
 
-SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML ([train] steps = 100); flags win over it")
+ARGUMENTS = typer.Argument(
+    None, metavar="TEXT",
+    help="what to train on: files, folders, tables (.jsonl .csv .tsv .parquet), - for standard input; or a folder that "
+    "evener data or nanoGPT prepared. A name that ends in .toml is a run as TOML ([train] steps = 100), and flags win.",
+)  # fmt: skip
+TOKENIZER = typer.Option(
+    None, "--tokenizer", metavar="byte|char|bpe|gpt2", help="of texts [char or byte for small ones, else bpe]"
+)
+VOCAB_SIZE = typer.Option(None, "--vocab-size", help="of --tokenizer bpe [by the size of the text]")
+COLUMN = typer.Option(None, "--column", metavar="NAME", help=COLUMN_HELP)
 RESUME = typer.Option(None, "--resume", metavar="RUN", help="resume this run from its newest checkpoint")
 FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
@@ -33,7 +44,8 @@ DRY_RUN = typer.Option(False, "--dry-run", help="print the exact command and env
 AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
-def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: str | None, log: list[str] | None,
+def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | None, column: str | None,
+          resume: str | None, fleet: str | None, hosts: str | None, log: list[str] | None,
           detach: bool, trust: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
@@ -69,7 +81,8 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
             chosen = choose_fleet(fleet, hosts, resumed)
             if chosen is not None:
                 approve_fleet(chosen, trust)
-            resolved = _resolve_spec(spec_file, resumed, flags)
+            of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
+            resolved = _resolve_spec(arguments or [], of_texts, resumed, flags)
             check_token_ids(resolved.corpus)
             if resolved.resume is not None:
                 where = "this machine" if chosen is None else ", ".join(chosen.hosts)
@@ -109,25 +122,31 @@ def train(spec_file: str | None, resume: str | None, fleet: str | None, hosts: s
     return follow_output.exit_status(summary.manifest)
 
 
-def _resolve_spec(
-    spec_file: str | None, resumed: ResumedRun | None, flags: dict[str, str | bool | None]
-) -> ResolvedRun:
-    """Build and check the spec from the TOML file and the flags; a resumed run starts from its own spec."""
+def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None,
+                  flags: dict[str, str | bool | None]) -> ResolvedRun:  # fmt: skip
+    """Build and check the spec from the TOML file, the texts and the flags; a resumed run starts from its own spec."""
     from pathlib import Path
 
     import msgspec
 
     from evener.cli import run_output
     from evener.cli.flags import explicit_values
+    from evener.cli.text_data import prepared_folder, split_arguments
     from evener.core.base.errors import UsageError
     from evener.core.run.resolve import default_run_path, resolve
     from evener.core.run.run_spec import make_spec
 
     texts = explicit_values(flags)
-    if resumed is not None and (spec_file is not None or "out" in texts):
-        raise UsageError("--resume: the run has its own spec and directory", hint="without --out and the TOML file")
+    spec_file, paths = split_arguments(arguments)
+    if resumed is not None and (arguments or "out" in texts):
+        raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
+    if paths and "data" in texts:
+        raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
     base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
+    if resumed is None:
+        data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
+        spec = msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
     resolved = resolve(spec, resume=resumed is not None)
     return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or default_run_path(spec)))
 
@@ -137,7 +156,10 @@ def register(app: typer.Typer) -> None:
     from evener.cli.flags import CommandParameter, command_signature, spec_options
 
     options: list[CommandParameter] = [
-        ("spec_file", SPEC_FILE, str | None),
+        ("arguments", ARGUMENTS, list[str] | None),
+        ("tokenizer", TOKENIZER, str | None),
+        ("vocab_size", VOCAB_SIZE, int | None),
+        ("column", COLUMN, str | None),
         ("resume", RESUME, str | None),
         ("fleet", FLEET, str | None),
         ("hosts", HOSTS, str | None),

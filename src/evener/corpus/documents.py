@@ -38,12 +38,17 @@ class Document:
     name: str
     size_bytes: int
     source: Path | bytes
+    offset: int = 0
+    """Of its first byte in the source, which may hold several documents."""
 
     def __str__(self) -> str:
         return str(self.source) if isinstance(self.source, Path) else self.name
 
-    def open(self) -> BinaryIO:
-        return self.source.open("rb") if isinstance(self.source, Path) else io.BytesIO(self.source)
+    def open_at(self, position: int) -> BinaryIO:
+        """Return an open file whose next byte is this one of the document."""
+        file = self.source.open("rb") if isinstance(self.source, Path) else io.BytesIO(self.source)
+        file.seek(self.offset + position)
+        return file
 
 
 @dataclass(frozen=True)
@@ -155,9 +160,8 @@ def split_by_fraction(documents: Iterable[Document], val_fraction: float) -> Cor
 def _character_start(document: Document, position: int) -> int:
     """Return the position of the first byte at or after `position` that begins a character."""
     try:
-        with document.open() as file:
-            file.seek(position)
-            following = file.read(4)
+        with document.open_at(position) as file:
+            following = file.read(min(4, document.size_bytes - position))
     except OSError as error:
         raise DataError(f"{document}: {error.strerror}") from None
     continuing = 0
@@ -170,8 +174,7 @@ def read_bytes(part: DocumentSlice) -> Iterator[bytes]:
     """Yield the bytes of a slice in blocks of a megabyte. Raise DataError if the file has become shorter."""
     remaining = part.num_bytes
     try:
-        with part.document.open() as file:
-            file.seek(part.start)
+        with part.document.open_at(part.start) as file:
             while remaining and (block := file.read(min(remaining, _READ_BYTES))):
                 remaining -= len(block)
                 yield block

@@ -1,0 +1,86 @@
+"""The data of a run: a prepared folder, or texts that are prepared first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from evener.cli.data import show_progress
+from evener.cli.run_output import print_status
+from evener.core.base.errors import UsageError, did_you_mean
+from evener.core.base.units import format_bytes
+from evener.core.model.corpus import load_corpus
+from evener.core.run.run_spec import DataSpec
+from evener.corpus.prepare_corpus import prepare
+from evener.corpus.text_cache import prepare_texts
+from evener.corpus.text_sources import STDIN
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return (specification, texts): a name that ends in .toml is a specification, all others are texts."""
+    specs = [argument for argument in arguments if argument.endswith(".toml")]
+    if len(specs) > 1:
+        raise UsageError(f"{specs[1]}: one specification is enough: {specs[0]}")
+    return (specs[0] if specs else None), [argument for argument in arguments if argument not in specs]
+
+
+def prepared_folder(paths: Sequence[str], tokenizer: str | None, vocab_size: int | None, column: str | None, *,
+                    is_default: bool) -> str:  # fmt: skip
+    """Return the folder of the corpus: the one that is named, or that of the texts, which are prepared in the cache.
+
+    `is_default`: nobody named any data. The verb corpus is made then, if it is not there.
+    """
+    if is_default and not Path(paths[0]).exists() and paths[0] == DataSpec().data:
+        _make_verbs(Path(paths[0]))
+    prepared = [path for path in paths if is_prepared(Path(path))]
+    if prepared:
+        given = {"--tokenizer": tokenizer, "--vocab-size": vocab_size, "--column": column}
+        for flag, value in given.items():
+            if value is not None:
+                kind = load_corpus(prepared[0]).tokenizer
+                raise UsageError(f"{flag} {value}: {prepared[0]} is prepared already, with tokenizer {kind}",
+                                 hint="name the text itself")  # fmt: skip
+        if len(paths) > 1:
+            raise UsageError(f"{prepared[0]} is prepared already: no other text can be added to it",
+                             hint="name all texts themselves")  # fmt: skip
+        return prepared[0]
+    for path in paths:
+        _check_exists(path)
+    with show_progress() as progress:
+        found = prepare_texts(paths, tokenizer=tokenizer, vocab_size=vocab_size, column=column, progress=progress)
+    corpus = found.corpus
+    for note in found.notes:
+        print_status(note)
+    chosen = "; --tokenizer chooses another" if found.tokenizer_was_chosen else ""
+    print_status(
+        f"{', '.join(paths)}: {format_bytes(found.num_text_bytes)} of text, {corpus.train_tokens:,} tokens to train "
+        f"on, {corpus.val_tokens:,} to validate; tokenizer {corpus.tokenizer} of {corpus.vocab_size:,}{chosen}"
+    )
+    print_status(f"{'prepared in' if found.was_written else 'found prepared in'} {found.folder}")
+    return str(found.folder)
+
+
+def _make_verbs(folder: Path) -> None:
+    from evener.corpus.verbs import make_verb_corpus
+
+    print_status(f"no text was named: training on generated English sentences, {folder}; evener train FILE: on yours")
+    splits, files = make_verb_corpus(seed=0, num=100_000, val_fraction=0.1)
+    with show_progress() as progress:
+        prepare(folder, splits, tokenizer="char", extra=files, progress=progress)
+
+
+def is_prepared(path: Path) -> bool:
+    """Return whether a folder is a corpus that `evener data` or nanoGPT prepared."""
+    return (path / "meta.json").is_file() or (path / "train.bin").is_file()
+
+
+def _check_exists(path: str) -> None:
+    if path == STDIN or Path(path).exists():
+        return
+    if "://" in path or path.startswith(("http:/", "https:/")):
+        raise UsageError(f"{path}: evener downloads no data", hint="download it, then: evener train FILE")
+    folder = Path(path).parent
+    names = [str(folder / name.name) for name in folder.iterdir()] if folder.is_dir() else []
+    near = did_you_mean(str(Path(path)), names)
+    hint = near if near.startswith("did you mean") else "evener train FILE trains on a text of your own"
+    raise UsageError(f"{path}: no such file or folder", hint=hint)
