@@ -256,8 +256,10 @@ class DashboardApp:
                 previous = self._pending_actions.get((key, "sample"))
                 if previous is not None and previous.done() and previous.exception() is not None:
                     self._sampling_runs.discard(key)
-                elif self._hub.has_run_subscriber(key) and await self._hub.run_in_thread(
-                    self._hub.readers[key].needs_sample
+                elif (
+                    self._hub.has_run_subscriber(key)
+                    and await self._hub.run_in_thread(self._hub.readers[key].needs_sample)
+                    and self._hub.has_run_subscriber(key)  # the tab may have been closed meanwhile
                 ):
                     self._start_action(key, "sample", self._actions.sample)
             await asyncio.sleep(self._samples_every_s)
