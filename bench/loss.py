@@ -313,8 +313,7 @@ def measurement(one: Comparison, max_error: float | None) -> LossMeasurement:
         min_steps=key.steps if drifts else 0,
         min_tokens=key.batch * BLOCK if drifts else 0,
         max_error=max_error,
-        source=f"bench/loss.py: {kind} loss, {params / 1e6:.1f}M parameters, {ranks}, {key.steps} steps of {key.batch} "
-        f"× {BLOCK} tokens, {text}, {pluralize(len(one.runs), 'run')}, {key.dtype}",
+        source=f"{kind} loss, {text}, {params / 1e6:.1f}M parameters, {ranks}, {pluralize(len(one.runs), 'seed')}",
     )
 
 

@@ -56,8 +56,14 @@ def test_hosts_described_by_flags_get_verdict_within_loss_budget():
     assert done.stdout.startswith(
         "Train on both hosts with int8: 943 tokens/s, 1.89 times the fastest host alone; loss "
     )
-    done = evener(*WORDS, "--loss-budget", "0")
-    assert done.returncode == 0, done.stderr
+    short = evener(*WORDS, "--loss-budget", "0")
+    done = evener(*WORDS, "--loss-budget", "0", "--all")
+    assert short.returncode == done.returncode == 0, done.stderr
+    assert short.stdout.splitlines()[0] == done.stdout.splitlines()[0]
+    rows = [line.split("  ")[0] for line in short.stdout.partition("─\n")[2].partition("\n\n")[0].splitlines()]
+    assert rows == ["node1 alone", "ddp"]
+    assert len(short.stdout.splitlines()) <= 16
+    assert short.stdout.endswith("--all shows all strategies, each host, other links, and 4 assumptions.\n")
     assert done.stdout.startswith("Don't distribute this: node1 alone trains 500 tokens/s, both hosts 46")
     for part in ("14.3 s", "28.6 s", "wifi", "400GbE", "several hosts break even at 1.2Gbit", "assumed, not measured"):
         assert part in done.stdout
@@ -73,7 +79,7 @@ def test_plan_for_tokens_judges_a_run_of_these_tokens(tmp_path):
     assert by_tokens == by_steps
     reasons = [{option["name"]: option["loss_source"] for option in told["options"]} for told in (by_tokens, short)]
     name = "diloco:10:int8:streamed"
-    assert reasons[0][name].startswith("bench/loss.py")
+    assert reasons[0][name].startswith("training loss, text read once")
     assert reasons[1][name] == "its loss was measured only with 1000 steps and more"
 
 
@@ -115,7 +121,7 @@ def test_plan_reads_hosts_links_and_rates_from_fleet_file(tmp_path):
     done = evener(*flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Train on both hosts with ddp, shares 6 : 2: 100 tokens/s, 1.31 times the fastest")
-    equal = evener(*flags, "--shares", "equal", cwd=tmp_path)
+    equal = evener(*flags, "--shares", "equal", "--all", cwd=tmp_path)
     assert "laptop is the straggler" in equal.stdout
     told = evener(*flags, "--shares", "6:2", "--json", cwd=tmp_path)
     prediction = json.loads(told.stdout)

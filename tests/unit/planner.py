@@ -60,7 +60,7 @@ def loss_measured(sync: str, loss: float, *, margin: float = 0.0, num_params: in
     return LossMeasurement(
         sync=sync, shares=tuple(map(int, shares.split(":"))), num_params=num_params, penalty=loss, margin=margin,
         min_steps=steps if drifts else 0, min_tokens=batch * 256 if drifts else 0, max_error=max_error,
-        source=f"bench/loss.py: {num_params / 1e6:.1f}M parameters, {shares}",
+        source=f"{num_params / 1e6:.1f}M parameters, {shares}",
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def told(tmp_path, capsys, monkeypatch):
     report(["run"], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     asked = dict.fromkeys((*SOURCE_OPTIONS, *MACHINE_OPTIONS, *COST_OPTIONS, *SIMULATION_OPTIONS))
-    plan(None, True, None, asked | {"source_run": "run", "strong": False})
+    plan(None, True, False, None, asked | {"source_run": "run", "strong": False})
     answer = json.loads(capsys.readouterr().out)
     page = Text(Path("run/report.html").read_text())
     return page, terminal, found, {option["name"]: option for option in answer["options"]}, answer

@@ -72,8 +72,8 @@ def test_laptop_and_desktop_on_wifi_get_correct_advice():
     assert cautious.verdict == exact.verdict
     assert lines(cautious)[-1] == (
         "With --sync diloco:10:int8:streamed, node1 and node2 would train 7.8k tokens/s, 1.49 times as much; loss "
-        "+1.5% ± 1.0% at equal tokens (bench/loss.py: training loss, 10.9M parameters, 2 ranks, 2000 steps of 16 × 256 "
-        "tokens, text read once, 1 run, bf16). --sync auto takes it with --loss-budget 2.6."
+        "+1.5% ± 1.0% at equal tokens (training loss, text read once, 10.9M parameters, 2 ranks, 1 seed). --sync auto "
+        "takes it with --loss-budget 2.6."
     )  # 12 cores beside 8: no more than 1.5 times
     lossy = answer_request(asked(home, *flags, "--loss-budget=2.6"))
     assert lossy.verdict.startswith(

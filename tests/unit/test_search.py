@@ -138,7 +138,7 @@ def test_faster_strategy_of_unknown_loss_is_not_recommended(monkeypatch):
 def test_strategy_above_loss_budget_is_rejected(monkeypatch):
     monkeypatch.setattr("evener.core.run.roster.SUPPORTED_KINDS", ("ddp", "diloco", "int8"))
     name = "diloco:10:int8:streamed"
-    rows = (loss_measured(name, 0.01, margin=0.002, shares="1:1:1:1"), penalty._from_paper(2, 1e6, 0.005))
+    rows = (loss_measured(name, 0.01, margin=0.002, shares="1:1:1:1"), loss_measured("diloco:30", 0.005, steps=1200))
     monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", rows)
     slow = cluster(1000.0, 1000.0, 1000.0, 1000.0, wire=SLOW)
     long = changed(JOB, steps=2000)
@@ -289,7 +289,7 @@ def test_auto_takes_fastest_within_budget_else_ddp(monkeypatch):
     assert predict(auto, slow).chosen == "packed"  # what costs loss must be clearly faster
     slower = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
     assert predict(auto, slower).chosen == "int8"
-    assert "; loss +0.4% at equal tokens (bench/loss.py: 1.0M" in predict(auto, slower).verdict
+    assert "; loss +0.4% at equal tokens (1.0M" in predict(auto, slower).verdict
     assert predict(auto, fast).chosen == "ddp"
     monkeypatch.setattr("evener.plan.cost.cost_model.loss_penalty", costing({"int4": 0.02, "diloco": 1.0}))
     assert predict(auto, slow).chosen == "powersgd:4"
@@ -386,7 +386,7 @@ def test_lossy_strategy_needs_a_loss_budget():
     auto = changed(JOB, sync="auto", steps=2000)
     drifting = predict(changed(auto, loss_budget=3.0), slow)
     assert drifting.chosen == drifting.recommended == "diloco:10:int8:streamed"
-    assert re.search(r"; loss \+\d\.\d% ± \d\.\d% at equal tokens \(bench/loss\.py: training loss", drifting.verdict)
+    assert re.search(r"; loss \+\d\.\d% ± \d\.\d% at equal tokens \(training loss, text read once", drifting.verdict)
     (advice,) = advise_on_loss_budget(predict(auto, slow))
     budget = float(re.findall(r"--loss-budget (\d\.\d)\.$", advice.text)[0])
     assert predict(changed(auto, loss_budget=budget), slow).recommended == drifting.recommended

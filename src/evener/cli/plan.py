@@ -65,12 +65,13 @@ SIMULATION_OPTIONS: dict[str, tuple[Any, Any]] = {
                                "node [300]"), float | None),
     "draw": (typer.Option(None, "--draw", metavar="FOLDER", help="--scale: write two pictures here"), str | None),
 }  # fmt: skip
+ALL = typer.Option(False, "--all", help="also print all strategies, each host, other links, and what is assumed")
 AS_JSON = typer.Option(False, "--json", help="print one JSON object")
 NOT_WITH_SCALE = ("nodes", "hosts", "watts", "price_per_h", *COST_OPTIONS)
 REAL_HOST_FLAGS = ("ranks", "threads")  # flags of train without meaning for hypothetical machines
 
 
-def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[str, Any]) -> int:
+def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None, values: dict[str, Any]) -> int:
     """Predict step time and cost before a run, the best sync strategy, and whether each machine is worth including.
 
     From what `evener probe` measured, or from a short description (--nodes, --gpu, --link, --compute-tokens-per-s).
@@ -128,7 +129,7 @@ def plan(spec_file: str | None, as_json: bool, scale: str | None, values: dict[s
     if as_json:
         print_escaped(json.dumps(plan_output.plan_to_dict(prediction, request, extras), allow_nan=False))
     else:
-        plan_output.print_plan(prediction, request, extras)
+        plan_output.print_plan(prediction, request, extras, is_long=is_long)
     return 0
 
 
@@ -164,10 +165,10 @@ def register(app: typer.Typer) -> None:
         options += [(name, option, kind) for name, (option, kind) in group.items()]
     options.append(("scale", SCALE_FLAG, str | None))
     options += [(name, option, kind) for name, (option, kind) in SIMULATION_OPTIONS.items()]
-    options += [("as_json", AS_JSON, bool), *spec_options()]
+    options += [("is_long", ALL, bool), ("as_json", AS_JSON, bool), *spec_options()]
 
-    def command(spec_file: str | None, as_json: bool, scale: str | None, **values: Any) -> int:
-        return plan(spec_file, as_json, scale, values)
+    def command(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None, **values: Any) -> int:
+        return plan(spec_file, as_json, is_long, scale, values)
 
     command.__doc__ = plan.__doc__
     command.__signature__ = command_signature(options)  # type: ignore[attr-defined]

@@ -15,10 +15,10 @@ from evener.core.base.units import format_bytes, format_count, format_seconds, p
 from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
 from evener.core.cluster.fleet_update import update_fleet_file
 from evener.core.run.prediction import PlanOption, Prediction
-from evener.core.run.roster import format_shares
+from evener.core.run.roster import DDP, format_shares
 from evener.core.run.run_spec import RunSpec
 from evener.plan.choice import plan_request
-from evener.plan.choice.advice import collect_advice, format_loss_change
+from evener.plan.choice.advice import collect_advice, format_loss_change, option_above_budget
 from evener.plan.choice.break_even import Advice, Fabric, LinkSearch, best_single_host, with_bf16_gradients
 from evener.plan.choice.plan_request import PlanRequest, with_assumptions
 from evener.plan.choice.training_cost import TrainingCost, estimate_training_cost, parse_offers, total_tokens
@@ -189,8 +189,11 @@ def _compute_bills(prediction: Prediction, request: PlanRequest, tokens: str | N
     return bills
 
 
-def print_plan(prediction: Prediction, request: PlanRequest, extras: PlanExtras) -> None:
-    """Print the verdict, the options side by side, where a step's time goes, and what was assumed."""
+def print_plan(prediction: Prediction, request: PlanRequest, extras: PlanExtras, *, is_long: bool) -> None:
+    """Print the verdict, the options that it is about, the time that training takes, and advice.
+
+    `is_long`: also all other options, where a step's time goes on each host, other links, and what was assumed.
+    """
     screen = make_console()
     shape, roster = prediction.job.shape, prediction.option(prediction.chosen).roster
     print_text(screen, prediction.verdict, style="bold")
@@ -201,27 +204,67 @@ def print_plan(prediction: Prediction, request: PlanRequest, extras: PlanExtras)
     )
     print_text(screen, what, style="dim")
     screen.print()
-    _print_step_times(screen, prediction)
-    screen.print()
-    _print_trade_offs(screen, prediction)
-    print_text(screen, LEGEND, style="dim")
-    if 1 < len(roster.hosts) <= MAX_LISTED_HOSTS:
-        screen.print()
-        _print_hosts(screen, prediction)
-    if request.wants_fabrics and extras.links:
-        screen.print()
-        _print_fabrics(screen, prediction, extras.links)
+    if is_long:
+        _print_details(screen, prediction, extras.links if request.wants_fabrics else [])
+    else:
+        _print_options(screen, compared_options(prediction))
     screen.print()
     _print_bills(screen, extras.bills)
     for advice in extras.advice:
         print_text(screen, advice.text)
     for line in request.changes:
         print_text(screen, f"refitted: {line}")
-    if assumed := prediction.cluster.assumptions:
+    assumed = prediction.cluster.assumptions
+    if not is_long:
+        also = f", and {pluralize(len(assumed), 'assumption')}" if assumed else ""
+        print_text(screen, f"--all shows all strategies, each host, other links{also}.", style="dim")
+    elif assumed:
         screen.print()
         print_text(screen, "assumed, not measured:", style="dim")
         for line in assumed:
             print_text(screen, line, indent=2, style="dim")
+
+
+def _print_details(screen: Console, prediction: Prediction, links: Sequence[Fabric]) -> None:
+    """Print all options side by side, where a step's time goes on each host, and the same over other links."""
+    _print_step_times(screen, prediction)
+    screen.print()
+    _print_trade_offs(screen, prediction)
+    print_text(screen, LEGEND, style="dim")
+    if 1 < len(prediction.option(prediction.chosen).roster.hosts) <= MAX_LISTED_HOSTS:
+        screen.print()
+        _print_hosts(screen, prediction)
+    if links:
+        screen.print()
+        _print_fabrics(screen, prediction, links)
+
+
+def compared_options(prediction: Prediction) -> list[PlanOption]:
+    """Return the options that a verdict is about: the recommended one, the requested one, plain ddp on all hosts, the
+    fastest host alone, and the fastest one that loses too much.
+    """
+    alone = best_single_host(prediction.job, prediction.cluster)
+    names = [prediction.recommended, prediction.chosen, str(DDP), alone.name if alone else ""]
+    if faster := option_above_budget(prediction):
+        names.append(faster.name)
+    by_name = {option.name: option for option in prediction.options}
+    return [by_name[name] for name in dict.fromkeys(names) if name in by_name]
+
+
+def _print_options(screen: Console, options: Sequence[PlanOption]) -> None:
+    """Print a row an option, the recommended one first."""
+    rows = [
+        [
+            option.name,
+            _format_seconds(option.step_s),
+            _format_rate(option.tokens_per_s),
+            f"{option.speedup_vs_best_host:.2f}" if option.speedup_vs_best_host else "–",
+            format_loss_change(option),
+        ]
+        for option in options
+    ]
+    titles = ("strategy", "step", "tokens/s", "×", "loss")
+    print_table(screen, titles, rows, droppable=("step",), bold_row=0 if not options[0].rejected_because else None)
 
 
 def _print_bills(screen: Console, bills: Sequence[TrainingCost]) -> None:

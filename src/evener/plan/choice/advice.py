@@ -171,20 +171,31 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
     return [Advice(text=text)]
 
 
-def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:
-    """Advise on the fastest strategy that more than the loss budget would allow. A budget of 0 is a decision."""
+def option_above_budget(prediction: Prediction) -> PlanOption | None:
+    """Return the fastest option that a larger loss budget would allow; None if it would not be much faster.
+
+    A budget of 0 is a decision: then there is none.
+    """
     cluster, budget = prediction.cluster, prediction.job.spec.train.loss_budget / 100
     too_lossy = [option for option in prediction.options
                  if why_option_rejected(option, cluster, budget) and not why_option_rejected(option, cluster, math.inf)
                  and option.loss_penalty is not None]  # fmt: skip
     if not budget or not prediction.recommended or not too_lossy:
-        return []
+        return None
     recommended, most = prediction.option(prediction.recommended), max(map(option_throughput, too_lossy))
     if most < MIN_LOSSY_GAIN * recommended.tokens_per_s:
-        return []
+        return None
     near = [option for option in too_lossy if most < MIN_GAIN * option_throughput(option)]
-    best = min(near, key=lambda option: penalty_of(option).upper_end)
-    flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, cluster)
+    return min(near, key=lambda option: penalty_of(option).upper_end)
+
+
+def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:
+    """Advise on the fastest strategy that a larger loss budget would allow, if there is one."""
+    best = option_above_budget(prediction)
+    if best is None:
+        return []
+    recommended = prediction.option(prediction.recommended)
+    flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, prediction.cluster)
     text = (
         f"With {format_flags(flags)}, {join_names(best.roster.hosts)} would train "
         f"{format_throughput(best.tokens_per_s)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as much"
