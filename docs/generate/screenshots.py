@@ -29,7 +29,7 @@ tokens_per_s = 2150
 tokens_per_s = 1075
 """
 PLAN = ("plan", "--model", "char", "--steps", "2000")
-LINES = 12  # of what it prints
+LINES = 13  # of what it prints
 STYLE = (
     "body{margin:0;background:#16181d}pre{margin:0;padding:18px 22px;color:#e4e6ea;"
     "font:15px/1.45 'DejaVu Sans Mono',monospace;display:inline-block}b{color:#7fd1ae;font-weight:400}"

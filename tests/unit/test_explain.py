@@ -7,6 +7,7 @@ import pytest
 
 from evener.core.run.roster import parse_sync
 from evener.report.explain.explain_run import explain_bottleneck, explain_run, explain_scaling
+from evener.report.pages.html_report import run_page
 from evener.report.read.run_summary import summarize_run
 from evener.report.read.strategy_comparisons import strategy_comparisons
 
@@ -380,3 +381,22 @@ def test_report_says_what_the_next_best_strategy_would_have_taken(tmp_path, writ
     assert "longer than with" not in "\n".join(explain_run(msgspec.structs.replace(summary, step_p50_s=0.017)))
     slower = msgspec.structs.replace(comparisons[0], measured=comparisons[0].measured[::-1])
     assert str(slower).endswith("; ddp is 12.5% faster: too little")
+
+
+def test_failed_run_says_so_first_and_has_no_loss(write_run, tmp_path):
+    """As a run that diverges writes it: the event of the step, then the failure with its hint."""
+    run = write_run(tmp_path / "run", [{}], verdict="failed", steps=4)
+    run.add_event("run.nonfinite", step=3, ranks=[0])
+    run.add_event("failure", rank=0, error="step 3: the gradient norm is not finite", hint="a smaller --lr")
+    summary = summarize_run(run)
+    first, *others = explain_run(summary)
+    assert first == "The run failed after 4 steps: rank 0: step 3: the gradient norm is not finite; a smaller --lr."
+    assert "no other machine took part" in others[0]
+    assert (summary.diverged_at, summary.last_loss) == (3, None)
+    page = run_page(run, now=0.0)
+    assert "diverged" in page
+    assert "at step 3" in page
+    stopped = write_run(tmp_path / "other", [{}], verdict="failed", steps=4)
+    stopped.add_event("failure", rank=0, error="no memory")
+    told = summarize_run(stopped)
+    assert (told.failure, told.diverged_at, told.last_loss) == ("rank 0: no memory", None, 3.0 / 4)

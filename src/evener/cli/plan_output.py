@@ -244,7 +244,9 @@ def compared_options(prediction: Prediction) -> list[PlanOption]:
     fastest host alone, and the fastest one that loses too much.
     """
     alone = best_single_host(prediction.job, prediction.cluster)
-    names = [prediction.recommended, prediction.chosen, str(DDP), alone.name if alone else ""]
+    chosen = prediction.option(prediction.chosen)
+    plain = "" if chosen.roster.sync == DDP else str(DDP)
+    names = [prediction.recommended, chosen.name, plain, alone.name if alone else ""]
     if faster := option_above_budget(prediction):
         names.append(faster.name)
     by_name = {option.name: option for option in prediction.options}

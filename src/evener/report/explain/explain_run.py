@@ -48,9 +48,12 @@ PHASE_DESCRIPTIONS = {
 
 
 def explain_run(summary: RunSummary) -> list[str]:
-    """Return paragraphs about one run: the speedup verdict, the measurements, and the prediction error if predicted."""
+    """Return paragraphs about one run: its failure, the speedup verdict, the measurements, and the prediction error."""
+    steps = pluralize(summary.num_steps, "step")
+    failed = [f"The run failed after {steps}: {summary.failure}."] if summary.failure else []
     predicted = [" ".join(explain_prediction(summary, summary.prediction))] if summary.prediction else []
-    return [speedup_verdict(summary, predict_alternatives(summary)).text, *explain_measurements(summary), *predicted]
+    verdict = speedup_verdict(summary, predict_alternatives(summary)).text
+    return [*failed, verdict, *explain_measurements(summary), *predicted]
 
 
 def explain_measurements(summary: RunSummary) -> list[str]:

@@ -221,7 +221,9 @@ def _key_figures(run: RecordedRun, events: list[dict[str, Any]]) -> list[KeyFigu
             format_seconds(summary.step_p50_s) if has_steps else None,
             _step_remark(summary) if has_steps else "",
         ),
-        KeyFigure("loss", None if loss is None else f"{loss:.4f}", done if summary.last_loss is not None else ""),
+        KeyFigure("loss", "diverged", f"at step {summary.diverged_at}")
+        if summary.diverged_at is not None
+        else KeyFigure("loss", None if loss is None else f"{loss:.4f}", done if summary.last_loss is not None else ""),
         KeyFigure("validation loss", f"{evaluated[-1][1]:.4f}", f"after {pluralize(evaluated[-1][0], 'step')}")
         if evaluated
         else KeyFigure("validation loss", None),

@@ -16,7 +16,7 @@ from evener.core.run.rundir import Manifest, RunDir
 from evener.core.run.step_cost import Fidelity, StepRecord, align_steps, first_rank_record, noise_scale
 from evener.core.run.step_statistics import RankSummary, summarize_steps
 from evener.plan.choice.strategy_trial import StrategyComparison
-from evener.report.read.event_log import evaluations
+from evener.report.read.event_log import describe_event, evaluations, first_failure
 from evener.report.read.membership_changes import MembershipChange, membership_changes, split_brains
 from evener.report.read.strategy_comparisons import strategy_comparisons
 
@@ -47,6 +47,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     membership_changes: list[MembershipChange] = []
     split_brains: list[str] = []  # a sentence for each membership epoch that was decided twice
     comparisons: list[StrategyComparison] = []  # of sync strategies, by --sync auto
+    failure: str = ""  # why the run failed; "": it did not
+    diverged_at: int | None = None  # of a failed run: the step whose loss or gradient was not finite
     elapsed_s: float | None = (
         None  # from the first to the last step's end on the rank with the most steps, pauses included
     )
@@ -82,7 +84,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_loss(self) -> float | None:
-        """The loss of the last step in which it was measured."""
+        """The loss of the last step in which it was measured; None if the run diverged."""
+        if self.diverged_at is not None:
+            return None
         return next((loss for loss in reversed(self.losses.values()) if loss is not None), None)
 
 
@@ -127,8 +131,22 @@ def summarize_records(
         membership_changes=membership_changes(events, records),
         split_brains=split_brains(events),
         comparisons=strategy_comparisons(events),
+        **_failure(manifest, events),
         elapsed_s=_elapsed_s(steps),
     )
+
+
+def _failure(manifest: Manifest, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return why a run failed and the step at which it diverged, as fields of its summary."""
+    event = first_failure(events) if manifest.verdict == "failed" else None
+    if event is None:
+        return {}
+    told = describe_event(event, manifest)
+    steps = [one.get("step") for one in events if one.get("event") == "run.nonfinite" and not one.get("goes_back")]
+    return {
+        "failure": told.description + (f"; {told.hint}" if told.hint else ""),
+        "diverged_at": steps[-1] if steps and isinstance(steps[-1], int) else None,
+    }
 
 
 def _val_loss(manifest: Manifest, events: list[dict[str, Any]]) -> float | None:
