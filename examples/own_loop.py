@@ -19,3 +19,6 @@ with evener.join(spec) as run:  # join(spec, resume=True) goes on
         for x, y in step.micro_batches():  # this rank's share of the global batch
             step.backward(F.cross_entropy(model(x), y, reduction="sum"))  # a sum over samples
         step.update(optimizer)
+        if step.index % 20 == 0 and run.last_record is not None:  # of the step before
+            run.print_once(f"step {run.last_record.step}  loss {run.last_record.loss:.4f}")
+    run.print_once(f"done; loss {run.last_record.loss:.4f}")

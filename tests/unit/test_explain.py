@@ -400,3 +400,18 @@ def test_failed_run_says_so_first_and_has_no_loss(write_run, tmp_path):
     stopped.add_event("failure", rank=0, error="no memory")
     told = summarize_run(stopped)
     assert (told.failure, told.diverged_at, told.last_loss) == ("rank 0: no memory", None, 3.0 / 4)
+
+
+def test_report_of_own_program_speaks_of_samples_and_names_a_command_that_runs_it(write_run, tmp_path):
+    run = write_run(tmp_path / "run", [{}, {}])
+    manifest = run.manifest()
+    argv = ["my train.py", "--batch", "64", "--out", "old", "--steps=3"]
+    summary = msgspec.structs.replace(
+        summarize_run(run),
+        manifest=msgspec.structs.replace(manifest, corpus=None, shape=None, argv=argv),
+        run_dir="runs/own",
+    )
+    text = "\n".join(explain_run(summary))
+    assert "samples/s" in text
+    assert "token" not in text
+    assert "torchrun --nproc-per-node 1 'my train.py' --batch 64 --steps=3 --out runs/own-1-rank" in text

@@ -207,7 +207,8 @@ def print_summary(summary: RunSummary) -> None:
         return
     lines = [f"{manifest.verdict} after step {result.steps}"]
     if summary.tokens_per_s:
-        lines[0] += f": {format_count(summary.tokens_per_s)} tokens/s, step {format_seconds(summary.step_p50_s)}"
+        rate = f"{format_count(summary.tokens_per_s)} {summary.unit}/s"
+        lines[0] += f": {rate}, step {format_seconds(summary.step_p50_s)}"
     if result.loss is not None and result.val_loss is not None:
         lines.append(f"loss {result.loss:.4f}, validation loss {result.val_loss:.4f}")
     if result.replicas_agree:

@@ -267,10 +267,10 @@ def _advise_on_larger_batch(prediction: Prediction, noise_tokens: float) -> Advi
     return Advice(text=text, flags={"--batch": batch}, tokens_per_s=faster * chosen.tokens_per_s)
 
 
-def format_throughput(tokens_per_s: float) -> str:
-    """Format tokens/s for a sentence.
+def format_throughput(tokens_per_s: float, unit: str = "tokens") -> str:
+    """Format a throughput for a sentence.
 
     >>> format_throughput(57.04), format_throughput(3812.0)
     ('57 tokens/s', '3.8k tokens/s')
     """
-    return f"{format_count(tokens_per_s) if tokens_per_s >= 999.5 else f'{tokens_per_s:.3g}'} tokens/s"
+    return f"{format_count(tokens_per_s) if tokens_per_s >= 999.5 else f'{tokens_per_s:.3g}'} {unit}/s"

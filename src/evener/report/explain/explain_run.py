@@ -81,12 +81,12 @@ def _explain_gradients(summary: RunSummary) -> str:
     """Explain the gradient noise scale, and the error that a lossy sync strategy adds."""
     sentences = []
     if scale := summary.noise_scale_tokens:
-        tokens = summary.tokens_per_step
+        tokens, unit = summary.tokens_per_step, summary.unit
         more = token_multiplier(scale, tokens, 2)
         sentences.append(
-            f"The gradients' noise scale is about {format_count(scale)} tokens, in the second half of the run: at "
-            f"this point a batch of {format_count(2 * tokens)} tokens instead of {format_count(tokens)} would need "
-            f"{more / 2:.2f} times as many steps for the same loss, and {more:.2f} times as many tokens"
+            f"The gradients' noise scale is about {format_count(scale)} {unit}, in the second half of the run: at "
+            f"this point a batch of {format_count(2 * tokens)} {unit} instead of {format_count(tokens)} would need "
+            f"{more / 2:.2f} times as many steps for the same loss, and {more:.2f} times as many {unit}"
         )
     if fidelity := summary.fidelity:
         roster = summary.manifest.roster
@@ -123,8 +123,8 @@ def explain_bottleneck(summary: RunSummary) -> str:
 def _explain_throughput(summary: RunSummary) -> str:
     num = len(summary.ranks)
     text = (
-        f"A step trains on {summary.tokens_per_step:,} tokens and takes {format_seconds(summary.step_p50_s)} (p50; p95 "
-        f"{format_seconds(summary.step_p95_s)}): {format_count(summary.tokens_per_s)} tokens/s."
+        f"A step trains on {summary.tokens_per_step:,} {summary.unit} and takes {format_seconds(summary.step_p50_s)} "
+        f"(p50; p95 {format_seconds(summary.step_p95_s)}): {format_count(summary.tokens_per_s)} {summary.unit}/s."
     )
     if summary.manifest.window_text:
         text += f" These figures are{summary.manifest.window_text}."

@@ -369,10 +369,12 @@ def _communication_causes(rank: _PredictedRank) -> list[Cause]:
         f"{max(0.0, (sync_s - exposed_s) / sync_s):.0%}"
         for exposed_s, sync_s in ((took_s, took.sync_s), (planned_s, planned.sync_s))
     )
-    overlap = (
-        f"backward hid {'less' if hidden_less_s > 0 else 'more'} of the communication than predicted, "
-        f"{hidden} of {format_seconds(took.sync_s)} in flight instead of {expected}"
-    )
+    more_or_less = "less" if hidden_less_s > 0 else "more"
+    overlap = f"backward hid {more_or_less} of the communication than predicted, "
+    if hidden == expected:
+        overlap += f"{format_seconds(abs(hidden_less_s))} of {format_seconds(took.sync_s)} in flight"
+    else:
+        overlap += f"{hidden} of {format_seconds(took.sync_s)} in flight instead of {expected}"
     sent = f"a rank sends {format_bytes(took.bytes)} a step, predicted were {format_bytes(planned.bytes)}"
     return [Cause(more_bytes_s, sent), Cause(rate_s, rate), Cause(hidden_less_s, overlap)]
 

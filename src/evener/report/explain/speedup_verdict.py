@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evener.core.base.shell import quote_word
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
 from evener.plan.choice.advice import format_loss_change, format_throughput
 from evener.plan.choice.options import MIN_GAIN
@@ -37,7 +37,7 @@ def speedup_verdict(summary: RunSummary, alternatives: RunAlternatives | None) -
         return SpeedupVerdict(f"No step was recorded{summary.manifest.window_text}, so there is nothing to explain.")
     if len(summary.manifest.roster.hosts) > 1:
         return _multi_host_verdict(summary, summary.tokens_per_s, alternatives)
-    trained, num = format_throughput(summary.tokens_per_s), summary.manifest.world_size
+    trained, num = format_throughput(summary.tokens_per_s, summary.unit), summary.manifest.world_size
     (host,) = summary.manifest.roster.hosts
     if num == 1:
         return SpeedupVerdict(f"{host} alone trained {trained}; no other machine took part.")
@@ -49,13 +49,15 @@ def _multi_host_verdict(
 ) -> SpeedupVerdict:
     hosts = summary.manifest.roster.hosts
     who = join_names(hosts) if len(hosts) <= MAX_NAMED_HOSTS else f"{len(hosts)} hosts"
-    trained = f"{who} trained {format_throughput(tokens_per_s)}"
+    trained = f"{who} trained {format_throughput(tokens_per_s, summary.unit)}"
     if alternatives is None or alternatives.best_single_host is None:
         return SpeedupVerdict(f"{trained} together; what one of them alone would have trained is not known.")
     alone = alternatives.best_single_host
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
     link = format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)
-    rates = f"{trained} over {link}; {name} alone would have trained {format_throughput(alone.tokens_per_s)}"
+    rates = (
+        f"{trained} over {link}; {name} alone would have trained {format_throughput(alone.tokens_per_s, summary.unit)}"
+    )
     if ratio >= MIN_SPEEDUP:
         verdict = f"It was worth it: {rates}: together they are {ratio:.2f} times as fast."
     elif ratio > 1 / MIN_SPEEDUP:
@@ -81,12 +83,25 @@ def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, mes
     return SpeedupVerdict(message, hint, command)
 
 
+def _own_command(summary: RunSummary) -> str:
+    """Return the script and its arguments, with another run directory."""
+    words, argv = [], iter(summary.manifest.argv)
+    for word in argv:
+        if word == "--out":
+            next(argv, None)
+        elif not word.startswith("--out="):
+            words.append(word)
+    return f"{quote_command(words)} --out {quote_word(f'{summary.run_dir}-1-rank')}"
+
+
 def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     """Return what several processes lose to communication, and a command that measures one process for comparison."""
     manifest, cost = summary.manifest, slowest_rank(summary).typical
     both_s = (cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0)
     lost = f"; {format_seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""
     verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
+    if manifest.shape is None:  # a program of the user's own
+        return SpeedupVerdict(verdict, "To measure it", f"torchrun --nproc-per-node 1 {_own_command(summary)}")
     data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
     command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} "
     command += f"--batch {batch} --ranks 1 --ranks {manifest.world_size}"

@@ -13,7 +13,7 @@ from evener.plan.choice.plan_request import answer_request, request_from_run
 from evener.plan.choice.search import what_if_options
 from evener.report.read.run_summary import RunSummary
 
-WHAT_IF_COLUMNS = ("what if", "step", "tokens/s", "times this run", "validation / training loss")
+WHAT_IF_COLUMNS = ("what if", "step", "tokens/s", "times this run", "loss")
 
 
 @dataclass(frozen=True)

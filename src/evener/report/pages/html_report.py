@@ -212,7 +212,7 @@ def _key_figures(run: RecordedRun, events: list[dict[str, Any]]) -> list[KeyFigu
     done = f"after {pluralize(summary.num_steps, 'step')}"
     return [
         KeyFigure(
-            "tokens/s",
+            f"{summary.unit}/s",
             format_count(summary.tokens_per_s) if has_steps else None,
             f"{summary.tokens_per_step:,} a step" if has_steps else "",
         ),

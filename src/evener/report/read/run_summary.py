@@ -59,6 +59,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.prediction is None else self.prediction.option_for(self.manifest.roster)
 
     @property
+    def unit(self) -> str:
+        """What a step counts: tokens, or the samples of a user's own program."""
+        return "samples" if self.manifest.shape is None else "tokens"
+
+    @property
     def cores(self) -> int:
         """Processors that the run could use, on all hosts."""
         return sum(host.cores for host in self.manifest.hosts)
