@@ -47,6 +47,11 @@ def test_specification_and_text_go_together(tmp_path):
     assert "/my-" in told.stdout
 
 
+def test_learning_rate_of_zero_is_said(tmp_path):
+    assert "--lr 0: the weights will not change" in train(tmp_path, "my.txt", "--lr", "0").stderr
+    assert "--lr" not in train(tmp_path, "my.txt").stderr
+
+
 def test_without_data_generated_sentences_are_trained_on(tmp_path):
     told = train(tmp_path)
     assert told.returncode == 0, told.stderr

@@ -84,6 +84,8 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
             resolved = _resolve_spec(arguments or [], of_texts, resumed, flags)
             check_token_ids(resolved.corpus)
+            if resolved.spec.train.lr == 0:
+                run_output.print_status("--lr 0: the weights will not change")
             if resolved.resume is not None:
                 where = "this machine" if chosen is None else ", ".join(chosen.hosts)
                 run_output.print_status(f"resuming from step {resolved.resume.step} on {where}")
