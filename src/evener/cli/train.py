@@ -18,7 +18,7 @@ EXAMPLES = (
     "evener train my.txt\n"
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
     "evener train --resume runs/mine --steps 200\n"
-    "evener train --fleet fleet.toml --data data/verbs --sync auto"
+    "evener train my.txt --on local,laptop"
 )
 
 ARGUMENTS = typer.Argument(
@@ -35,6 +35,11 @@ RESUME = typer.Option(None, "--resume", metavar="RUN", help="resume this run fro
 FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
 )
+ON = typer.Option(
+    None, "--on", metavar="NAME,…", help="train on these machines, as ssh knows them; local: this one. Makes their "
+    "fleet file, checks, sets up and measures them, where that is not done yet, and takes --sync auto",
+)  # fmt: skip
+YES = typer.Option(False, "--yes", help="with --on: install what a machine lacks without asking")
 HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="only these hosts of the fleet [all]")
 LOG = typer.Option(
     None, "--log", metavar="LOGGER", help="log each step to tensorboard, wandb, trackio or mlflow; may be given again"
@@ -45,7 +50,7 @@ AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
 def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | None, column: str | None,
-          resume: str | None, fleet: str | None, hosts: str | None, log: list[str] | None,
+          resume: str | None, on: str | None, yes: bool, fleet: str | None, hosts: str | None, log: list[str] | None,
           detach: bool, trust: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
@@ -58,6 +63,7 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     import json
 
     from evener.cli import follow_output, logger_processes, run_output
+    from evener.cli.on_machines import fleet_of_machines
     from evener.cli.trust import approve_fleet, approve_run
     from evener.core.run.run_plan import read_plan_if_present
     from evener.core.run.rundir import RunDir
@@ -69,6 +75,9 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     from evener.launch.start_training import check_out, choose_fleet, plan_on_hosts
     from evener.report.read.run_summary import summarize_run, summary_json
 
+    if on is not None:
+        _check_on(on, resume, fleet, hosts)
+        flags["sync"] = flags["sync"] or "auto"
     logged = logger_processes.select_loggers(log, None if resume is None else RunDir(resume))
     with contextlib.ExitStack() as attachment:
         with contextlib.ExitStack() as preparation:
@@ -78,12 +87,15 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             if resumed is not None:
                 preparation.enter_context(lock_resume(resumed.rundir))
                 resumed = ResumedRun(resumed.rundir)  # as it is now that nobody else resumes it
-            chosen = choose_fleet(fleet, hosts, resumed)
+            chosen = None if on is not None else choose_fleet(fleet, hosts, resumed)
             if chosen is not None:
                 approve_fleet(chosen, trust)
             of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
             resolved = _resolve_spec(arguments or [], of_texts, resumed, flags)
             check_token_ids(resolved.corpus)
+            if on is not None:
+                machines = fleet_of_machines(on, resolved.spec.model.model, trust=trust, may_install=yes)
+                chosen = choose_fleet(machines, None, None)
             if resolved.spec.train.lr == 0:
                 run_output.print_status("--lr 0: the weights will not change")
             if resolved.resume is not None:
@@ -122,6 +134,15 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
         follow_output.print_summary(summary)
         run_output.print_checkpoint(run.rundir, plan)
     return follow_output.exit_status(summary.manifest)
+
+
+def _check_on(on: str, resume: str | None, fleet: str | None, hosts: str | None) -> None:
+    """Raise UsageError if another flag says which machines train."""
+    from evener.core.base.errors import UsageError
+
+    for flag, given in (("--fleet", fleet), ("--hosts", hosts), ("--resume", resume)):
+        if given is not None:
+            raise UsageError(f"--on {on}: {flag} {given} says which machines train", hint="one of them")
 
 
 def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None,
@@ -163,6 +184,8 @@ def register(app: typer.Typer) -> None:
         ("vocab_size", VOCAB_SIZE, int | None),
         ("column", COLUMN, str | None),
         ("resume", RESUME, str | None),
+        ("on", ON, str | None),
+        ("yes", YES, bool),
         ("fleet", FLEET, str | None),
         ("hosts", HOSTS, str | None),
         ("log", LOG, list[str] | None),

@@ -50,11 +50,11 @@ def _approve(request: TrustRequest | None, trust: bool) -> None:
     print_escaped(f"{request.what}. It names:", file=sys.stderr)
     for line in request.details:
         print_escaped(f"  | {line}", file=sys.stderr)
-    if not trust and not _confirm("Contact these hosts, and start these programs, from now on? [y/N] "):
+    if not trust and not confirm("Contact these hosts, and start these programs, from now on? [y/N] "):
         raise request.to_error()
     request.approve()
 
 
-def _confirm(question: str) -> bool:
+def confirm(question: str) -> bool:
     print_escaped(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,110 @@
+"""`train --on laptop,attic`: make the fleet file of these machines, check them, set them up and measure them.
+
+Each step is a command that a person could give, and is printed as that. What has been done is not done again: the
+fleet file is kept, a machine that has what a run needs is not set up, and what was measured for a model is not measured
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+
+from evener.cli import doctor, fleet, probe, setup
+from evener.cli.run_output import print_status
+from evener.cli.terminal import is_interactive, make_console, print_findings
+from evener.cli.trust import approve_fleet, confirm
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_command
+from evener.core.cluster.finding import Finding
+from evener.core.cluster.fleet_file import Fleet, load_fleet
+from evener.doctor.preflight import run_preflight
+from evener.ssh.session import connect
+
+WIRE_SECONDS, HOST_SECONDS = 1.0, 3.0  # of quick probes
+
+
+def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool) -> str:
+    """Return the path of the fleet file of these machines, when all of them are ready to train `model`.
+
+    `names` are separated by commas, each as `evener fleet init` takes it. Without `may_install` it asks before it
+    installs anything. Raise EvenerError if a machine cannot take part.
+    """
+    words = [name.strip() for name in names.split(",") if name.strip()]
+    if not words:
+        raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
+    path = fleets_folder() / f"{_file_name(words)}.toml"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _show("fleet", "init", *words, "--out", path)
+        with _quiet():
+            fleet.init(names=words, out=path)
+    known = approve_fleet(load_fleet(path), trust)
+    _show("doctor", "--fleet", path, "--quick")
+    findings = _blocking_findings(known)
+    if any("evener setup" in finding.fix for finding in findings):
+        hosts = list(dict.fromkeys(finding.host for finding in findings if "evener setup" in finding.fix))
+        _set_up(path, [host for host in hosts if host], may_install=may_install)
+        findings = _blocking_findings(known)
+    if findings:
+        print_findings(make_console(stderr=True), findings)
+        raise EvenerError("these machines cannot train together yet", hint=f"mend it, and repeat; the hosts: {path}")
+    _measure(path, known, model)
+    return str(path)
+
+
+def fleets_folder() -> Path:
+    """Return the folder of the fleet files that --on makes."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "evener" / "fleets"
+
+
+def _file_name(words: list[str]) -> str:
+    return "+".join(re.sub(r"[^\w.@=-]+", "_", word) for word in words)
+
+
+def _show(*words: object) -> None:
+    """Print the command that a step stands for."""
+    print_status(f"$ {quote_command(['evener', *map(str, words)])}")
+
+
+def _blocking_findings(known: Fleet) -> list[Finding]:
+    """Return what keeps these machines from training together."""
+    with connect(known, connect_timeout_s=doctor.CONNECT_TIMEOUT_S) as (sessions, errors):
+        return run_preflight(known, sessions, errors, quick=True).blocking_findings
+
+
+def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
+    where = ", ".join(hosts)
+    command = ["setup", "--fleet", str(path)]
+    if not may_install:
+        question = f"Install evener and torch on {where}, in a folder of evener's own? [y/N] "
+        if not is_interactive() or not confirm(question):
+            hint = f"--yes; or {quote_command(['evener', *command])}"
+            raise EvenerError(f"{where}: evener is not installed there", hint=hint)
+    _show(*command)
+    if setup.setup(fleet=str(path), hosts=None, more=None, carry=False, trust=False, as_json=False):
+        raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
+
+
+def _measure(path: Path, known: Fleet, model: str) -> None:
+    """Measure what is not known yet: the links between the machines, and how fast each trains the model."""
+    names = list(known.hosts)
+    pairs = [(a, b) for a in names for b in names if a != b]
+    if any(b not in known.links.get(a, {}) for a, b in pairs):
+        _show("probe", "wire", "--fleet", path, "--seconds", f"{WIRE_SECONDS:g}", "--no-iperf3", "--no-trials")
+        with _quiet():
+            probe.wire(fleet=str(path), seconds=WIRE_SECONDS, no_iperf3=True, no_trials=True)
+    if any(model not in rates.models for name in names for rates in known.rates.get(name, {}).values()) or any(
+        name not in known.rates for name in names
+    ):
+        _show("probe", "host", "--fleet", path, "--model", model, "--seconds", f"{HOST_SECONDS:g}")
+        with _quiet():
+            probe.host(fleet=str(path), model=model, seconds=HOST_SECONDS)
+
+
+def _quiet() -> contextlib.redirect_stdout[io.StringIO]:
+    """Keep a verb's tables to itself; its status lines go on, on stderr."""
+    return contextlib.redirect_stdout(io.StringIO())

@@ -1,0 +1,92 @@
+"""`--on local,laptop` stands for the commands that it prints, and repeats none that has been done."""
+
+from __future__ import annotations
+
+import pytest
+
+from evener.cli import on_machines
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.cluster.finding import Finding
+from evener.core.cluster.fleet_file import HostLink, ModelRate, Rates, load_fleet
+from evener.core.cluster.fleet_update import update_fleet_file
+
+MISSING = Finding(check="version.python", severity="error", host="laptop", evidence="no python", fix="evener setup")
+BLOCKED = Finding(check="net.blocked", severity="error", host="laptop", evidence="blocked", fix="sudo nft …")
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """What the doctor finds, one list for each time it is asked; what was done is collected."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    found, done = [], []
+
+    def measure(verb, **changes):
+        def verb_of_probe(*, fleet, **options):
+            done.append(verb)
+            update_fleet_file(fleet, **changes)
+
+        return verb_of_probe
+
+    rates = Rates(models={"tiny": ModelRate(tokens_per_s=1000.0)})
+    names = [on_machines.fleet.local_host_name(), "laptop"]
+    links = {a: {b: HostLink(goodput_Bps=1e8, rtt_s=1e-3)} for a, b in (names, names[::-1])}
+    monkeypatch.setattr(on_machines, "_blocking_findings", lambda known: found.pop(0) if found else [])
+    monkeypatch.setattr(on_machines.setup, "setup", lambda **options: done.append("setup"))
+    monkeypatch.setattr(on_machines.probe, "wire", measure("wire", links=links))
+    monkeypatch.setattr(on_machines.probe, "host", measure("host", rates={name: {"cpu": rates} for name in names}))
+    return found, done
+
+
+def make(model="tiny", *, may_install=False):
+    return on_machines.fleet_of_machines("local, laptop", model, trust=False, may_install=may_install)
+
+
+def test_machines_are_named_checked_and_measured_once(machines, tmp_path, capfd):
+    _, done = machines
+    path = make()
+    assert path == str(tmp_path / "evener" / "fleets" / "local+laptop.toml")
+    hosts = load_fleet(path).hosts
+    assert [host.is_local for host in hosts.values()] == [True, False]
+    assert list(hosts)[1] == "laptop"
+    assert done == ["wire", "host"]
+    shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("$ evener")]
+    assert shown == [
+        f"$ evener fleet init local laptop --out {path}",
+        f"$ evener doctor --fleet {path} --quick",
+        f"$ evener probe wire --fleet {path} --seconds 1 --no-iperf3 --no-trials",
+        f"$ evener probe host --fleet {path} --model tiny --seconds 3",
+    ]
+    assert make() == path
+    shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("$ evener")]
+    assert shown == [f"$ evener doctor --fleet {path} --quick"]
+    make("char")  # another model is measured
+    assert done == ["wire", "host", "host"]
+
+
+def test_nothing_is_installed_without_being_asked(machines):
+    found, done = machines
+    found[:] = [[MISSING]]
+    with pytest.raises(EvenerError, match="laptop: evener is not installed there") as caught:
+        make()  # without a terminal nobody can be asked
+    assert caught.value.hint.startswith("--yes; or evener setup --fleet ")
+    assert done == []
+    found[:] = [[MISSING], []]
+    make(may_install=True)
+    assert done == ["setup", "wire", "host"]
+
+
+def test_what_setup_cannot_mend_is_named(machines, capfd):
+    found, done = machines
+    found[:] = [[BLOCKED]]
+    with pytest.raises(EvenerError, match="these machines cannot train together yet"):
+        make(may_install=True)
+    assert "net.blocked" in capfd.readouterr().err
+    found[:] = [[MISSING, BLOCKED], [BLOCKED]]
+    with pytest.raises(EvenerError, match="these machines cannot train together yet"):
+        make(may_install=True)
+    assert done == ["setup"]
+
+
+def test_no_machine_is_an_error(machines):
+    with pytest.raises(UsageError, match="--on ,: which machines"):
+        on_machines.fleet_of_machines(",", "tiny", trust=False, may_install=False)
