@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 import msgspec
@@ -183,10 +183,12 @@ def _last_write_unix_s(manifest: Manifest, records: dict[int, list[StepRecord]],
 
 def _run_descriptions(summary: RunSummary) -> list[str]:
     """Describe what was trained, on which data and machines, and when."""
-    manifest = summary.manifest
+    manifest, num_params = summary.manifest, f"{format_count(summary.manifest.num_params)} parameters"
+    of_what = [f"{manifest.spec.model.model} ({num_params})", manifest.corpus.name if manifest.corpus else "no corpus"]
+    if manifest.shape is None:  # a program of the user's own, which the flags of evener's model say nothing about
+        of_what = [f"{PurePath(manifest.argv[0]).name if manifest.argv else 'a program'} ({num_params})"]
     return [
-        f"{manifest.spec.model.model} ({format_count(manifest.num_params)} parameters)",
-        manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
+        *of_what,
         _processes(manifest),
         *([manifest.roster.backend] if manifest.world_size > 1 else []),
         manifest.roster.dtypes_text + (", compiled" if manifest.compiled else ""),

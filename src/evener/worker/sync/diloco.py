@@ -446,8 +446,8 @@ def inner_lr_factor(shares: Sequence[float]) -> float:
 
     It makes up for `averaging_efficiency`, as `outer_momentum` does where rounds are longer. *Measured*, two replicas,
     text read once, one seed, training loss compared to one process: with H = 1 and 1.0M parameters +5 % with a momentum
-    of 0.54, −1 % with this factor, at step 600; with H = 3, 10.7M and this factor +1.5 %, after 1000 steps. With 1.0M and
-    a learning rate of 4e-3, int8 and streaming, it is +3.5 % ± 0.7 % after 2000 steps (two seeds).
+    of 0.54, −1 % with this factor, at step 600; with H = 3, 10.7M and this factor +1.5 %, after 1000 steps. With 1.0M
+    and a learning rate of 4e-3, int8 and streaming, it is +3.5 % ± 0.7 % after 2000 steps (two seeds).
 
     >>> [round(inner_lr_factor(shares), 2) for shares in ([9], [9, 0], [9, 9], [2, 1], [9, 9, 9, 9])]
     [1.0, 1.0, 1.41, 1.36, 2.0]
