@@ -18,7 +18,7 @@ def test_printed_commands_of_verbs_run_as_typed(tmp_path, corpus):
     (tmp_path / f"{NAME}.txt").write_text("a text")
     calls = [
         ("train", "--data", corpus, "--out", NAME),
-        ("train", "--data", f"{NAME}.txt", "--out", "new"),
+        ("plan", "--nodes", "2", "--link", "1GbE", "--compute-tokens-per-s", "5", "--data", f"{NAME}.txt"),
         ("verify", NAME, "--from-step", "3"),
         ("plan", NAME),
         ("report", NAME),

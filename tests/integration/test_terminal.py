@@ -56,8 +56,11 @@ def fits(text, whole, columns):
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
 @pytest.mark.parametrize("form", PLANS)
 def test_plan_verdict_is_shown_at_any_width(place, form, columns):
-    text = ESCAPE.sub("", in_terminal("plan", *PLANS[form], columns=columns, cwd=place))
-    fits(text, piped("plan", *PLANS[form], cwd=place), columns)
+    asked = ("plan", *PLANS[form])
+    short = ESCAPE.sub("", in_terminal(*asked, columns=columns, cwd=place))
+    fits(short, piped(*asked, cwd=place), columns)
+    text = ESCAPE.sub("", in_terminal(*asked, "--all", columns=columns, cwd=place))
+    fits(text, piped(*asked, "--all", cwd=place), columns)
     words = " ".join(text.split())
     found = json.loads(told("plan", *PLANS[form], "--json", cwd=place))
     head = next(line.split() for line in text.splitlines() if line.startswith("strategy"))
@@ -66,6 +69,8 @@ def test_plan_verdict_is_shown_at_any_width(place, form, columns):
         assert re.search(rf"^{re.escape(option['name'])}\s+[\d.]+ m?s .*  [\d.]+k? +(\d\.\d\d|–)$", text, re.M)
         assert (option["rejected_because"] or "← recommended") in words
     assert found["verdict"] in words
+    assert found["verdict"] in " ".join(short.split())
+    assert re.search(rf"^{re.escape(found['recommended'])}\s.* +(\d\.\d\d|–) +\S", short, re.M)
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
