@@ -47,6 +47,18 @@ def test_specification_and_text_go_together(tmp_path):
     assert "/my-" in told.stdout
 
 
+def test_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for variable, args in (("XDG_CACHE_HOME", []), ("XDG_CONFIG_HOME", ["--on", "local"])):
+        with monkeypatch.context() as changed:
+            changed.setenv(variable, str(tmp_path / "file"))
+            done = train(tmp_path, "my.txt", *args)
+        assert done.returncode
+        error, hint = done.stderr.splitlines()[-2:]
+        assert error.startswith(f"error: cannot write {tmp_path}/file/evener")
+        assert hint.startswith(f"hint:  {variable}=FOLDER")
+
+
 def test_learning_rate_of_zero_is_said(tmp_path):
     assert "--lr 0: the weights will not change" in train(tmp_path, "my.txt", "--lr", "0").stderr
     assert "--lr" not in train(tmp_path, "my.txt").stderr

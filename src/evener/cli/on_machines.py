@@ -38,7 +38,11 @@ def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool)
         raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
     path = fleets_folder() / f"{_file_name(words)}.toml"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            hint = "XDG_CONFIG_HOME=FOLDER before the command puts it elsewhere"
+            raise EvenerError(f"cannot write {path.parent}: {error.strerror}", hint=hint) from None
         _show("fleet", "init", *words, "--out", path)
         with _quiet():
             fleet.init(names=words, out=path)

@@ -6,13 +6,15 @@ A corpus lies in the cache under a name made of the text's own name and a hash o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evener.core.base.errors import DataError
 from evener.core.base.file_io import make_folder
 from evener.core.model.corpus import Corpus, hash_bytes
 from evener.corpus.documents import ProgressCallback, scan_text, split_by_fraction
@@ -74,8 +76,7 @@ def prepare_texts(
     elif vocab_size is not None:
         tokenizer = "bpe"
     root = cache_folder()
-    make_folder(root)
-    with tempfile.TemporaryDirectory(prefix=".spool-", dir=root) as spool:
+    with _writable(root), tempfile.TemporaryDirectory(prefix=".spool-", dir=root) as spool:
         texts = find_texts(paths, Path(spool), column=column, skip=_is_of_evener)
         splits = split_by_fraction(texts.documents, VAL_FRACTION)
         scan = scan_text(splits, collect_chars=True, progress=progress)
@@ -86,6 +87,17 @@ def prepare_texts(
         folder = root / f"{_name(paths)}-{key}"
         found = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, progress=progress)
     return CachedCorpus(folder, found.corpus, found.was_written, splits.num_bytes, is_chosen, texts.notes())
+
+
+@contextlib.contextmanager
+def _writable(root: Path) -> Iterator[None]:
+    """Make the cache; raise DataError for what its disk refuses."""
+    try:
+        make_folder(root)
+        yield
+    except OSError as error:
+        hint = "XDG_CACHE_HOME=FOLDER before the command puts it elsewhere"
+        raise DataError(f"cannot write {root}: {error.strerror}", hint=hint) from None
 
 
 def _is_of_evener(folder: Path) -> bool:
