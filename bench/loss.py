@@ -261,6 +261,8 @@ def compare_runs() -> list[Comparison]:
         squares = sum((len(values) - 1) * statistics.variance(values) for values in same if len(values) > 1)
         degrees = sum(len(values) - 1 for values in same)
         values = differences[group, name]
+        if not degrees:  # one seed of each tells nothing of how far seeds lie apart
+            return LossDifference(statistics.mean(values), math.inf)
         return LossDifference(statistics.mean(values), 1.65 * math.sqrt(squares / degrees / len(values)))
 
     return [
@@ -283,7 +285,7 @@ def format_measurements() -> str:
     """
     groups: dict[tuple[Any, ...], list[Comparison]] = defaultdict(list)
     for one in compare_runs():
-        if not parse_sync(one.key.sync).is_exact:
+        if not parse_sync(one.key.sync).is_exact and larger_loss(one).margin < math.inf:
             groups[one.key.sync, one.key.shares, one.key.shape, one.key.batch, one.key.steps].append(one)
     rows: list[LossMeasurement] = []
     for found in groups.values():

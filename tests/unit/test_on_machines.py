@@ -68,7 +68,7 @@ def test_nothing_is_installed_without_being_asked(machines):
     found[:] = [[MISSING]]
     with pytest.raises(EvenerError, match="laptop: evener is not installed there") as caught:
         make()  # without a terminal nobody can be asked
-    assert caught.value.hint.startswith("--yes; or evener setup --fleet ")
+    assert caught.value.hint.endswith("local+laptop.toml --host laptop")
     assert done == []
     found[:] = [[MISSING], []]
     make(may_install=True)
@@ -85,6 +85,16 @@ def test_what_setup_cannot_mend_is_named(machines, capfd):
     with pytest.raises(EvenerError, match="these machines cannot train together yet"):
         make(may_install=True)
     assert done == ["setup"]
+
+
+def test_dry_run_installs_and_measures_nothing(machines, capfd):
+    found, done = machines
+    on_machines.fleet_of_machines("local,laptop", "tiny", trust=False, may_install=True, is_dry=True)
+    assert "$ evener probe host" in capfd.readouterr().err
+    found[:] = [[MISSING]]
+    with pytest.raises(EvenerError, match="these machines cannot train together yet"):
+        on_machines.fleet_of_machines("local,laptop", "tiny", trust=False, may_install=True, is_dry=True)
+    assert done == []
 
 
 def test_no_machine_is_an_error(machines):

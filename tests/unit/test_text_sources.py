@@ -32,7 +32,7 @@ def found(tmp_path: Path, *paths: object, column: str | None = None) -> TextSour
 
 
 def texts_of(sources: TextSources) -> list[str]:
-    return ["".join(read_text(whole_document(document))) for document in sources.documents]
+    return ["".join(read_text(whole_document(document))).removesuffix("\n") for document in sources.documents]
 
 
 def write_table(path: Path, column: str) -> Path:
@@ -120,7 +120,8 @@ def test_standard_input_is_read(tmp_path, monkeypatch):
     ("a.jsonl", '{"text": "x"}\n{"text": 5}\n', r"a\.jsonl, line 2: its text is no text but int"),
     ("a.jsonl", '{"text": "x"\n', r"a\.jsonl, line 1: not JSON"),
     ("a.jsonl", "[1]\n", r"a\.jsonl, line 1: expected an object or a text"),
-    ("a.csv", 'text\n"open', r"a\.csv: not a table"),
+    ("a.csv", 'text\n"open', r"a\.csv, after line 0: not a table"),
+    ("a.csv", "id,text\n1,one\n2,two, three\n", r"a\.csv, line 3: more fields than the first line names"),
     ("a.csv", b"text\n\xff\n", r"a\.csv is not UTF-8"),
     ("a.parquet", "PAR1", r"a\.parquet: not Parquet"),
 ])  # fmt: skip
@@ -130,6 +131,21 @@ def test_damaged_table_is_a_one_line_error(tmp_path, name, content, told):
     with pytest.raises(DataError, match=told) as caught:
         found(tmp_path, path)
     assert "\n" not in str(caught.value)
+
+
+def test_rows_are_not_joined_and_odd_rows_are_left_out(tmp_path):
+    """A byte order mark, rows without the column, and quotes within a field of a .tsv."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n{"id": 2}\n{"text": "two\\n"}\n')
+    documents = found(tmp_path, path).documents
+    assert ["".join(read_text(whole_document(document))) for document in documents] == ["one\n", "two\n"]
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\t"quoted" start\n')
+    assert texts_of(found(tmp_path, tmp_path / "a.tsv")) == ["quoted start"]
+    folder = tmp_path / "folder"
+    (folder / "web").mkdir(parents=True)
+    (folder / "part.jsonl").write_text('{"id": 1}\n{"text": "late"}\n')
+    (folder / "web" / "manifest.json").write_text("{}")  # of a web page, not of a run
+    assert texts_of(found(tmp_path, folder)) == ["{}"]
 
 
 def test_column_without_a_table_is_refused(tmp_path):
@@ -160,6 +176,7 @@ def test_own_runs_and_corpora_are_no_texts(tmp_path, monkeypatch):
     (home / "text.txt").write_text("xyz " * 500)
     before = prepare_texts([home])
     (home / "runs" / "one" / "manifest.json").write_text(json.dumps({"verdict": "finished"}))
+    (home / "runs" / "one" / "events.jsonl").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     assert prepare_texts([home]).folder.name == prepare_texts([home]).folder.name == before.folder.name
 

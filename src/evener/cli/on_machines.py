@@ -27,11 +27,12 @@ from evener.ssh.session import connect
 WIRE_SECONDS, HOST_SECONDS = 1.0, 3.0  # of quick probes
 
 
-def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool) -> str:
+def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool, is_dry: bool = False) -> str:
     """Return the path of the fleet file of these machines, when all of them are ready to train `model`.
 
     `names` are separated by commas, each as `evener fleet init` takes it. Without `may_install` it asks before it
-    installs anything. Raise EvenerError if a machine cannot take part.
+    installs anything. `is_dry`: nothing is installed or measured; the commands are printed. Raise EvenerError if a
+    machine cannot take part.
     """
     words = [name.strip() for name in names.split(",") if name.strip()]
     if not words:
@@ -49,14 +50,14 @@ def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool)
     known = approve_fleet(load_fleet(path), trust)
     _show("doctor", "--fleet", path, "--quick")
     findings = _blocking_findings(known)
-    if any("evener setup" in finding.fix for finding in findings):
+    if not is_dry and any("evener setup" in finding.fix for finding in findings):
         hosts = list(dict.fromkeys(finding.host for finding in findings if "evener setup" in finding.fix))
         _set_up(path, [host for host in hosts if host], may_install=may_install)
         findings = _blocking_findings(known)
     if findings:
         print_findings(make_console(stderr=True), findings)
         raise EvenerError("these machines cannot train together yet", hint=f"mend it, and repeat; the hosts: {path}")
-    _measure(path, known, model)
+    _measure(path, known, model, is_dry=is_dry)
     return str(path)
 
 
@@ -82,31 +83,35 @@ def _blocking_findings(known: Fleet) -> list[Finding]:
 
 def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
     where = ", ".join(hosts)
-    command = ["setup", "--fleet", str(path)]
+    command = ["setup", "--fleet", str(path), *(word for host in hosts for word in ("--host", host))]
     if not may_install:
         question = f"Install evener and torch on {where}, in a folder of evener's own? [y/N] "
         if not is_interactive() or not confirm(question):
             hint = f"--yes; or {quote_command(['evener', *command])}"
             raise EvenerError(f"{where}: evener is not installed there", hint=hint)
     _show(*command)
-    if setup.setup(fleet=str(path), hosts=None, more=None, carry=False, trust=False, as_json=False):
+    with _quiet():
+        status = setup.setup(fleet=str(path), hosts=hosts, more=None, carry=False, trust=False, as_json=False)
+    if status:
         raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
 
 
-def _measure(path: Path, known: Fleet, model: str) -> None:
+def _measure(path: Path, known: Fleet, model: str, *, is_dry: bool) -> None:
     """Measure what is not known yet: the links between the machines, and how fast each trains the model."""
     names = list(known.hosts)
     pairs = [(a, b) for a in names for b in names if a != b]
     if any(b not in known.links.get(a, {}) for a, b in pairs):
         _show("probe", "wire", "--fleet", path, "--seconds", f"{WIRE_SECONDS:g}", "--no-iperf3", "--no-trials")
-        with _quiet():
-            probe.wire(fleet=str(path), seconds=WIRE_SECONDS, no_iperf3=True, no_trials=True)
+        if not is_dry:
+            with _quiet():
+                probe.wire(fleet=str(path), seconds=WIRE_SECONDS, no_iperf3=True, no_trials=True)
     if any(model not in rates.models for name in names for rates in known.rates.get(name, {}).values()) or any(
         name not in known.rates for name in names
     ):
         _show("probe", "host", "--fleet", path, "--model", model, "--seconds", f"{HOST_SECONDS:g}")
-        with _quiet():
-            probe.host(fleet=str(path), model=model, seconds=HOST_SECONDS)
+        if not is_dry:
+            with _quiet():
+                probe.host(fleet=str(path), model=model, seconds=HOST_SECONDS)
 
 
 def _quiet() -> contextlib.redirect_stdout[io.StringIO]:

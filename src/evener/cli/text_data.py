@@ -12,7 +12,7 @@ from evener.core.base.units import format_bytes
 from evener.core.model.corpus import load_corpus
 from evener.core.run.run_spec import DataSpec
 from evener.corpus.prepare_corpus import prepare
-from evener.corpus.text_cache import prepare_texts
+from evener.corpus.text_cache import is_prepared, prepare_texts
 from evener.corpus.text_sources import STDIN
 
 
@@ -69,12 +69,9 @@ def _make_verbs(folder: Path) -> None:
         prepare(folder, splits, tokenizer="char", extra=files, progress=progress)
 
 
-def is_prepared(path: Path) -> bool:
-    """Return whether a folder is a corpus that `evener data` or nanoGPT prepared."""
-    return (path / "meta.json").is_file() or (path / "train.bin").is_file()
-
-
 def _check_exists(path: str) -> None:
+    if not path:
+        raise UsageError("an empty name: which text?", hint="evener train FILE; . is this folder")
     if path == STDIN or Path(path).exists():
         return
     if "://" in path or path.startswith(("http:/", "https:/")):

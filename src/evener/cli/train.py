@@ -77,7 +77,6 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
 
     if on is not None:
         _check_on(on, resume, fleet, hosts)
-        flags["sync"] = flags["sync"] or "auto"
     logged = logger_processes.select_loggers(log, None if resume is None else RunDir(resume))
     with contextlib.ExitStack() as attachment:
         with contextlib.ExitStack() as preparation:
@@ -91,10 +90,12 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             if chosen is not None:
                 approve_fleet(chosen, trust)
             of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
-            resolved = _resolve_spec(arguments or [], of_texts, resumed, flags)
+            resolved = _resolve_spec(arguments or [], of_texts, resumed, flags, has_auto_sync=on is not None)
             check_token_ids(resolved.corpus)
             if on is not None:
-                machines = fleet_of_machines(on, resolved.spec.model.model, trust=trust, may_install=yes)
+                machines = fleet_of_machines(
+                    on, resolved.spec.model.model, trust=trust, may_install=yes, is_dry=dry_run
+                )
                 chosen = choose_fleet(machines, None, None)
             if resolved.spec.train.lr == 0:
                 run_output.print_status("--lr 0: the weights will not change")
@@ -146,8 +147,11 @@ def _check_on(on: str, resume: str | None, fleet: str | None, hosts: str | None)
 
 
 def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None,
-                  flags: dict[str, str | bool | None]) -> ResolvedRun:  # fmt: skip
-    """Build and check the spec from the TOML file, the texts and the flags; a resumed run starts from its own spec."""
+                  flags: dict[str, str | bool | None], *, has_auto_sync: bool) -> ResolvedRun:  # fmt: skip
+    """Build and check the spec from the TOML file, the texts and the flags; a resumed run starts from its own spec.
+
+    `has_auto_sync`: the strategy is chosen, unless the file or a flag names one.
+    """
     from pathlib import Path
 
     import msgspec
@@ -155,6 +159,7 @@ def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: Resum
     from evener.cli import run_output
     from evener.cli.flags import explicit_values
     from evener.cli.text_data import prepared_folder, split_arguments
+    from evener.core.base.decoding import from_toml
     from evener.core.base.errors import UsageError
     from evener.core.run.resolve import default_run_path, resolve
     from evener.core.run.run_spec import make_spec
@@ -167,6 +172,9 @@ def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: Resum
         raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
     base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
+    names_sync = "sync" in texts or (spec_file and "sync" in from_toml(Path(spec_file).read_text()).get("train", {}))
+    if has_auto_sync and not names_sync:
+        spec = msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, sync="auto"))
     if resumed is None:
         data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
         spec = msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))

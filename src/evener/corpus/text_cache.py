@@ -103,7 +103,14 @@ def _writable(root: Path) -> Iterator[None]:
 def _is_of_evener(folder: Path) -> bool:
     """Return whether a folder is the cache, a prepared corpus or a run: its files are not the person's texts."""
     is_cache = folder.resolve() == cache_folder().resolve()
-    return is_cache or any((folder / name).is_file() for name in ("meta.json", "train.bin", "manifest.json"))
+    is_run = (folder / "manifest.json").is_file() and (folder / "events.jsonl").is_file()
+    return is_cache or is_run or is_prepared(folder)
+
+
+def is_prepared(folder: Path) -> bool:
+    """Return whether a folder is a corpus that `evener data` or nanoGPT prepared."""
+    has_meta = (folder / "meta.json").is_file() and (folder / "tokenizer.json").is_file()
+    return has_meta or (folder / "train.bin").is_file()
 
 
 def _name(paths: Sequence[str | os.PathLike[str]]) -> str:

@@ -8,11 +8,13 @@
 | a folder of Hugging Face datasets, as `save_to_disk` writes it | the same |
 
 A table is never taken for raw text. The texts of its rows, and standard input, are copied into one file of the spool
-folder, of which each document is a part: a row is no object in memory.
+folder, of which each document is a part: a row is no object in memory. A row ends with a new line, as tokenizers
+without an end-of-text token would join it with the next one.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import os
 import sys
@@ -78,11 +80,13 @@ class TextSources:
 
     def _add_file(self, path: Path, document: Document, *, is_named: bool) -> None:
         if path.suffix.lower() in _TABLES:
+            num_before = len(self.documents)
             try:
                 self._add_table(path)
             except NoColumnError:
                 if is_named:
                     raise
+                del self.documents[num_before:]
                 self.num_without_column += 1
         elif is_named or is_text(path):
             self.documents.append(document)
@@ -101,6 +105,7 @@ class TextSources:
         with target.open("wb") as file:
             for i, text in enumerate(texts):
                 if text:
+                    text = text if text.endswith(b"\n") or name == STDIN else text + b"\n"
                     file.write(text)
                     self.documents.append(Document(f"{name}:{i}", len(text), target, offset))
                     offset += len(text)
@@ -143,32 +148,40 @@ def _no_column(where: str, column: str, columns: Sequence[str] | dict[str, Any])
 
 
 def _read_jsonl(path: Path, column: str) -> Iterator[str]:
-    decoder = json_decoder(Any)
+    decoder, has_column = json_decoder(Any), False
     with _opened(path) as file:
         for i, line in enumerate(file, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if i == 1 else line
             if not line.strip():
                 continue
             try:
                 row = decoder.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise DataError(f"{path}, line {i}: not JSON: {error}") from None
+            if has_column and isinstance(row, dict) and column not in row:
+                continue  # as if it were empty
             yield _text_of(row, column, f"{path}, line {i}")
+            has_column = True
 
 
 def _read_csv(path: Path, column: str) -> Iterator[str]:
     csv.field_size_limit(_CSV_FIELD_BYTES)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    is_tsv, line = path.suffix.lower() == ".tsv", 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file, delimiter=delimiter, strict=True)
+            rows = csv.DictReader(file, delimiter="\t" if is_tsv else ",", strict=not is_tsv)
             if column not in (rows.fieldnames or ()):
                 raise _no_column(str(path), column, rows.fieldnames or ())
             for row in rows:
+                line = rows.line_num
+                if None in row:
+                    raise DataError(f"{path}, line {line}: more fields than the first line names",
+                                    hint='a text with a comma needs quotes: "…"')  # fmt: skip
                 yield row[column] or ""
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
     except csv.Error as error:
-        raise DataError(f"{path}: not a table: {error}") from None
+        raise DataError(f"{path}, after line {line}: not a table: {error}") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
 
