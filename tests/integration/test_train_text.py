@@ -74,9 +74,9 @@ def test_without_data_generated_sentences_are_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("args", "error", "hint"),
     [
-        (["my.tx"], "my.tx: no such file or folder", 'did you mean "my.txt"?'),
+        (["my.tx"], "my.tx: no such file or folder", "did you mean my.txt?"),
         (["nothing/at/all"], "nothing/at/all: no such file or folder", "evener train FILE trains on"),
-        (["https://example.com/a.txt"], "https://example.com/a.txt: evener downloads no data", "download it"),
+        (["https://example.com/a.txt"], "https://example.com/a.txt: no such file or folder", "download it"),
         (["my.txt", "--data", "my.txt"], "--data my.txt: my.txt is what to train on", "one of them"),
         (["a.toml", "b.toml"], "b.toml: one specification is enough: a.toml", ""),
         (["a.toml"], "a.toml: No such file or directory", "flags begin with --"),

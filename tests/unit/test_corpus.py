@@ -479,7 +479,7 @@ def test_non_corpus_folder_is_refused(tmp_path: Path) -> None:
         load_corpus(tmp_path / "text.txt")
     assert "evener data text" in caught.value.hint
     (tmp_path / "shakespeare").mkdir()
-    for name, told in (("shakespear", f"did you mean {tmp_path}/shakespeare?"), ("wikitext", "evener data text FILE")):
+    for name, told in (("shakespear", f"did you mean {tmp_path}/shakespeare?"), ("wikitext", "evener train FILE")):
         with pytest.raises(DataError, match="no such folder") as caught:
             load_corpus(tmp_path / name)
         assert told in caught.value.hint

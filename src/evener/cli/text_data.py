@@ -7,9 +7,9 @@ from pathlib import Path
 
 from evener.cli.data import show_progress
 from evener.cli.run_output import print_status
-from evener.core.base.errors import UsageError, did_you_mean
+from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes
-from evener.core.model.corpus import load_corpus
+from evener.core.model.corpus import hint_for_missing, load_corpus
 from evener.core.run.run_spec import DataSpec
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.text_cache import is_prepared, prepare_texts
@@ -72,12 +72,5 @@ def _make_verbs(folder: Path) -> None:
 def _check_exists(path: str) -> None:
     if not path:
         raise UsageError("an empty name: which text?", hint="evener train FILE; . is this folder")
-    if path == STDIN or Path(path).exists():
-        return
-    if "://" in path or path.startswith(("http:/", "https:/")):
-        raise UsageError(f"{path}: evener downloads no data", hint="download it, then: evener train FILE")
-    folder = Path(path).parent
-    names = [str(folder / name.name) for name in folder.iterdir()] if folder.is_dir() else []
-    near = did_you_mean(str(Path(path)), names)
-    hint = near if near.startswith("did you mean") else "evener train FILE trains on a text of your own"
-    raise UsageError(f"{path}: no such file or folder", hint=hint)
+    if path != STDIN and not Path(path).exists():
+        raise UsageError(f"{path}: no such file or folder", hint=hint_for_missing(Path(path)))

@@ -47,8 +47,8 @@ class TextSources:
         self.documents: list[Document] = []
         self.num_not_text = 0  # files of folders that are not text
         self.num_without_column = 0  # tables of folders without the column
-        self.columns: dict[str, str] = {}  # the column that was read, by table
-        self._spool, self._column = spool, column
+        self.tables: list[str] = []  # those that were read
+        self._spool, self._column = spool, column or DEFAULT_COLUMN
         self._num_spooled = 0
 
     def add(self, path: Path, *, skip: Callable[[Path], bool]) -> None:
@@ -71,11 +71,9 @@ class TextSources:
         if self.num_not_text:
             notes.append(f"left out {pluralize(self.num_not_text, 'file')} that hold no text in UTF-8")
         if self.num_without_column:
-            column = self._column or DEFAULT_COLUMN
-            notes.append(f"left out {pluralize(self.num_without_column, 'table')} without a column {column}")
-        for column in dict.fromkeys(self.columns.values()):
-            tables = [name for name, read in self.columns.items() if read == column]
-            notes.append(f"column {column} of {join_names(tables)}")
+            notes.append(f"left out {pluralize(self.num_without_column, 'table')} without a column {self._column}")
+        if self.tables:
+            notes.append(f"column {self._column} of {join_names(self.tables)}")
         return notes
 
     def _add_file(self, path: Path, document: Document, *, is_named: bool) -> None:
@@ -94,10 +92,9 @@ class TextSources:
             self.num_not_text += 1
 
     def _add_table(self, path: Path) -> None:
-        column = self._column or DEFAULT_COLUMN
         read = _read_dataset if path.is_dir() else _TABLES[path.suffix.lower()]
-        self._spool_texts(path.name, (text.encode("utf-8", "surrogatepass") for text in read(path, column)))
-        self.columns[path.name] = column
+        self._spool_texts(path.name, (text.encode("utf-8", "surrogatepass") for text in read(path, self._column)))
+        self.tables.append(path.name)
 
     def _spool_texts(self, name: str, texts: Iterator[bytes]) -> None:
         self._num_spooled += 1
@@ -260,6 +257,6 @@ def find_texts(
     if not sources.documents:
         names = ", ".join(map(str, paths))
         raise DataError(f"no text in {names}: every file is empty, hidden or not text, or there is none")
-    if column is not None and not sources.columns:
+    if column is not None and not sources.tables:
         raise UsageError(f"--column {column}: no table is among the texts", hint="for .jsonl, .csv, .tsv and .parquet")
     return sources

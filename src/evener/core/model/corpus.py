@@ -53,7 +53,7 @@ _MAX_PICKLE_BYTES = 64 * 1024 * 1024
 _SAMPLED_ABOVE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
 _DISTINCT_SAMPLE_BLOCKS = 256
-_PREPARE_HINT = "of a text of your own: evener data text FILE; of examples: evener data verbs"
+_PREPARE_HINT = "evener train FILE trains on a text of your own; evener data verbs makes an example"
 
 
 class CorpusMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
     try:
         root.stat()
     except FileNotFoundError:
-        raise DataError(f"{root}: no such folder", hint=_hint_for_missing(root)) from None
+        raise DataError(f"{root}: no such folder", hint=hint_for_missing(root)) from None
     except (OSError, ValueError) as error:  # a name that is too long, a NUL
         raise DataError(f"{root}: {getattr(error, 'strerror', error)}", hint=_PREPARE_HINT) from None
     if not root.is_dir():
@@ -146,10 +146,10 @@ def load_corpus(folder: str | os.PathLike[str]) -> Corpus:
     return corpus
 
 
-def _hint_for_missing(root: Path) -> str:
-    """Return what to do about a folder that does not exist: a folder with a similar name, or how to make one."""
+def hint_for_missing(root: Path) -> str:
+    """Return what to do about data that is not there: a similar name beside it, or what else to train on."""
     if re.match(r"https?:/", str(root)):
-        return "evener downloads no data: download it, then: evener data text FILE"
+        return "evener downloads no data: download it, then: evener train FILE"
     try:
         near = difflib.get_close_matches(root.name, os.listdir(root.parent), n=1)
     except OSError:

@@ -60,7 +60,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> str:
-        """What a step counts: tokens, or the samples of a user's own program."""
+        """Return what a step counts: "tokens", or the "samples" of a user's own program."""
         return "samples" if self.manifest.shape is None else "tokens"
 
     @property
