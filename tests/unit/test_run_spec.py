@@ -10,13 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evener.core.base.errors import UsageError
-from evener.core.run.run_spec import FLAGS, RunSpec, make_spec, parse_args, to_flags
+from evener.core.run.run_spec import FLAGS, RunSpec, TrainSpec, make_spec, parse_args, to_flags
 
 
 def test_every_setting_is_a_flag_with_help():
     assert FLAGS["steps"].name == "--steps"
     assert FLAGS["micro_batch"].section == "train"
     assert all(flag.help for flag in FLAGS.values())
+
+
+def test_file_overrides_the_base_and_flags_override_both(tmp_path):
+    file, base = tmp_path / "run.toml", RunSpec(train=TrainSpec(sync="auto", steps=3, batch=9))
+    file.write_text("[train]\nsteps = 7\n")
+    train = make_spec(file, {"batch": "5"}, base).train
+    assert (train.sync, train.steps, train.batch) == ("auto", 7, 5)
+    file.write_text('[train]\nsync = "ddp"\n')
+    assert make_spec(file, {}, base).train.sync == "ddp"
 
 
 @pytest.mark.parametrize(("text", "steps"), [("5k", 5000), ("2.5K", 2500), ("1e4", 10_000), ("1M", 10**6), ("20", 20)])

@@ -159,10 +159,9 @@ def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: Resum
     from evener.cli import run_output
     from evener.cli.flags import explicit_values
     from evener.cli.text_data import prepared_folder, split_arguments
-    from evener.core.base.decoding import from_toml
     from evener.core.base.errors import UsageError
     from evener.core.run.resolve import default_run_path, resolve
-    from evener.core.run.run_spec import make_spec
+    from evener.core.run.run_spec import RunSpec, TrainSpec, make_spec
 
     texts = explicit_values(flags)
     spec_file, paths = split_arguments(arguments)
@@ -170,11 +169,10 @@ def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: Resum
         raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
     if paths and "data" in texts:
         raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
-    base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
+    base = RunSpec(train=TrainSpec(sync="auto")) if has_auto_sync else RunSpec()
+    if resumed is not None:
+        base = resumed.fetch_spec(run_output.print_status)
     spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
-    names_sync = "sync" in texts or (spec_file and "sync" in from_toml(Path(spec_file).read_text()).get("train", {}))
-    if has_auto_sync and not names_sync:
-        spec = msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, sync="auto"))
     if resumed is None:
         data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
         spec = msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))

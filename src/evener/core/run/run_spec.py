@@ -268,8 +268,9 @@ def parse_args(args: Sequence[str]) -> RunSpec:
 
 
 def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None = None) -> RunSpec:
-    """Return the checked RunSpec of a TOML file (or `base`), overridden by flags whose values are still text."""
-    spec = _read_toml(file) if file else base or RunSpec()
+    """Return the checked RunSpec of `base`, overridden by a TOML file and then by flags whose values are still text."""
+    base = base or RunSpec()
+    spec = _read_toml(file, base) if file else base
     tree: dict[str, Any] = msgspec.to_builtins(spec)
     for field, text in texts.items():
         flag = FLAGS[field]
@@ -307,7 +308,7 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _read_toml(file: Path) -> RunSpec:
+def _read_toml(file: Path, base: RunSpec) -> RunSpec:
     try:
         tree = from_toml(read_file(file).decode())
     except OSError as error:
@@ -323,8 +324,11 @@ def _read_toml(file: Path) -> RunSpec:
                     raise UsageError(f"{file}: no key {field} in [{key}]", hint=_section_hint(field, fields))
         elif key not in sections and key != "out":
             raise UsageError(f"{file}: no key {key}", hint=_section_hint(key, [*sections, "out"]))
+    whole: dict[str, Any] = msgspec.to_builtins(base)
+    for key, value in tree.items():
+        whole[key] = whole[key] | value if key in sections and isinstance(value, dict) else value
     try:
-        return from_builtins(tree, RunSpec)
+        return from_builtins(whole, RunSpec)
     except msgspec.ValidationError as error:
         raise UsageError(f"{file}: {_expected(error)}{_at(error)}") from None
 
