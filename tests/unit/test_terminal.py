@@ -164,7 +164,7 @@ def test_device_probe_shows_rates_at_any_width(columns):
                   triad_Bps=1e10, sum_Bps={"fp32": 4e10}, sync_Bps=2e9, loopback_Bps=1e9, memory_bytes=10**11,
                   coding_Bps=dict.fromkeys(("bf16", "int8", "int4", "packed", "powersgd:4", "powersgd:32"), 1e9),
                   models={"char": probed.CHAR})  # fmt: skip
-    found = DeviceProbeResult(host="attic", device="cpu", threads=4, model="char", num_params=10**7, rates=rates,
+    found = DeviceProbeResult(host="attic", device="cpu", threads=4, model="char", rates=rates,
                         sustained=probed.SUSTAINED, findings=[])  # fmt: skip
     roof = Roofline(arithmetic_s=0.1, memory_s=0.01)
     text = written(columns, lambda where: probe_output.print_device(where, found, roof))

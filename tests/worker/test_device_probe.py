@@ -58,7 +58,7 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
 )
 def test_probe_recovers_pass_cost_and_rate(monkeypatch, sequence_s, pass_s, large):
     said = device_of(monkeypatch, pass_s=pass_s, sequence_s=sequence_s, first_s=3.0)
-    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h"), "char", CPU, said.append)
     rate = model_rate(found)
     assert found.large.micro_batch == large
     assert (rate.pass_s, rate.tokens_per_s) == pytest.approx((pass_s, 256 / sequence_s), rel=1e-6)
@@ -69,7 +69,7 @@ def test_probe_recovers_pass_cost_and_rate(monkeypatch, sequence_s, pass_s, larg
 
 def test_smaller_passes_repeat_often_within_their_time_budget(monkeypatch):
     device_of(monkeypatch, pass_s=0.005, sequence_s=1e-4)
-    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, print)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h"), "char", CPU, print)
     smaller_s = sum(one.passes * one.pass_p50_s for one in found.smaller)
     assert smaller_s < 1.1 * sustained_bench.SMALLER_SHARE * 12.0
     assert min(one.passes for one in found.smaller) > 20
@@ -78,7 +78,7 @@ def test_smaller_passes_repeat_often_within_their_time_budget(monkeypatch):
 @pytest.mark.parametrize(("sequence_s", "whole_s"), [(5.0, 5 * 5), (20.0, 20 * 4)])
 def test_slow_host_is_probed_with_three_passes(monkeypatch, sequence_s, whole_s):
     said = device_of(monkeypatch, pass_s=0.0, sequence_s=sequence_s)
-    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="char"), CPU, said.append)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h"), "char", CPU, said.append)
     assert (found.large.passes, found.smaller) == (3, [])
     assert model_rate(found).pass_s is None
     assert len(said) == 1
@@ -86,7 +86,7 @@ def test_slow_host_is_probed_with_three_passes(monkeypatch, sequence_s, whole_s)
 
 
 def test_probing_a_preset_measures_rate_update_and_cpus():
-    found = sustained_bench.train_sustained(HostProbeSpec(host="h", model="tiny", seconds=2.0), CPU, print)
+    found = sustained_bench.train_sustained(HostProbeSpec(host="h", seconds=2.0), "tiny", CPU, print)
     assert found.large.passes >= 3
     assert found.updates == found.large.passes + sum(one.passes for one in found.smaller)
     rate = model_rate(found)

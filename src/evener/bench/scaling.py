@@ -78,7 +78,7 @@ def probe_local_rates(spec: RunSpec) -> dict[str, Rates]:
     model = spec.model
     request = HostProbeSpec(
         host="here",
-        model=model.model,
+        models=(model.model,),
         seconds=PROBE_S,
         dtype=model.dtype,
         dropout=model.dropout,

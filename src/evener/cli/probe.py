@@ -207,8 +207,10 @@ def collectives(
 @app.command(epilog="evener probe host --model char\nevener probe host --fleet fleet.toml --model gpt2")
 def host(
     fleet: FleetFile = None,
-    model: Annotated[str, typer.Option(help="model to train")] = "char",
-    seconds: Annotated[float, typer.Option(min=1, max=600, help="of sustained training; 10 show throttling")] = 12.0,
+    model: Annotated[str, typer.Option(metavar="NAME,…", help="models to train, one after the other")] = "char",
+    seconds: Annotated[
+        float, typer.Option(min=1, max=600, help="of sustained training of each model; 10 show throttling")
+    ] = 12.0,
     device: Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="auto: processor and GPUs")] = "auto",
     dtype: Annotated[str, typer.Option(metavar="auto|fp32|bf16|fp16", help="auto: as for training")] = "auto",
     one_by_one: Annotated[
@@ -219,7 +221,7 @@ def host(
 ) -> int:
     """Measure each device: arithmetic, memory and reduction rates, the cost of an all-reduce, and training throughput.
 
-    For the model: sustained tokens/s, the fixed time of a micro-batch, the optimizer update, and the bottleneck. A
+    For each model: sustained tokens/s, the fixed time of a micro-batch, the optimizer update, and the bottleneck. A
     processor is measured in one process, with the threads of all ranks that the host would have.
 
     Measures all hosts of a fleet at the same time; use --one-by-one if they share a machine. Written to [rates] of the
@@ -236,13 +238,16 @@ def host(
     from evener.launch.probe_hosts import probe_devices
     from evener.plan.cost.roofline import roofline
 
-    if model not in PRESETS:
-        raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
-    given = {"host": "here", "model": model, "seconds": seconds, "device": device, "dtype": dtype}
+    models = list(dict.fromkeys(name.strip() for name in model.split(",")))
+    for name in models:
+        if name not in PRESETS:
+            raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(name, PRESETS))
+    given = {"host": "here", "models": models, "seconds": seconds, "device": device, "dtype": dtype}
     spec = _parse_spec(given, HostProbeSpec)
     path = fleet_path(fleet)
     print_status(
-        f"about {seconds + 15:.0f} s for each device of a host" + (", one host after another" if one_by_one else "")
+        f"about {len(models) * seconds + 15:.0f} s for each device of a host"
+        + (", one host after another" if one_by_one else "")
     )
     found: list[DeviceProbeResult] = []
     rates: dict[str, dict[str, Rates]] = {}
@@ -254,10 +259,12 @@ def host(
                 print_status(f"{name}: {item.text}")
                 continue
             found.append(item)
-            rates.setdefault(item.host, {})[item.device] = item.rates
+            of_host = rates.setdefault(item.host, {})
+            of_models = of_host[item.device].models if item.device in of_host else {}
+            of_host[item.device] = msgspec.structs.replace(item.rates, models=of_models | item.rates.models)
             dtype = item.sustained.dtype
             roof = roofline(
-                PRESETS[model],
+                PRESETS[item.model],
                 item.sustained.large.tokens,
                 matmul_flops=item.rates.matmul_flops[dtype],
                 copy_Bps=item.rates.copy_Bps or 0.0,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from evener.cli.terminal import fit_columns, line_width, print_table, print_text
 from evener.core.base.units import format_bit_rate, format_bytes, format_count, format_seconds, pluralize
+from evener.core.model.shape import PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +139,7 @@ def print_device(console: Console, result: DeviceProbeResult, roof: Roofline) ->
         (
             "an update takes",
             f"{format_seconds(sustained.update_p50_s)}, p95 {format_seconds(sustained.update_p95_s)}: clipping and "
-            f"AdamW, {format_count(result.num_params)} parameters, {sustained.updates} updates",
+            f"AdamW, {format_count(PRESETS[result.model].num_params())} parameters, {sustained.updates} updates",
         ),
     ]
     print_table(console, (f"{result.host} {result.device}", f"{rates.name}{threads}"), rows, wrap_last=True)

@@ -18,8 +18,8 @@ class HostProbeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The input of `worker/probe/device_probe.py` on every host."""
 
     host: str  # the name used in findings
-    model: str = "char"
-    seconds: Annotated[float, Meta(gt=0)] = 12.0  # of sustained training
+    models: Annotated[tuple[str, ...], Meta(min_length=1)] = ("char",)  # presets, one after the other
+    seconds: Annotated[float, Meta(gt=0)] = 12.0  # of sustained training of each
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # of forward and backward; auto: as in training
     dropout: Annotated[float, Meta(ge=0, lt=1)] | None = None  # None: the preset's
@@ -94,13 +94,12 @@ def model_rate(sustained: SustainedThroughput) -> ModelRate:
 
 
 class DeviceProbeResult(msgspec.Struct, frozen=True, kw_only=True, tag="device"):
-    """The measured rates of one device, and the findings."""
+    """The measured rates of one device with one model, and the findings."""
 
     host: str
     device: str  # "cpu", "cuda:0"
     threads: int
     model: str
-    num_params: int
     rates: Rates
     sustained: SustainedThroughput
     findings: list[Finding]

@@ -1,6 +1,6 @@
 """Device probe: measure this host's matrix products, memory bandwidth, all-reduce, codecs and training throughput.
 
-    python -m evener.worker.probe.device_probe '{"host": "attic", "model": "char"}'
+    python -m evener.worker.probe.device_probe '{"host": "attic", "models": ["char"]}'
 
 One process measures every device in turn; the argument is a HostProbeSpec. Prints lines of JSON.
 """
@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 
 import msgspec
 import torch
@@ -30,7 +31,6 @@ from evener.core.cluster.host_probe import (
     SustainedThroughput,
     model_rate,
 )
-from evener.core.model.shape import PRESETS
 from evener.core.run.roster import Dtype
 from evener.worker.probe.codec_bench import codec_rates_Bps
 from evener.worker.probe.collective_bench import sum_rate_Bps
@@ -47,8 +47,8 @@ SLOWDOWN_RATIO = 0.9  # a rate below this share of another is slower, and not by
 MIN_HEATING_S = 10.0  # shorter runs do not heat up the device
 
 
-def measure_device(device: torch.device, spec: HostProbeSpec) -> DeviceProbeResult:
-    """Measure one device; takes 5 to 10 seconds more than `spec.seconds`."""
+def measure_device(device: torch.device, spec: HostProbeSpec) -> Iterator[DeviceProbeResult]:
+    """Measure one device, and yield a result for each model; 5 to 10 seconds, and `spec.seconds` for each model."""
     if device.type == "cpu":
         disable_malloc_trim()
     name = "cpu" if device.type == "cpu" else str(device)
@@ -65,8 +65,6 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> DeviceProbeResu
         sync_Bps, loopback_Bps = loopback_rates_Bps()
     print_json(ProbeProgress(text=f"{name}: compressing gradients"))
     coding_Bps = codec_rates_Bps(device)
-    print_json(ProbeProgress(text=f"{name}: {spec.model}, forward and backward for {spec.seconds:.0f} s"))
-    sustained = train_sustained(spec, device, lambda text: print_json(ProbeProgress(text=f"{name}: {text}")))
     rates = Rates(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else local_host_info().cpu,
         matmul_flops=matmul_flops,
@@ -77,19 +75,21 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> DeviceProbeResu
         loopback_Bps=loopback_Bps,
         coding_Bps=coding_Bps,
         memory_bytes=device_memory_bytes(device),
-        models={spec.model: model_rate(sustained)},
         measured=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
-    return DeviceProbeResult(
-        host=spec.host,
-        device=name,
-        threads=torch.get_num_threads(),
-        model=spec.model,
-        num_params=PRESETS[spec.model].num_params(),
-        rates=rates,
-        sustained=sustained,
-        findings=findings(spec, name, rates, sustained),
-    )
+    for model in spec.models:
+        print_json(ProbeProgress(text=f"{name}: {model}, forward and backward for {spec.seconds:.0f} s"))
+        sustained = train_sustained(spec, model, device, lambda text: print_json(ProbeProgress(text=f"{name}: {text}")))
+        of_model = msgspec.structs.replace(rates, models={model: model_rate(sustained)})
+        yield DeviceProbeResult(
+            host=spec.host,
+            device=name,
+            threads=torch.get_num_threads(),
+            model=model,
+            rates=of_model,
+            sustained=sustained,
+            findings=findings(spec, name, of_model, sustained),
+        )
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
@@ -186,7 +186,8 @@ def measure_host() -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         spec = from_json(sys.argv[1], HostProbeSpec)
         for device in devices_to_measure(spec.device):
-            print_json(measure_device(device, spec))
+            for result in measure_device(device, spec):
+                print_json(result)
 
 
 if __name__ == "__main__":

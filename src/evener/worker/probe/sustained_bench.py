@@ -37,14 +37,14 @@ NUM_SINGLE_PASSES, NUM_MIDDLE_PASSES = 3, 2  # passes per round of smaller micro
 class PresetTrainer:
     """A model preset with its optimizer, in the dtype that a run would choose."""
 
-    def __init__(self, spec: HostProbeSpec, device: torch.device) -> None:
+    def __init__(self, spec: HostProbeSpec, model: str, device: torch.device) -> None:
         torch.manual_seed(0)
         changes: dict[str, Any] = {} if spec.dropout is None else {"dropout": spec.dropout}
-        self.shape = preset_shape(spec.model, PRESETS[spec.model].vocab_size, **changes)
+        self.shape = preset_shape(model, PRESETS[model].vocab_size, **changes)
         slot = RankSlot(host=spec.host, device=str(device), has_bf16=has_bf16(device))
         (self.dtype,) = choose_dtypes([slot], spec.dtype)
         self.device = device
-        self._spec = TrainSpec()
+        self._spec = TrainSpec(lr=1e-3)
         self._module = GPT(self.shape).to(device)
         self._optimizer = adamw(self._module, self._spec)
         self.max_sequences = max(1, MICRO_BATCH_TOKENS // self.shape.block_size)  # in sequences, as in a run
@@ -66,12 +66,14 @@ class PresetTrainer:
         return between - began, cpu_s, time.perf_counter() - between
 
 
-def train_sustained(spec: HostProbeSpec, device: torch.device, notify: Callable[[str], None]) -> SustainedThroughput:
-    """Train a preset for about `spec.seconds`, but for at least MIN_PASSES passes with the large micro-batch.
+def train_sustained(
+    spec: HostProbeSpec, model: str, device: torch.device, notify: Callable[[str], None]
+) -> SustainedThroughput:
+    """Train the preset `model` for about `spec.seconds`, but for at least MIN_PASSES passes with the large micro-batch.
 
     `notify` is called if these passes take longer than `spec.seconds`.
     """
-    trainer, seconds = PresetTrainer(spec, device), spec.seconds
+    trainer, seconds = PresetTrainer(spec, model, device), spec.seconds
     large = _choose_micro_batch(trainer, seconds, notify)
     between = 1 << (large.bit_length() - 1) // 2
     round_of = [between] * NUM_MIDDLE_PASSES * (1 < between < large) + [1] * NUM_SINGLE_PASSES * (large > 1)
