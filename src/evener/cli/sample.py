@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import sys
+from collections.abc import Generator, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import typer
@@ -14,12 +16,13 @@ if TYPE_CHECKING:
 
     from evener.core.run.rundir import RunDir
 
-EXAMPLES = 'evener sample runs/mine --prompt "She has " --num-tokens 80'
+SAMPLE_TOKENS, SAMPLE_S = 200, 20.0  # at the end of a run
+EXAMPLES = 'evener sample runs/mine\nevener sample runs/mine --prompt "She has " --num-tokens 80'
 
 
 def sample(
     run: str = typer.Argument(..., help="run directory"),
-    prompt: str = typer.Option("\n", help="text to continue [a new line]"),
+    prompt: str | None = typer.Option(None, help="text to continue [on a terminal: each line typed; else a new line]"),
     num_tokens: int = typer.Option(200, min=1, max=100_000, help="tokens to generate"),
     temperature: float = typer.Option(0.8, min=0.0, help="0 always takes the likeliest token"),
     top_k: int | None = typer.Option(None, min=1, help="sample from the k likeliest tokens [all]"),
@@ -27,25 +30,37 @@ def sample(
     step: int | None = typer.Option(None, min=0, help="checkpoint [newest]"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
 ) -> int:
-    """Generate text with a run's newest checkpoint."""
+    """Generate text with a run's newest checkpoint.
+
+    On a terminal and without --prompt it asks for texts to continue, until an empty line.
+    """
     import json
 
+    from evener.cli.terminal import is_interactive
     from evener.core.run.rundir import RunDir
 
     rundir = RunDir(run)
-    folder, shown, text = rundir.verified_checkpoint(step), "", ""
-    for text in generate_text(rundir, folder, prompt, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
+    folder = rundir.verified_checkpoint(step)
+    is_dialog = prompt is None and not as_json and is_interactive()
+    prompts = _ask_for_prompts(rundir) if is_dialog else ["\n" if prompt is None else prompt]
+    shown = text = ""
+    for text in continue_texts(rundir, folder, prompts, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
+        if not text.startswith(shown):  # the next one
+            shown = ""
         # A character may take several tokens.
-        if not as_json and text.startswith(shown) and not text.endswith("\ufffd"):
+        if not as_json and not text.endswith("\ufffd"):
             print_escaped(text[len(shown) :], end="", flush=True)
             shown = text
     print_escaped(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
     return 0
 
 
-def generate_text(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int, *, temperature: float = 0.8,
-            top_k: int | None = None, seed: int = 1337) -> Iterator[str]:  # fmt: skip
-    """Yield the prompt and the text generated so far, after each token; UsageError if the model is not evener's."""
+def continue_texts(rundir: RunDir, checkpoint: Path, prompts: Iterable[str], num_tokens: int, *,
+                   temperature: float = 0.8, top_k: int | None = None, seed: int = 1337) -> Generator[str]:  # fmt: skip
+    """Yield each prompt with the text generated so far, after each token; the next prompt is drawn after the last.
+
+    Raise UsageError if the model is not evener's.
+    """
     import json
 
     import msgspec
@@ -58,18 +73,63 @@ def generate_text(rundir: RunDir, checkpoint: Path, prompt: str, num_tokens: int
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
     tokenizer = load_run_tokenizer(rundir.path, manifest.corpus)
-    ids = [int(token) for token in tokenizer.encode(prompt)]
-    if not ids:
-        raise UsageError("--prompt: is empty")
-    request = {
-        "checkpoint": str(checkpoint),
-        "shape": msgspec.to_builtins(manifest.shape),
-        "prompt": ids,
-        "num_tokens": num_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "seed": seed,
-    }
-    for line in program_lines("evener.worker.generate", json.dumps(request)):
-        ids.append(int(line))
-        yield tokenizer.decode(ids)
+    ids: list[int] = []
+
+    def requests() -> Iterator[str]:
+        nonlocal ids
+        for prompt in prompts:
+            ids = [int(token) for token in tokenizer.encode(prompt)]
+            if not ids:
+                raise UsageError("--prompt: is empty")
+            yield json.dumps({"prompt": ids, "num_tokens": num_tokens, "temperature": temperature, "top_k": top_k,
+                              "seed": seed})  # fmt: skip
+
+    model = {"checkpoint": str(checkpoint), "shape": msgspec.to_builtins(manifest.shape)}
+    for line in program_lines("evener.worker.generate", json.dumps(model), inputs=requests()):
+        if line:
+            ids.append(int(line))
+            yield tokenizer.decode(ids)
+
+
+def print_sample(rundir: RunDir) -> None:
+    """Print a text by the newest checkpoint of a run that has trained one of evener's models; at most SAMPLE_S long."""
+    import time
+
+    from evener.cli.run_output import print_status
+
+    manifest = rundir.manifest()
+    if manifest.corpus is None or manifest.shape is None or not rundir.checkpoint_steps():
+        return
+    print_status("it writes:")
+    until, written = time.monotonic() + SAMPLE_S, ""
+    with contextlib.closing(continue_texts(rundir, rundir.verified_checkpoint(None), ["\n"], SAMPLE_TOKENS)) as texts:
+        for written in texts:  # noqa: B007  # the last one is printed
+            if time.monotonic() > until:
+                break
+    print_escaped(written.strip())
+
+
+def _ask_for_prompts(rundir: RunDir) -> Iterator[str]:
+    """Yield the lines that a person types, but for those that the vocabulary cannot encode, until an empty one."""
+    from evener.cli.run_output import print_status
+    from evener.core.base.errors import DataError
+    from evener.corpus.tokenizer import load_run_tokenizer
+
+    corpus = rundir.manifest().corpus
+    print_status("the beginning of a text, and the model continues it; an empty line ends this")
+    is_first = True
+    while True:
+        if not is_first:
+            print_escaped("", flush=True)  # after the text before
+        print_escaped("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            return
+        try:
+            if corpus is not None:
+                load_run_tokenizer(rundir.path, corpus).encode(line)
+        except DataError as error:
+            print_status(f"{error}")
+            continue
+        is_first = False
+        yield line

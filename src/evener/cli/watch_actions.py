@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from evener.cli.run_output import find_run, find_run_dirs, print_status
-from evener.cli.sample import generate_text
+from evener.cli.sample import continue_texts
 from evener.cli.terminal import make_console
 from evener.core.base.errors import EvenerError, HostError, NoRoomError, UsageError
 from evener.core.base.escaped_output import print_escaped
@@ -135,7 +135,7 @@ def can_sample(reader: RunReader) -> bool:
 def sample_text(reader: RunReader) -> str:
     """Generate text with the newest checkpoint, on this machine rather than the run's hosts; always the same seed."""
     folder = reader.rundir.verified_checkpoint(None)
-    *_, text = generate_text(reader.rundir, folder, "\n", SAMPLE_TOKENS)
+    *_, text = continue_texts(reader.rundir, folder, ["\n"], SAMPLE_TOKENS)
     step = int(folder.name.rpartition("-")[2])
     reader.samples[step] = text.strip()
     return f"written after step {step:,}; new text can be generated after each checkpoint"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import NoReturn, TextIO
+from collections.abc import Iterable, Iterator
+from typing import IO, NoReturn, TextIO
 
 from evener.core.base import errors
 from evener.core.base.decoding import from_json
@@ -31,26 +32,43 @@ def _print_lines(pipe: TextIO) -> None:
         print_escaped(line, end="", file=sys.stderr, flush=True)
 
 
-def program_lines(module: str, *args: str) -> Iterator[str]:
+def _send_next(inputs: Iterator[str], pipe: IO[str]) -> None:
+    """Write the next input to a program, or close its standard input after the last one."""
+    with contextlib.suppress(OSError):  # the program has ended, and reports why
+        line = next(inputs, None)
+        if line is None:
+            pipe.close()
+        else:
+            pipe.write(f"{line}\n")
+            pipe.flush()
+
+
+def program_lines(module: str, *args: str, inputs: Iterable[str] = ()) -> Iterator[str]:
     """Yield the lines that `python -P -m module args` prints, as they are printed.
 
-    Raises the EvenerError that the program reports, or RunError if it fails otherwise.
+    `inputs` are lines for its standard input: the first at once, each other one when the program has answered the one
+    before with an empty line. Raises the EvenerError that the program reports, or RunError if it fails otherwise.
     """
     argv = [sys.executable, "-P", "-m", module, *args]  # -P: nothing is imported from the current folder
+    remaining = iter(inputs)
     with subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
     ) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         printer = threading.Thread(target=_print_lines, args=(process.stderr,), daemon=True)
         printer.start()
         error_line = ""
         try:
+            _send_next(remaining, process.stdin)
             for line in process.stdout:
                 if line.startswith(ERROR_PREFIX):
                     error_line = line
-                else:
-                    yield line.rstrip("\n")
+                    continue
+                yield line.rstrip("\n")
+                if line == "\n":
+                    _send_next(remaining, process.stdin)
         except BaseException:
             process.terminate()  # the consumer stopped early
             raise

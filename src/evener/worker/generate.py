@@ -1,6 +1,8 @@
-"""Generate text from a checkpoint. `python -m evener.worker.generate REQUEST` prints a token id a line.
+"""Generate text from a checkpoint: `python -m evener.worker.generate MODEL <prompts`.
 
-REQUEST is JSON: {"checkpoint", "shape", "prompt": [ids], "num_tokens", "temperature", "top_k", "seed"}.
+MODEL is JSON: {"checkpoint", "shape"}. Each line of standard input is a prompt, JSON again: {"prompt": [ids],
+"num_tokens", "temperature", "top_k", "seed"}. For each it prints the ids that continue it, one a line, and then an
+empty line.
 """
 
 from __future__ import annotations
@@ -18,11 +20,16 @@ from evener.worker.state.checkpoint import load_weights
 from evener.worker.train.model import GPT
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The request to continue a prompt with a checkpoint."""
+class CheckpointedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model that generates."""
 
     checkpoint: str
     shape: GPTShape
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be continued, and how."""
+
     prompt: list[int]
     num_tokens: int
     temperature: float
@@ -32,15 +39,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.no_grad()
 def print_tokens() -> None:
-    """Print the ids of the tokens that continue the prompt; CheckpointError if the checkpoint is damaged."""
-    request = from_json(sys.argv[1], GenerateRequest)
-    model = GPT(request.shape).eval()
-    load_weights(Path(request.checkpoint), model)
-    generator = torch.Generator().manual_seed(request.seed)
-    tokens = torch.tensor([request.prompt])
-    for _ in range(request.num_tokens):
-        tokens = model.generate(tokens, 1, request.temperature, request.top_k, generator)
-        print(int(tokens[0, -1]), flush=True)
+    """Print the ids of the tokens that continue each prompt; CheckpointError if the checkpoint is damaged."""
+    loaded = from_json(sys.argv[1], CheckpointedModel)
+    model = GPT(loaded.shape).eval()
+    load_weights(Path(loaded.checkpoint), model)
+    for line in sys.stdin:
+        request = from_json(line, Prompt)
+        generator = torch.Generator().manual_seed(request.seed)
+        tokens = torch.tensor([request.prompt])
+        for _ in range(request.num_tokens):
+            tokens = model.generate(tokens, 1, request.temperature, request.top_k, generator)
+            print(int(tokens[0, -1]), flush=True)
+        print(flush=True)
 
 
 if __name__ == "__main__":
