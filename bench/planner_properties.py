@@ -31,6 +31,7 @@ from evener.plan.choice.options import (
     job_with_larger_batch,
     job_with_shares,
     predict_training,
+    why_not_as_requested,
     why_option_rejected,
 )
 from evener.plan.choice.plan_request import PlanRequest, answer_request, change_request, request_on_hosts
@@ -132,7 +133,11 @@ def check_limits(case: PlannerCase, draw: random.Random) -> Iterator[PropertyRes
     if case.prediction.recommended:
         best = case.prediction.option(case.prediction.recommended)
         budget = case.job.spec.train.loss_budget / 100
-        yield "what is recommended can run", not why_option_rejected(best, case.prediction.cluster, budget)
+        chosen = case.prediction.option(case.prediction.chosen)
+        asked = not case.prediction.is_sync_ours and best.roster.sync == chosen.roster.sync
+        why = (why_not_as_requested(best, case.prediction.cluster) if asked
+               else why_option_rejected(best, case.prediction.cluster, budget))  # fmt: skip
+        yield "what is recommended can run", not why
         able = [
             one
             for one in case.prediction.options

@@ -63,7 +63,7 @@ def ddp_steps(what: ResolvedRun, batch: int) -> Iterator[float]:
 
     train, block = what.spec.train, what.shape.block_size
     model = DistributedDataParallel(GPT(what.shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=train.lr, betas=(train.beta1, train.beta2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train.peak_lr, betas=(train.beta1, train.beta2))
     data = np.memmap(what.corpus.split_path("train"), dtype=what.corpus.dtype, mode="r")
     while True:
         began = time.perf_counter()

@@ -33,6 +33,7 @@ GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
 guard.use_memory_disk()
 # What is trusted is remembered for this test process alone, never in the home folder.
 os.environ["XDG_STATE_HOME"] = str(guard.log_dir() / "state")
+os.environ["XDG_CONFIG_HOME"] = str(guard.log_dir() / "config")  # fleet files that --on makes
 # Tests share the cores: a thread that waits must not keep one busy.
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1",
                     guard.VARIABLE: guard.MARK}  # fmt: skip

@@ -90,7 +90,9 @@ def write_run(
             ended=None if verdict == "running" else ended,
             argv=["evener", "train"],
             versions={"evener": "0.1", "torch": "2.13.0", "python": "3.11.7"},
-            spec=RunSpec(out=str(path), train=TrainSpec(steps=steps or 20, batch=BATCH), eval=EvalSpec(eval_every=10)),
+            spec=RunSpec(
+                out=str(path), train=TrainSpec(steps=steps or 20, batch=BATCH, lr=3e-4), eval=EvalSpec(eval_every=10)
+            ),
             shape=shape,
             corpus=Corpus(
                 path=f"data/{corpus}",

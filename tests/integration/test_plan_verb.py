@@ -117,7 +117,7 @@ def processor_s(run):
 
 def test_plan_reads_hosts_links_and_rates_from_fleet_file(tmp_path):
     (tmp_path / "fleet.toml").write_text(FLEET)
-    flags = ("--model", "d8", "--block-size", "512", "--batch", "8")
+    flags = ("--model", "d8", "--block-size", "512", "--batch", "8", "--sync", "ddp")
     done = evener(*flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Train on both hosts with ddp, shares 6 : 2: 100 tokens/s, 1.31 times the fastest")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -100,3 +101,75 @@ def test_mistake_is_one_sentence_with_what_to_do(tmp_path, args, error, hint):
     assert lines[0].startswith(f"error: {error}")
     assert len(lines) <= 2
     assert hint in lines[-1]
+
+
+RATES = """
+[hosts.here]
+address = "local"
+[rates.here.cpu]
+memory_bytes = 8_000_000_000
+[rates.here.cpu.models.g2]
+tokens_per_s = 40_000
+[rates.here.cpu.models.g4]
+tokens_per_s = 9_000
+[rates.here.cpu.models.g6]
+tokens_per_s = 2_400
+"""
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """This machine, as `--on local` would have measured it."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    fleets = tmp_path / "config" / "evener" / "fleets"
+    fleets.mkdir(parents=True)
+    (fleets / "local.toml").write_text(RATES)
+    (tmp_path / "long.txt").write_text("a longer text of one's own, in which a block has room. " * 400)
+
+
+def test_budget_of_time_chooses_model_batch_and_steps(tmp_path, measured):
+    told = run_verb("train", "long.txt", "--for", "30min", "--dry-run", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    (line,) = (line for line in told.stderr.splitlines() if line.startswith("30min: "))
+    assert re.fullmatch(
+        r"30min: g\d+, [\d.]+[kM] parameters, [\d,]+ steps of \d+ × 256 tokens, [\d.e+]+ times the text, about .* at "
+        r"[\d.]+k tokens/s(; .*)?", line)  # fmt: skip
+    for flag in ("--model=g", "--steps=", "--max-s=1800.0", "--lr=0.0"):
+        assert flag in told.stdout
+    by_hand = next(line for line in told.stderr.splitlines() if line.startswith("by hand: "))
+    again = run_verb("train", "long.txt", *by_hand.removeprefix("by hand: ").split(";")[0].split(), "--dry-run",
+                     cwd=tmp_path)  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert run_command(again) == run_command(told) - {"--max-s=1800.0"}
+
+
+def run_command(done: subprocess.CompletedProcess[str]) -> set[str]:
+    """The flags of the command that a dry run prints, but for the folder."""
+    return {word for word in done.stdout.split() if word.startswith("--") and not word.startswith("--out=")}
+
+
+def test_without_a_length_it_is_three_minutes_and_says_so(tmp_path, measured):
+    told = run_verb("train", "long.txt", "--model", "g2", "--dry-run", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "3 min (--for 1h: another time): g2," in told.stderr
+    assert "--max-s=180.0" in told.stdout
+    by_steps = run_verb("train", "long.txt", "--model", "g2", "--steps", "5k", "--dry-run", cwd=tmp_path)
+    assert "--steps=5000" in by_steps.stdout
+    assert "--max-s" not in by_steps.stdout
+
+
+def test_budget_of_tokens_is_that_many_steps(tmp_path):
+    (tmp_path / "long.txt").write_text("a longer text of one's own, in which a block has room. " * 400)
+    told = run_verb("train", "long.txt", "--tokens", "1M", "--model", "g3", "--dry-run", cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "--steps=245" in told.stdout  # of 16 × 256 tokens, rounded up
+
+
+def test_plan_and_train_choose_the_same_for_a_budget(tmp_path, measured):
+    corpus = run_verb("data", "text", "long.txt", "--out", "corpus", cwd=tmp_path)
+    assert corpus.returncode == 0, corpus.stderr
+    planned = run_verb("plan", "--for", "2h", "--data", "corpus", cwd=tmp_path)
+    trained = run_verb("train", "corpus", "--for", "2h", "--dry-run", cwd=tmp_path)
+    assert planned.returncode == 0, planned.stderr
+    (line,) = (line for line in trained.stderr.splitlines() if line.startswith("2h: "))
+    assert line in " ".join(planned.stdout.split())

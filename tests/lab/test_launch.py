@@ -475,7 +475,7 @@ FLAGS = ["--model", "tiny", "--batch", "6", "--dtype", "fp32", "--threads", "1",
 
 def test_training_across_hosts_matches_single_process(fleet: Fleet, corpus: Path, train: Callable[..., RunDir]) -> None:
     """The same losses as one process on this machine; stopped and resumed, the same bits as never stopped."""
-    rate = ["--warmup", "0", "--min-lr", "3e-4"]  # the same at each step, however many there are to be
+    rate = ["--warmup", "0", "--lr", "3e-4", "--min-lr", "3e-4"]  # the same at each step, however many there are to be
     args = ["--data", str(corpus), *rate, *FLAGS]
     fleet.ok("train", *args, "12", "--out", "runs/whole", "--json")
     whole = fleet.rundir("runs/whole")

@@ -46,7 +46,7 @@ def test_detached_run_is_fully_fetched_and_usable_without_hosts(
     """Fetched in pieces, by programs that are killed; then written with, verified and gone on with, without a host."""
     lab = make_lab(out=tmp_path / "lab.toml", a=HostSpec(), b=HostSpec())
     fleet = Fleet(lab, tmp_path / "lab.toml", tmp_path)
-    rate = ["--warmup", "0", "--min-lr", "3e-4"]
+    rate = ["--warmup", "0", "--lr", "3e-4", "--min-lr", "3e-4"]
     every = ["--checkpoint-every", "2", "--eval-every", "2"]
     copy = tmp_path / "corpus"
     shutil.copytree(corpus, copy)

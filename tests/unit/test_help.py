@@ -59,7 +59,7 @@ def test_help_shows_defaults_in_brackets():
     assert "model to train [char] " in text
     assert "largest absolute difference allowed [0] " in " ".join(page("verify").split())
     assert "--[no-]recompute" in page("train")
-    assert "peak learning rate [0.0003]" in page("train")
+    assert "peak learning rate [0.5 / width; less with a small batch]" in " ".join(page("train").split())
     assert "None" not in text
 
 

@@ -37,8 +37,8 @@ def machines(tmp_path, monkeypatch):
     return found, done
 
 
-def make(model="tiny", *, may_install=False):
-    return on_machines.fleet_of_machines("local, laptop", model, trust=False, may_install=may_install)
+def make(*models, may_install=False):
+    return on_machines.fleet_of_machines("local, laptop", models or ("tiny",), trust=False, may_install=may_install)
 
 
 def test_machines_are_named_checked_and_measured_once(machines, tmp_path, capfd):

@@ -69,7 +69,7 @@ def test_laptop_and_desktop_on_wifi_get_correct_advice():
         "another training run.",
     ]
     cautious = answer_request(asked(home, *flags))
-    assert cautious.verdict == exact.verdict
+    assert cautious.verdict == "Leave node2 out: with it 2.1k tokens/s, without 5.3k tokens/s."  # with int8
     assert lines(cautious)[-1] == (
         "With --sync diloco:10:int8:streamed, node1 and node2 would train 7.8k tokens/s, 1.49 times as much; loss "
         "+1.5% ± 1.0% at equal tokens (training loss, text read once, 10.9M parameters, 2 ranks, 1 seed). --sync auto "
@@ -77,7 +77,8 @@ def test_laptop_and_desktop_on_wifi_get_correct_advice():
     )  # 12 cores beside 8: no more than 1.5 times
     lossy = answer_request(asked(home, *flags, "--loss-budget=2.6"))
     assert lossy.verdict.startswith(
-        "Train on both hosts with diloco:10:int8:streamed: 7.8k tokens/s, 1.49 times the fastest host alone; loss +1.5%"
+        "Train on both hosts with diloco:10:int8:streamed, shares 10.7 : 5.3: 7.8k tokens/s, 1.49 times the fastest host "
+        "alone; loss +1.5%"
     )
     # By hand: 42.6 MB go each way through the air twice, two hosts send: 4 · 42.6 MB at 25 MB/s.
     assert exact.option(exact.chosen).ranks[0].sync_s == pytest.approx(4 * 42.57e6 / 25e6, rel=0.01)
@@ -358,7 +359,8 @@ def test_hsdp_speed_does_not_depend_on_host_order():
 
 def test_break_even_link_is_slower_than_worthwhile_link():
     """The hosts' link is worthwhile; the slowest named link is not, for its latency."""
-    found = answer_request(asked(MachineFlags(rates="8000", nodes=2, link="100Mbit"), "--model=tiny", "--batch=16"))
+    found = answer_request(asked(MachineFlags(rates="8000", nodes=2, link="100Mbit"), "--model=tiny", "--batch=16",
+                                "--sync=ddp"))  # fmt: skip
     (line,) = [line for line in lines(found) if "ddp breaks even at" in line]
     assert float(line.split("even at ")[1].split("Mbit")[0]) < 100
 

@@ -82,7 +82,7 @@ def test_spec_round_trips_through_flags(spec):
             "--ranks 5: more ranks than the 2 sequences of one batch",
             "--batch 5 or more",
         ),
-        (["--min-lr", "2"], "--min-lr 2: greater than --lr 0.0003", ""),
+        (["--lr", "1", "--min-lr", "2"], "--min-lr 2: greater than --lr 1", ""),
         (["--warmup", "300"], "--warmup 300: longer than --steps 200", ""),
         (["--backend", "nccl", "--device", "cpu"], "--backend nccl: NCCL moves GPU memory only", "--backend gloo"),
         (["nowhere.toml"], "nowhere.toml: No such file or directory", "flags begin with --"),

@@ -13,7 +13,7 @@ from evener.core.cluster.link import NAMED_LINKS, LinkModel, parse_link
 from evener.core.model.shape import PRESETS, preset_shape
 from evener.core.run.prediction import Cluster, Job
 from evener.core.run.roster import RankSlot, parse_sync
-from evener.plan.choice.advice import advise_on_loss_budget, collect_advice
+from evener.plan.choice.advice import advise_on_loss_budget, advise_on_sync, collect_advice
 from evener.plan.choice.cluster import NotMeasuredError, build_cluster, uniform_cluster, with_uniform_link
 from evener.plan.choice.options import (
     best_two_that_fit,
@@ -38,6 +38,7 @@ from ..cost import in_loops
 
 SHAPE = preset_shape("char", 512)
 JOB = job_of(SHAPE, batch=24, micro_batch=12)
+PLAIN = planner.changed(JOB, sync="ddp")
 FAST = LinkModel(latency_s=1e-5, bandwidth_Bps=1e10)
 SLOW = LinkModel(latency_s=1e-3, bandwidth_Bps=1e6)
 
@@ -102,10 +103,10 @@ def test_strategy_that_would_make_a_left_out_host_help_is_named(monkeypatch):
     name = "diloco:10:int8:streamed"
     let_lose(monkeypatch, name, two=0.005, three=0.02)
     slow = cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=8e6))
-    why = reasons_left_out(predict(changed(JOB, steps=2000), slow))["b"]
+    why = reasons_left_out(predict(changed(JOB, steps=2000, sync="ddp"), slow))["b"]
     assert why.startswith("adding b makes this run slower; ")
     assert re.search(f"1.0k tokens/s without, 2.0k tokens/s with it and --sync {name}$", why)
-    assert " and --sync " not in reasons_left_out(predict(changed(JOB, steps=1000), slow))["b"]
+    assert " and --sync " not in reasons_left_out(predict(changed(JOB, steps=1000, sync="ddp"), slow))["b"]
 
 
 def test_slowest_of_three_is_left_out():
@@ -144,7 +145,7 @@ def test_strategy_above_loss_budget_is_rejected(monkeypatch):
     long = changed(JOB, steps=2000)
     assert predict(changed(long, loss_budget=1.2), slow).recommended == name
     strict = predict(long, slow)
-    assert strict.recommended == "a alone"
+    assert strict.recommended == "diloco:30 without c, d"  # two replicas lose less
     assert strict.option(name).rejected_because == "may cost 1.2% of loss, more than 1.0%"  # the interval's upper end
     assert strict.option("diloco:30").rejected_because == "its loss was measured only of 2 equal replicas and fewer"
     short = predict(changed(JOB, loss_budget=5.0), slow)  # 200 steps are 6 outer ones
@@ -169,11 +170,11 @@ def test_host_with_too_little_memory_is_reported():
 
 def test_several_hosts_beat_one_only_above_break_even_bandwidth():
     start = cluster(1000.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=3e6))
-    (line,) = [line for line in told(predict(JOB, start)) if "several hosts break even at" in line]
+    (line,) = [line for line in told(predict(PLAIN, start)) if "several hosts break even at" in line]
     text = re.search(r"even at (\S+) between", line)[1]
     slower = f"{0.9 * float(text.removesuffix('Mbit')):g}Mbit"
     at, below = (with_uniform_link(start, parse_link(link).wire) for link in (text, slower))
-    speeds = [predict_training(JOB, machines).tokens_per_s for machines in (at, below)]
+    speeds = [predict_training(PLAIN, machines).tokens_per_s for machines in (at, below)]
     assert speeds[0] > 1020.0 > speeds[1]
 
 
@@ -194,9 +195,9 @@ def test_following_advice_gives_the_stated_speedup():
 
 def test_larger_batch_advice_uses_the_measured_noise_scale():
     """At a scale of a batch's tokens N = T, k times the batch needs (k + 1) / 2 times the tokens for the same loss."""
-    tokens, slow = JOB.tokens, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0, bandwidth_Bps=3e6))
-    assert not any("noise" in line for line in told(predict(JOB, slow)))
-    little, much = (msgspec.structs.replace(JOB, noise_tokens=noise) for noise in (tokens, 1000.0 * tokens))
+    tokens, slow = PLAIN.tokens, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0, bandwidth_Bps=3e6))
+    assert not any("noise" in line for line in told(predict(PLAIN, slow)))
+    little, much = (msgspec.structs.replace(PLAIN, noise_tokens=noise) for noise in (tokens, 1000.0 * tokens))
 
     (alone,) = [line for line in told(predict(little, cluster(1000.0))) if "noise" in line]
     assert alone == (
@@ -205,7 +206,7 @@ def test_larger_batch_advice_uses_the_measured_noise_scale():
     )
     (link,) = [line for line in told(predict(much, slow)) if "noise" in line]
     factor = int(link.split("--batch ")[1].split()[0]) // 24
-    together = [predict(job, slow).option("ddp").tokens_per_s for job in (JOB, job_with_larger_batch(JOB, factor))]
+    together = [predict(job, slow).option("ddp").tokens_per_s for job in (PLAIN, job_with_larger_batch(PLAIN, factor))]
     assert f"needs {(factor + 1000) / 1001:.2f} times" in link
     assert f"trains {together[1] / together[0]:.2f} times as many a second: it gets there sooner." in link
 
@@ -277,7 +278,11 @@ def test_faster_exact_strategy_is_recommended_with_its_flag():
     bf16 = changed(JOB, dtype="bf16", loss_budget=0.0)
     found = predict(bf16, cluster(1000.0, 1000.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=2e7)))
     assert found.recommended == "packed"
-    assert recommended_flags(found) == "--sync packed"
+    asked = predict(changed(bf16, sync="ddp"), found.cluster)
+    assert asked.recommended == "ddp"
+    assert asked.option("packed").rejected_because == "--sync ddp was asked for"
+    (hint,) = advise_on_sync(asked)
+    assert hint.text.startswith("With --sync packed, a and b would train ")
 
 
 def test_auto_takes_fastest_within_budget_else_ddp(monkeypatch):
@@ -446,7 +451,7 @@ def test_small_gain_is_not_recommended():
 
 def test_high_latency_is_named_as_cause():
     far = LinkModel(latency_s=1.0, bandwidth_Bps=1e9)
-    found = predict(JOB, cluster(1000.0, 1000.0, wire=far))
+    found = predict(PLAIN, cluster(1000.0, 1000.0, wire=far))
     blamed = "More bandwidth would not make several hosts faster: every message takes 1.00 s one way"
     assert any(blamed in line for line in told(found))
     assert any("--batch" in line for line in told(found))
@@ -459,7 +464,7 @@ def test_equal_hosts_are_not_stragglers_when_batch_does_not_divide():
 
 def test_what_if_changes_one_factor_at_a_time():
     found = what_if_options(
-        predict(JOB, cluster(1000.0, 500.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=5e7)))
+        predict(PLAIN, cluster(1000.0, 500.0, 900.0, wire=LinkModel(latency_s=0.0, bandwidth_Bps=5e7)))
     )
     names = [option.name for option in found]
     assert names[:3] == ["2.5GbE between all hosts", "10GbE between all hosts", "ddp without b"]

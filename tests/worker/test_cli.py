@@ -280,7 +280,7 @@ def test_resume_uses_original_fleet_unless_overridden(tmp_path, corpus):
         listed = json.loads(evener(tmp_path, "runs", ".", "--json").stdout)["runs"]
         assert [(one["state"], one["steps"]) for one in listed] == [("finished", steps)]
 
-    flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--min-lr", "3e-4")
+    flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--lr", "3e-4", "--min-lr", "3e-4")
     first = evener(tmp_path, "train", *there, *flags, "--steps", "3", "--out", "run")
     assert first.returncode == 0, first.stderr
     goes_on(6, "box")

@@ -26,8 +26,8 @@ def scalars(run, tag):
 @exhaustive
 def test_logger_receives_all_steps_across_resume(tmp_path, corpus):
     run = RunDir(tmp_path / "run")
-    flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--min-lr", "3e-4", "--ranks", "2",
-             "--shares", "equal", "--eval-every", "3")  # fmt: skip
+    flags = ("--data", str(corpus), *TINY, "--batch", "4", "--warmup", "0", "--lr", "3e-4", "--min-lr", "3e-4",
+             "--ranks", "2", "--shares", "equal", "--eval-every", "3")  # fmt: skip
     first = evener(tmp_path, "train", *flags, "--steps", "6", "--log", "tensorboard", "--out", "run")
     assert first.returncode == 0, first.stderr
     again = evener(tmp_path, "train", "--resume", "run", "--steps", "12")

@@ -30,11 +30,13 @@ CommandParameter = tuple[str, "ArgumentInfo | OptionInfo", type | UnionType]
 
 
 def spec_options() -> list[CommandParameter]:
-    """Return one option for every leaf of RunSpec."""
+    """Return one option for every leaf of RunSpec; --for stands for `max_s`."""
     from evener.core.run.run_spec import FLAGS
 
     options: list[CommandParameter] = []
     for flag in FLAGS.values():
+        if flag.field == "max_s":
+            continue
         switch = flag.kind == "yes or no"
         option = typer.Option(
             None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from evener.cli.terminal import make_console, print_text
 from evener.core.base.decoding import json_decoder
 from evener.core.base.escaped_output import print_escaped
 from evener.core.base.file_io import follow_lines
-from evener.core.base.shell import quote_word
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.run.progress import WINDOW_STEPS, RunProgress, StragglerDetector
 from evener.core.run.resolve import ResolvedRun
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from evener.report.read.run_summary import RunSummary
 
 PLAIN_LINE_INTERVAL_S = 5.0
+MAX_LOSS_IN_WORDS = 12.0  # a larger one is a diverged run's: no vocabulary has e^12 tokens
 POLL_INTERVAL_S = 0.5
 HEALTH_EVENTS = (
     "run.hang",
@@ -210,15 +212,45 @@ def print_summary(summary: RunSummary) -> None:
         rate = f"{format_count(summary.tokens_per_s)} {summary.unit}/s"
         lines[0] += f": {rate}, step {format_seconds(summary.step_p50_s)}"
     if result.loss is not None and result.val_loss is not None:
-        lines.append(f"loss {result.loss:.4f}, validation loss {result.val_loss:.4f}")
+        lines.append(f"loss {result.loss:.4f}, validation loss {result.val_loss:.4f}{_loss_in_words(manifest)}")
+    if helped := _describe_gain(summary):
+        lines.append(helped)
     if result.replicas_agree:
         lines.append(f"{manifest.world_size} replicas agree to the bit")
     lines.append(f"peak memory {' + '.join(format_bytes(peak) for peak in result.peak_memory_bytes)}")
-    if manifest.verdict == "stopped":
-        lines.append(f"resume:  evener train --resume {quote_word(summary.run_dir)}")
-    else:
-        lines.append(f"report:  evener report {quote_word(summary.run_dir)}")
+    run = quote_word(summary.run_dir)
+    if result.steps < manifest.spec.train.steps:
+        lines.append(f"resume:  evener train --resume {run}")
+    elif manifest.shape is not None:
+        further = ["evener", "train", "--resume", summary.run_dir, "--steps", str(2 * result.steps)]
+        lines.append(f"go on:   {quote_command(further)}")
+    if manifest.verdict != "stopped":
+        lines.append(f"report:  evener report {run}")
+    if manifest.shape is not None and manifest.corpus is not None:
+        lines.append(f"talk:    evener sample {run}")
     print_escaped("\n".join(lines), file=sys.stderr)
+
+
+def _loss_in_words(manifest: Manifest) -> str:
+    """Return what a validation loss means: among how many tokens the model guesses, on average."""
+    val_loss = None if manifest.result is None else manifest.result.val_loss
+    if manifest.corpus is None or val_loss is None or not val_loss < MAX_LOSS_IN_WORDS:
+        return ""
+    what = {"char": "characters", "byte": "bytes"}.get(manifest.corpus.tokenizer, "tokens")
+    return f": it guesses each of the {what} as if among {math.exp(val_loss):.3g} equally likely ones"
+
+
+def _describe_gain(summary: RunSummary) -> str:
+    """Return a sentence on whether the machines helped; empty for a run on one machine, or without a prediction."""
+    predicted, hosts = summary.predicted, summary.manifest.roster.hosts
+    if len(hosts) < 2 or predicted is None or not predicted.speedup_vs_best_host or not summary.tokens_per_s:
+        return ""
+    alone = predicted.tokens_per_s / predicted.speedup_vs_best_host
+    gain = summary.tokens_per_s / alone
+    return (
+        f"{pluralize(len(hosts), 'machine')}: {gain:.2f} times as fast as the fastest alone would be "
+        f"({format_count(alone)} tokens/s), predicted {predicted.speedup_vs_best_host:.2f}"
+    )
 
 
 def exit_status(manifest: Manifest) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from evener.cli import doctor, fleet, probe, setup
@@ -20,15 +20,28 @@ from evener.cli.trust import approve_fleet, confirm
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
-from evener.core.cluster.fleet_file import Fleet, load_fleet
+from evener.core.cluster.fleet_file import Fleet, fleets_folder, load_fleet, local_fleet_path
 from evener.doctor.preflight import run_preflight
 from evener.ssh.session import connect
 
 WIRE_SECONDS, HOST_SECONDS = 1.0, 3.0  # of quick probes
 
 
-def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool, is_dry: bool = False) -> str:
-    """Return the path of the fleet file of these machines, when all of them are ready to train `model`.
+def measure_this_machine(models: Sequence[str], *, is_dry: bool = False) -> Fleet:
+    """Return this machine as a fleet, with the rates of these models; measure what was not measured before.
+
+    Any host key of the file stands for this machine. Raise EvenerError if the file cannot be written.
+    """
+    path = local_fleet_path()
+    _make_fleet_file(path, ["local"], is_silent=True)
+    _measure(path, load_fleet(path), models, is_dry=is_dry)
+    return load_fleet(path)
+
+
+def fleet_of_machines(
+    names: str, models: Sequence[str], *, trust: bool, may_install: bool, is_dry: bool = False
+) -> str:
+    """Return the path of the fleet file of these machines, when all of them are ready to train `models`.
 
     `names` are separated by commas, each as `evener fleet init` takes it. Without `may_install` it asks before it
     installs anything. `is_dry`: nothing is installed or measured; the commands are printed. Raise EvenerError if a
@@ -38,15 +51,7 @@ def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool,
     if not words:
         raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
     path = fleets_folder() / f"{_file_name(words)}.toml"
-    if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            hint = "XDG_CONFIG_HOME=FOLDER before the command puts it elsewhere"
-            raise EvenerError(f"cannot write {path.parent}: {error.strerror}", hint=hint) from None
-        _show("fleet", "init", *words, "--out", path)
-        with _quiet():
-            fleet.init(names=words, out=path)
+    _make_fleet_file(path, words)
     known = approve_fleet(load_fleet(path), trust)
     _show("doctor", "--fleet", path, "--quick")
     findings = _blocking_findings(known)
@@ -57,13 +62,8 @@ def fleet_of_machines(names: str, model: str, *, trust: bool, may_install: bool,
     if findings:
         print_findings(make_console(stderr=True), findings)
         raise EvenerError("these machines cannot train together yet", hint=f"mend it, and repeat; the hosts: {path}")
-    _measure(path, known, model, is_dry=is_dry)
+    _measure(path, known, models, is_dry=is_dry)
     return str(path)
-
-
-def fleets_folder() -> Path:
-    """Return the folder of the fleet files that --on makes."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "evener" / "fleets"
 
 
 def _file_name(words: list[str]) -> str:
@@ -96,8 +96,23 @@ def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
         raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
 
 
-def _measure(path: Path, known: Fleet, model: str, *, is_dry: bool) -> None:
-    """Measure what is not known yet: the links between the machines, and how fast each trains the model."""
+def _make_fleet_file(path: Path, names: list[str], *, is_silent: bool = False) -> None:
+    """Make the fleet file of these machines, if it is not there."""
+    if path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "XDG_CONFIG_HOME=FOLDER before the command puts it elsewhere"
+        raise EvenerError(f"cannot write {path.parent}: {error.strerror}", hint=hint) from None
+    if not is_silent:
+        _show("fleet", "init", *names, "--out", path)
+    with _quiet():
+        fleet.init(names=names, out=path)
+
+
+def _measure(path: Path, known: Fleet, models: Sequence[str], *, is_dry: bool) -> None:
+    """Measure what is not known yet: the links between the machines, and how fast each trains the models."""
     names = list(known.hosts)
     pairs = [(a, b) for a in names for b in names if a != b]
     if any(b not in known.links.get(a, {}) for a, b in pairs):
@@ -105,13 +120,21 @@ def _measure(path: Path, known: Fleet, model: str, *, is_dry: bool) -> None:
         if not is_dry:
             with _quiet():
                 probe.wire(fleet=str(path), seconds=WIRE_SECONDS, no_iperf3=True, no_trials=True)
-    if any(model not in rates.models for name in names for rates in known.rates.get(name, {}).values()) or any(
-        name not in known.rates for name in names
-    ):
-        _show("probe", "host", "--fleet", path, "--model", model, "--seconds", f"{HOST_SECONDS:g}")
+    missing = [model for model in models if not _is_measured(known, model)]
+    if missing:
+        of_models = ",".join(missing)
+        _show("probe", "host", "--fleet", path, "--model", of_models, "--seconds", f"{HOST_SECONDS:g}")
         if not is_dry:
             with _quiet():
-                probe.host(fleet=str(path), model=model, seconds=HOST_SECONDS)
+                probe.host(fleet=str(path), model=of_models, seconds=HOST_SECONDS)
+
+
+def _is_measured(known: Fleet, model: str) -> bool:
+    """Return whether the fleet file has the rate of the model on each device of each host."""
+    return all(
+        known.rates.get(name) and all(model in rates.models for rates in known.rates[name].values())
+        for name in known.hosts
+    )
 
 
 def _quiet() -> contextlib.redirect_stdout[io.StringIO]:

@@ -46,6 +46,8 @@ MACHINE_OPTIONS: dict[str, tuple[Any, Any]] = {  # hypothetical machines: questi
                     float | None),
 }  # fmt: skip
 COST_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "for_time": (typer.Option(None, "--for", metavar="TIME", help="plan a run of 30min, 8h or 2d; chooses model, batch "
+                              "and steps, where no flag does"), str | None),
     "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="plan a run of this many tokens, with its time "
                             "and cost: 2.5B [those of --steps]"), str | None),
     "price_per_kwh": (typer.Option(None, "--price-per-kwh", min=0.0, max=1e6, help="of electricity [the fleet's "
@@ -82,11 +84,11 @@ def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None,
     from pathlib import Path
 
     from evener.cli import plan_output
+    from evener.cli.budget import parse_budget, request_for_budget
     from evener.cli.flags import explicit_values
     from evener.core.base.errors import UsageError
-    from evener.core.run.run_spec import make_spec
-    from evener.plan.choice.plan_request import answer_request, request_for_tokens
-    from evener.plan.choice.training_cost import parse_tokens
+    from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
+    from evener.plan.choice.plan_request import PlanRequest, answer_request
 
     of_what, machines, of_bill, of_scale = (
         {name: values.pop(name) for name in group}
@@ -103,27 +105,38 @@ def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None,
         raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
                          hint="one of them")  # fmt: skip
     _check_scale_flags(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
+    budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], texts)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
+        if budget is not None:
+            request = request_for_budget(lambda _: request, request.job.spec, set(FLAGS), None, budget)
     else:
-        spec = make_spec(Path(spec_file) if spec_file else None, texts)
+        file = Path(spec_file) if spec_file else None
+        spec = make_spec(file, texts)
         useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
         if given_machines and useless:
             raise UsageError(f"{useless[0]}: not for machines that are only described",
                              hint="--per-node sets the ranks of each")  # fmt: skip
-        if given_machines:
-            machines |= {"nodes": 2} if scale is not None else {}
-            request = plan_output.make_machines_request(machines, of_what, spec, "data" in texts)
+        machines |= {"nodes": 2} if scale is not None else {}
+
+        def make_request(spec: RunSpec) -> PlanRequest:
+            if given_machines:
+                return plan_output.make_machines_request(machines, of_what, spec, "data" in texts)
+            return plan_output.load_fleet_request(of_what, spec, "data" in texts)
+
+        if budget is None:
+            request = make_request(spec)
         else:
-            request = plan_output.load_fleet_request(of_what, spec, "data" in texts)
+            given = given_fields(file, texts) | ({"model"} if of_what["params"] or machines["rates"] else set())
+            if budget.seconds is not None and machines["rates"] and "model" not in texts and not of_what["params"]:
+                raise UsageError(f"--for {budget.text} chooses a model, and --compute-tokens-per-s is the rate of one",
+                                 hint="--model NAME")  # fmt: skip
+            corpus = plan_output.find_corpus(spec) if "data" in given or not given_machines else None
+            request = request_for_budget(make_request, spec, given, corpus, budget)
         if scale is not None:
             from evener.cli import scale_output
 
             return scale_output.print_scaling(request, scale, **of_scale, as_json=as_json)
-    if of_bill["tokens"] is not None:
-        if "steps" in texts:
-            raise UsageError(f"--tokens {of_bill['tokens']}: --steps says how long the run is", hint="one of them")
-        request = request_for_tokens(request, parse_tokens(of_bill["tokens"]))
     prediction = answer_request(request)
     extras = plan_output.compute_extras(prediction, request, **of_bill)
     if as_json:

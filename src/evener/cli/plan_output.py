@@ -12,7 +12,7 @@ import msgspec
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
-from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
+from evener.core.cluster.fleet_file import fleet_path, load_fleet, local_fleet_path, select_hosts
 from evener.core.cluster.fleet_update import update_fleet_file
 from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.roster import DDP, format_shares
@@ -42,6 +42,8 @@ MAX_LISTED_HOSTS = 16  # listed one by one
 def load_fleet_request(sources: Mapping[str, Any], spec: RunSpec, names_data: bool) -> PlanRequest:
     """Make a request about the hosts of a fleet file and their measured rates."""
     path = fleet_path(sources["fleet"])
+    if path is None and sources["fleet"] is None and local_fleet_path().exists():
+        path = str(local_fleet_path())
     if path is None:
         raise UsageError(
             "no fleet.toml here, and no --fleet",
@@ -197,6 +199,8 @@ def print_plan(prediction: Prediction, request: PlanRequest, extras: PlanExtras,
     screen = make_console()
     shape, roster = prediction.job.shape, prediction.option(prediction.chosen).roster
     print_text(screen, prediction.verdict, style="bold")
+    if request.budget:
+        print_text(screen, request.budget)
     what = (
         f"{prediction.job.model}: {format_count(shape.num_params())} parameters, "
         f"{pluralize(roster.batch, 'sequence')} of "

@@ -12,15 +12,18 @@ from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from evener.core.run.resolve import ResolvedRun
+    from evener.core.run.run_spec import RunSpec
     from evener.launch.resume import ResumedRun
 
 EXAMPLES = (
     "evener train my.txt\n"
+    "evener train my.txt --for 8h\n"
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
     "evener train --resume runs/mine --steps 200\n"
     "evener train my.txt --on local,laptop"
 )
 
+MIN_SAMPLED_S = 20.0  # a shorter run ends without a text by its model: that takes seconds
 ARGUMENTS = typer.Argument(
     None, metavar="TEXT",
     help="what to train on: files, folders, tables (.jsonl .csv .tsv .parquet), - for standard input; or a folder that "
@@ -31,13 +34,18 @@ TOKENIZER = typer.Option(
 )
 VOCAB_SIZE = typer.Option(None, "--vocab-size", help="of --tokenizer bpe [by the size of the text]")
 COLUMN = typer.Option(None, "--column", metavar="NAME", help=COLUMN_HELP)
+FOR = typer.Option(
+    None, "--for", metavar="TIME", help="train for 30min, 8h or 2d; model, batch and steps that no flag sets are "
+    "chosen so that the loss at the end is lowest [3min, without --steps and --tokens]",
+)  # fmt: skip
+TOKENS = typer.Option(None, "--tokens", metavar="N", help="train on so many tokens, such as 20M")
 RESUME = typer.Option(None, "--resume", metavar="RUN", help="resume this run from its newest checkpoint")
 FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
 )
 ON = typer.Option(
     None, "--on", metavar="NAME,…", help="train on these machines, as ssh knows them; local: this one. Makes their "
-    "fleet file, checks, sets up and measures them, where that is not done yet, and takes --sync auto",
+    "fleet file, checks, sets up and measures them, where that is not done yet",
 )  # fmt: skip
 YES = typer.Option(False, "--yes", help="with --on: install what a machine lacks without asking")
 HOSTS = typer.Option(None, "--hosts", metavar="NAME,…", help="only these hosts of the fleet [all]")
@@ -50,8 +58,9 @@ AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
 def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | None, column: str | None,
-          resume: str | None, on: str | None, yes: bool, fleet: str | None, hosts: str | None, log: list[str] | None,
-          detach: bool, trust: bool, dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
+          for_time: str | None, tokens: str | None, resume: str | None, on: str | None, yes: bool, fleet: str | None,
+          hosts: str | None, log: list[str] | None, detach: bool, trust: bool, dry_run: bool, as_json: bool,
+          **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
     On this machine Ctrl-C finishes the step, saves a checkpoint and exits; a second Ctrl-C ends the run at once. On a
@@ -63,8 +72,12 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     import json
 
     from evener.cli import follow_output, logger_processes, run_output
+    from evener.cli.budget import DEFAULT_BUDGET, models_to_measure, parse_budget, spec_for_budget
+    from evener.cli.flags import explicit_values
     from evener.cli.on_machines import fleet_of_machines
+    from evener.cli.sample import print_sample
     from evener.cli.trust import approve_fleet, approve_run
+    from evener.core.run.resolve import resolve
     from evener.core.run.run_plan import read_plan_if_present
     from evener.core.run.rundir import RunDir
     from evener.corpus.token_check import check_token_ids
@@ -90,13 +103,22 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             if chosen is not None:
                 approve_fleet(chosen, trust)
             of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
-            resolved = _resolve_spec(arguments or [], of_texts, resumed, flags, has_auto_sync=on is not None)
+            texts = explicit_values(flags)
+            budget = parse_budget(for_time, tokens, texts)
+            spec, given = _make_spec(arguments or [], of_texts, resumed, texts)
+            resolved = resolve(spec, resume=resumed is not None)  # reports mistakes before anything is measured
             check_token_ids(resolved.corpus)
+            is_default = budget is None and resumed is None and not given & {"steps", "max_s"}
             if on is not None:
-                machines = fleet_of_machines(
-                    on, resolved.spec.model.model, trust=trust, may_install=yes, is_dry=dry_run
-                )
+                models = (spec.model.model,) if "steps" in given else models_to_measure(spec, given)
+                machines = fleet_of_machines(on, models, trust=trust, may_install=yes, is_dry=dry_run)
                 chosen = choose_fleet(machines, None, None)
+            if is_default:
+                budget = DEFAULT_BUDGET
+            if budget is not None:
+                spec = spec_for_budget(spec, given, budget, chosen, is_dry=dry_run, is_default=is_default)
+                resolved = resolve(spec)
+            resolved = _with_run_path(resolved)
             if resolved.spec.train.lr == 0:
                 run_output.print_status("--lr 0: the weights will not change")
             if resolved.resume is not None:
@@ -134,6 +156,8 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     else:
         follow_output.print_summary(summary)
         run_output.print_checkpoint(run.rundir, plan)
+        if (summary.elapsed_s or 0.0) > MIN_SAMPLED_S and summary.manifest.verdict in ("finished", "stopped"):
+            print_sample(run.rundir)
     return follow_output.exit_status(summary.manifest)
 
 
@@ -146,37 +170,43 @@ def _check_on(on: str, resume: str | None, fleet: str | None, hosts: str | None)
             raise UsageError(f"--on {on}: {flag} {given} says which machines train", hint="one of them")
 
 
-def _resolve_spec(arguments: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None,
-                  flags: dict[str, str | bool | None], *, has_auto_sync: bool) -> ResolvedRun:  # fmt: skip
-    """Build and check the spec from the TOML file, the texts and the flags; a resumed run starts from its own spec.
+def _make_spec(
+    arguments: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None, texts: dict[str, str]
+) -> tuple[RunSpec, set[str]]:
+    """Build the spec from the TOML file, the texts and the flags; return it and the names of the leaves they give.
 
-    `has_auto_sync`: the strategy is chosen, unless the file or a flag names one.
+    A resumed run starts from its own spec.
     """
     from pathlib import Path
 
     import msgspec
 
     from evener.cli import run_output
-    from evener.cli.flags import explicit_values
     from evener.cli.text_data import prepared_folder, split_arguments
     from evener.core.base.errors import UsageError
-    from evener.core.run.resolve import default_run_path, resolve
-    from evener.core.run.run_spec import RunSpec, TrainSpec, make_spec
+    from evener.core.run.run_spec import given_fields, make_spec
 
-    texts = explicit_values(flags)
     spec_file, paths = split_arguments(arguments)
     if resumed is not None and (arguments or "out" in texts):
         raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
     if paths and "data" in texts:
         raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
-    base = RunSpec(train=TrainSpec(sync="auto")) if has_auto_sync else RunSpec()
-    if resumed is not None:
-        base = resumed.fetch_spec(run_output.print_status)
-    spec = make_spec(Path(spec_file) if spec_file else None, texts, base)
+    base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
+    file = Path(spec_file) if spec_file else None
+    spec = make_spec(file, texts, base)
     if resumed is None:
         data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
         spec = msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
-    resolved = resolve(spec, resume=resumed is not None)
+    return spec, given_fields(file, texts)
+
+
+def _with_run_path(resolved: ResolvedRun) -> ResolvedRun:
+    """Return the run with a directory: --out, or the default one."""
+    import msgspec
+
+    from evener.core.run.resolve import default_run_path
+
+    spec = resolved.spec
     return msgspec.structs.replace(resolved, spec=msgspec.structs.replace(spec, out=spec.out or default_run_path(spec)))
 
 
@@ -189,6 +219,8 @@ def register(app: typer.Typer) -> None:
         ("tokenizer", TOKENIZER, str | None),
         ("vocab_size", VOCAB_SIZE, int | None),
         ("column", COLUMN, str | None),
+        ("for_time", FOR, str | None),
+        ("tokens", TOKENS, str | None),
         ("resume", RESUME, str | None),
         ("on", ON, str | None),
         ("yes", YES, bool),

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.shell import quote_word
-from evener.core.cluster.fleet_file import DEFAULT_FLEET, Fleet, fleet_path, load_fleet, select_hosts
+from evener.core.cluster.fleet_file import (
+    DEFAULT_FLEET,
+    Fleet,
+    fleet_path,
+    load_fleet,
+    local_fleet_path,
+    select_hosts,
+)
 from evener.core.run.prediction import Job, Prediction
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import NO_SYNC, RankSlot
@@ -18,7 +26,7 @@ from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
 from evener.launch.resume import ResumedRun
 from evener.launch.start_run import PlannedRun, plan_training
-from evener.plan.choice.advice import advise_on_loss_budget, format_loss_penalty
+from evener.plan.choice.advice import advise_on_loss_budget, advise_on_sync, format_loss_penalty
 from evener.plan.choice.plan_request import host_ring_order, predict_launch
 from evener.plan.choice.search import format_run_prediction, recommended_flags
 
@@ -92,15 +100,19 @@ def plan_on_hosts(
 
 
 def _measured_local_fleet(name: str) -> Fleet | None:
-    """Return this machine alone, called `name`, with its rates in fleet.toml; None if it has none there."""
-    try:
-        fleet = load_fleet(DEFAULT_FLEET)
-    except EvenerError:  # this run does not need the file
-        return None
-    for known_as, host in fleet.hosts.items():
-        if host.is_local and known_as in fleet.rates:
-            rates = {name: fleet.rates[known_as]}
-            return msgspec.structs.replace(fleet, hosts={name: host}, links={}, rates=rates)
+    """Return this machine alone, called `name`, with its rates in fleet.toml or in the file of --on local.
+
+    None if neither has any.
+    """
+    for path in (Path(DEFAULT_FLEET), local_fleet_path()):
+        try:
+            fleet = load_fleet(path)
+        except EvenerError:  # this run does not need the file
+            continue
+        for known_as, host in fleet.hosts.items():
+            if host.is_local and known_as in fleet.rates:
+                rates = {name: fleet.rates[known_as]}
+                return msgspec.structs.replace(fleet, hosts={name: host}, links={}, rates=rates)
     return None
 
 
@@ -139,6 +151,6 @@ def _predict(
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:
             notify(f"hint:  {recommended_flags(prediction)}")
-    for advice in advise_on_loss_budget(prediction) if is_sync_auto else ():
+    for advice in [*advise_on_sync(prediction), *(advise_on_loss_budget(prediction) if is_sync_auto else [])]:
         notify(f"hint:  {advice.text}")
     return prediction

@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from evener.core.base.errors import UsageError
 
 COUNT_PATTERN = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([kmbt]?)", re.IGNORECASE)
+DURATION_PATTERN = re.compile(
+    r"(\d+(?:\.\d+)?)\s*(seconds?|secs?|s|minutes?|mins?|m|hours?|h|days?|d|)(?![a-z])\s*", re.IGNORECASE
+)
+DURATION_FACTORS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 COUNT_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -88,6 +92,19 @@ def parse_count(text: str) -> float | None:
     """
     matched = COUNT_PATTERN.fullmatch(text.strip())
     return float(matched[1]) * COUNT_FACTORS[matched[2].lower()] if matched else None
+
+
+def parse_duration(text: str) -> float | None:
+    """Parse a duration, "90s", "30min", "8h", "1h30m", "2d", in seconds; None if it is no duration above 0.
+
+    >>> parse_duration("90"), parse_duration("1h30m"), parse_duration("2 days"), parse_duration("8x")
+    (90.0, 5400.0, 172800.0, None)
+    """
+    parts = DURATION_PATTERN.findall(text)
+    if not parts or DURATION_PATTERN.sub("", text).strip():
+        return None
+    seconds = sum(float(number) * DURATION_FACTORS[unit[:1].lower()] for number, unit in parts)
+    return seconds if 0 < seconds < math.inf else None
 
 
 def _prefixed(value: float, prefixes: str) -> str:

@@ -37,6 +37,18 @@ T = TypeVar("T")
 DEFAULT_FLEET = "fleet.toml"
 LOCAL_FLEET = "local"  # --fleet local: this machine, whatever fleet.toml says
 DEFAULT_WORKDIR = "~/.evener"
+
+
+def fleets_folder() -> Path:
+    """Return the folder of the fleet files that evener makes itself, for --on and for this machine alone."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "evener" / "fleets"
+
+
+def local_fleet_path() -> Path:
+    """Return the fleet file of this machine alone, with its measured rates, as `--on local` makes it."""
+    return fleets_folder() / "local.toml"
+
+
 RENDEZVOUS_PORT = 29500
 DEFAULT_SSH_PORT = 22
 

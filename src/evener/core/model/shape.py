@@ -181,6 +181,13 @@ TINY = msgspec.structs.replace(  # for tests: a step takes milliseconds
 )
 
 
+def _nanogpt(num_layers: int) -> GPTShape:
+    """Return the shape of nanoGPT's character model with this depth: a width of 64 a layer, heads of 64, no dropout."""
+    return msgspec.structs.replace(
+        CHAR, num_layers=num_layers, num_heads=num_layers, width=64 * num_layers, dropout=0.0
+    )
+
+
 def _gpt2(num_layers: int, num_heads: int, width: int) -> GPTShape:
     return msgspec.structs.replace(GPT2, num_layers=num_layers, num_heads=num_heads, width=width)
 
@@ -193,7 +200,9 @@ PRESETS: dict[str, GPTShape] = {
     "gpt2-large": _gpt2(36, 20, 1280),
     "gpt2-760m": _gpt2(24, 16, 1536),  # GPT-3's "Large", of 760 million   [Brown et al. 2020, table 2.1]
     "gpt2-xl": _gpt2(48, 25, 1600),
-} | {f"d{n}": _depth(n) for n in range(4, 21)}
+}
+PRESETS |= {f"g{n}": _nanogpt(n) for n in range(2, 13)}  # g6 is char without dropout, g12 as large as gpt2
+PRESETS |= {f"d{n}": _depth(n) for n in range(4, 21)}
 
 
 def shape_of_size(text: str, base: GPTShape) -> GPTShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -18,6 +19,7 @@ from evener.core.run.roster import NO_SYNC, Roster, SyncSpec, check_sync_support
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
+LR_TIMES_WIDTH, SMALL_BATCH_TOKENS = 0.5, 4096  # of `default_learning_rate`
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
 # Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
 # DiLoCo: local and last synchronized weights, inner and (with H above 4) outer momentum, Adam's second moments, and
@@ -62,6 +64,10 @@ def resolve(
     corpus = load_corpus(Path(spec.data.data))
     model = spec.model
     shape = model_shape(spec, corpus.vocab_size)
+    if spec.train.lr is None:
+        lr = default_learning_rate(shape.width, spec.train.batch * shape.block_size)
+        spec = msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, lr=lr))
+        spec.check()  # --min-lr
     check_block_size(corpus, shape.block_size)
     if model.init_from is not None and not resume:
         find_weights_file(model.init_from)
@@ -77,6 +83,19 @@ def resolve(
         rundir, shape, spec, RANK_STATE_BYTES_PER_PARAM.get(sync.kind, 0) * (num_local_ranks or spec.machine.ranks)
     )
     return ResolvedRun(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+
+
+def default_learning_rate(width: int, batch_tokens: int) -> float:
+    """Return a peak learning rate for AdamW, to two digits: 0.5 / width, and less with a batch below 4096 tokens.
+
+    It falls as 1 / width [Yang et al. 2022, muP] and, with small batches, with the root of the batch. So a width of 384
+    gets 1.3e-3 (nanoGPT's character model: 1e-3) and one of 768 gets 6.5e-4 (GPT-3: 6e-4). bench/learning_rate.py
+    compares it with other rates.
+
+    >>> default_learning_rate(384, 4096), default_learning_rate(768, 491520), default_learning_rate(128, 1024)
+    (0.0013, 0.00065, 0.002)
+    """
+    return float(f"{LR_TIMES_WIDTH / width * min(1.0, math.sqrt(batch_tokens / SMALL_BATCH_TOKENS)):.2g}")
 
 
 def make_job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:

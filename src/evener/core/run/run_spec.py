@@ -41,9 +41,9 @@ class DataSpec(SpecSection, frozen=True, kw_only=True):
 class ModelSpec(SpecSection, frozen=True, kw_only=True):
     """The model and its arithmetic."""
 
-    model: Annotated[str, Meta(description="preset: tiny, char, gpt2, gpt2-medium, -large, -760m, -xl, d4 … d20")] = (
-        "char"
-    )
+    model: Annotated[
+        str, Meta(description="preset: tiny, char, g2 to g12, gpt2, gpt2-medium, -large, -760m, -xl, d4 to d20")
+    ] = "char"
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
     num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
     num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None
@@ -64,7 +64,7 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
 
 
 class TrainSpec(SpecSection, frozen=True, kw_only=True):
-    """The training settings. AdamW's are those of nanoGPT's character model; lr is for small batches."""
+    """The training settings. AdamW's are those of nanoGPT's character model."""
 
     steps: Annotated[Count, Meta(description="optimizer steps")] = 200
     batch: Annotated[Count, Meta(description="sequences in one global batch, over all ranks")] = 16
@@ -76,12 +76,14 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
         str,
         Meta(description="sync strategy: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
                          "diloco:10, diloco:10:int8:streamed; auto: the fastest within --loss-budget"),
-    ] = "ddp"  # fmt: skip
+    ] = "auto"  # fmt: skip
     loss_budget: Annotated[
         float,
         Meta(ge=0, le=100, description="percent of loss at equal tokens that --sync auto may cost; 0: exact ones only"),
     ] = 1.0
-    lr: Annotated[NonNegative, Meta(description="peak learning rate")] = 3e-4
+    lr: Annotated[NonNegative | None, Meta(description="peak learning rate [0.5 / width; less with a small batch]")] = (
+        None
+    )
     min_lr: Annotated[NonNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
     warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None
     weight_decay: Annotated[NonNegative, Meta(description="of AdamW, on matrices")] = 0.1
@@ -90,6 +92,12 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
     clip: Annotated[NonNegative, Meta(description="global gradient norm to clip at; 0: no clipping")] = 1.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1, description="of weights, sampling and dropout")] = 1337
     max_s: Annotated[NonNegative | None, Meta(description="save and stop after this many seconds")] = None
+
+    @property
+    def peak_lr(self) -> float:
+        """Return the peak learning rate. `resolve` sets it where the user does not, as it depends on the model."""
+        assert self.lr is not None
+        return self.lr
 
 
 class EvalSpec(SpecSection, frozen=True, kw_only=True):
@@ -170,7 +178,7 @@ class RunSpec(SpecSection, frozen=True, kw_only=True):
                 f"--ranks {machine.ranks}: more ranks than the {train.batch} sequences of one batch",
                 hint=f"--batch {machine.ranks} or more gives every rank something to do",
             )
-        if train.min_lr is not None and train.min_lr > train.lr:
+        if train.min_lr is not None and train.lr is not None and train.min_lr > train.lr:
             raise UsageError(f"--min-lr {train.min_lr:g}: greater than --lr {train.lr:g}")
         if train.warmup is not None and train.warmup > train.steps:
             raise UsageError(f"--warmup {train.warmup}: longer than --steps {train.steps}")
@@ -292,6 +300,12 @@ def make_spec(file: Path | None, texts: Mapping[str, str], base: RunSpec | None 
     return spec
 
 
+def given_fields(file: Path | None, texts: Mapping[str, str]) -> set[str]:
+    """Return the names of the leaves that a TOML file or flags give a value."""
+    tables = [value for value in _toml_tree(file).values() if isinstance(value, dict)] if file else []
+    return set(texts).union(*tables)
+
+
 def to_flags(spec: RunSpec) -> list[str]:
     """Return the shortest argument list that `parse_args` reads back as `spec`.
 
@@ -308,13 +322,18 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _read_toml(file: Path, base: RunSpec) -> RunSpec:
+def _toml_tree(file: Path) -> dict[str, Any]:
+    """Read a TOML file. Raise UsageError if it cannot be read or is not TOML."""
     try:
-        tree = from_toml(read_file(file).decode())
+        return from_toml(read_file(file).decode())
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}", hint="flags begin with --") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: not TOML: {error}") from None
+
+
+def _read_toml(file: Path, base: RunSpec) -> RunSpec:
+    tree = _toml_tree(file)
     sections = {flag.section for flag in FLAGS.values()} - {""}
     for key, value in tree.items():
         fields = [f.field for f in FLAGS.values() if f.section == key]

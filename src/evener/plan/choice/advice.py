@@ -28,7 +28,9 @@ from evener.plan.choice.options import (
     job_with_larger_batch,
     option_throughput,
     penalty_of,
+    pick_fastest,
     predict_training,
+    required_gain,
     throughput_by_host,
     why_option_rejected,
     why_strategy_rejected,
@@ -105,6 +107,7 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
         advice += advise_on_memory(prediction)
     elif len(cluster.host_names) > 1:
         advice += break_even_advice(prediction, links or LinkSearch(prediction.job, cluster))
+    advice += advise_on_sync(prediction)
     advice += advise_on_loss_budget(prediction)
     if any(host.memory_bytes is None for host in cluster.hosts.values()):
         advice.append(_advise_on_unknown_memory(prediction))
@@ -187,6 +190,32 @@ def option_above_budget(prediction: Prediction) -> PlanOption | None:
         return None
     near = [option for option in too_lossy if most < MIN_GAIN * option_throughput(option)]
     return min(near, key=lambda option: penalty_of(option).upper_end)
+
+
+def faster_strategy(prediction: Prediction) -> PlanOption | None:
+    """Return the fastest option with another strategy than the one asked for; None if it would not be faster."""
+    cluster, loss_budget = prediction.cluster, prediction.job.spec.train.loss_budget / 100
+    asked = prediction.option(prediction.chosen).roster.sync
+    others = [option for option in prediction.options if option.roster.sync not in (asked, NO_SYNC)
+              and not why_option_rejected(option, cluster, loss_budget)]  # fmt: skip
+    best, recommended = pick_fastest(others), prediction.option(prediction.recommended or prediction.chosen)
+    gain = 0.0 if best is None else best.tokens_per_s / required_gain(best) / recommended.tokens_per_s
+    return best if gain > MIN_GAIN else None
+
+
+def advise_on_sync(prediction: Prediction) -> list[Advice]:
+    """Advise on a faster strategy than the one that the user asked for, if there is one."""
+    best = None if prediction.is_sync_ours or not prediction.recommended else faster_strategy(prediction)
+    if best is None:
+        return []
+    recommended = prediction.option(prediction.recommended)
+    flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, prediction.cluster)
+    text = (
+        f"With {format_flags(flags)}, {join_names(best.roster.hosts)} would train "
+        f"{format_throughput(best.tokens_per_s)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as much"
+        f"{format_loss_penalty(best)}."
+    )
+    return [Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)]
 
 
 def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:

@@ -384,7 +384,8 @@ def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[s
         )
         model = job.model if known else nearest
         rate, shape = rates.models[model], _probed_shape(model, job)
-        ratio = shape.flops_per_token() / job.shape.flops_per_token()
+        work = job.shape.flops_per_token() / shape.flops_per_token()
+        ratio = work ** -(1.0 if known else _flops_exponent(rates, job, model))
         if not known:
             assumed.append(f"its rate of {job.model} follows from that of {model}, by FLOPs; "
                            f"evener probe host --model {_nearest_preset(job)} measures it")  # fmt: skip
@@ -410,6 +411,21 @@ def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[s
         )
     assumed.append(f"{ASSUMED_MFU:.0%} of the matrix products' speed is assumed for the whole model")
     return ModelRate(tokens_per_s=ASSUMED_MFU * matmul_flops / job.shape.flops_per_token())
+
+
+def _flops_exponent(rates: Rates, job: Job, nearest: str) -> float:
+    """Return the power of FLOPs with which the time of a token grows between the two measured models next to the job's.
+
+    It is below 1 where small models keep a device less busy. 1 if the job's model is not between two measured ones.
+    """
+    flops = {model: _flops_per_token(_probed_shape(model, job)) for model in rates.models}
+    own, near = _flops_per_token(job.shape), flops[nearest]
+    beyond = [model for model in flops if (flops[model] - own) * (near - own) < 0]
+    if not beyond:
+        return 1.0
+    other = min(beyond, key=lambda model: abs(math.log(flops[model] / own)))
+    slower = rates.models[nearest].tokens_per_s / rates.models[other].tokens_per_s
+    return math.log(slower) / math.log(flops[other] / near)
 
 
 def _is_same_but_vocab(probed: GPTShape, wanted: GPTShape) -> bool:

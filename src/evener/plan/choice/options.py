@@ -375,6 +375,11 @@ def why_option_rejected(option: PlanOption, cluster: Cluster, loss_budget: float
     return why_strategy_rejected(option, loss_budget)
 
 
+def why_not_as_requested(option: PlanOption, cluster: Cluster) -> str:
+    """Return why an option cannot be chosen whose strategy the user has asked for, at whatever loss; "" if it can."""
+    return why_option_rejected(msgspec.structs.replace(option, loss_penalty=0.0, loss_margin=0.0), cluster, math.inf)
+
+
 def why_strategy_rejected(option: PlanOption, loss_budget: float) -> str:
     """Return why the option's strategy is rejected on any machines; "" if it is not."""
     if not option.is_built:

@@ -7,7 +7,6 @@ records of a run ─┘
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -43,6 +42,7 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     price_per_kwh: float | None = None  # of electricity
     wants_fabrics: bool = False  # predict over other links, too
     measured: PlanOption | None = None  # the run as it was measured; None for a changed run
+    budget: str = ""  # a sentence: what was chosen for a budget of time
     changes: list[str] = []  # sentences: rates that calibration changed
 
 
@@ -59,10 +59,11 @@ def request_from_fleet(fleet: Fleet, spec: RunSpec, corpus: Corpus | None, link:
     )
 
 
-def predict_launch(fleet: Fleet, job: Job, slots: Sequence[RankSlot], *, may_leave_out: bool = True,
+def predict_launch(fleet: Fleet, job: Job, slots: Sequence[RankSlot] | None = None, *, may_leave_out: bool = True,
                    resumed: Job | None = None) -> Prediction:  # fmt: skip
-    """Predict what `train` is about to do on these rank slots. Raise NotMeasuredError if too little was measured.
+    """Predict what `train` is about to do on these rank slots, by default on those of the fleet file.
 
+    Raise NotMeasuredError if too little was measured.
     With --shares auto, hosts that make the run no faster are left out if `may_leave_out`. `resumed` is the job with the
     strategy that a run with --sync auto used last: it is predicted, on the hosts that `job` would take.
     """
@@ -264,14 +265,6 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
         cluster = with_assumptions(with_uniform_link(cluster, parsed.wire), [parsed.assumption])
     measured = None if flags or link is not None else request.measured
     return msgspec.structs.replace(request, job=job, cluster=cluster, measured=measured)
-
-
-def request_for_tokens(request: PlanRequest, num_tokens: float) -> PlanRequest:
-    """Return the request for a run of so many tokens."""
-    job = request.job
-    train = msgspec.structs.replace(job.spec.train, steps=math.ceil(num_tokens / job.tokens))
-    job = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train))
-    return msgspec.structs.replace(request, job=job)
 
 
 def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,

@@ -8,7 +8,7 @@ from evener.core.base.units import format_seconds, join_names
 from evener.core.cluster.link import parse_link
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
 from evener.core.run.roster import DDP, NO_SYNC
-from evener.plan.choice.advice import format_throughput, format_verdict
+from evener.plan.choice.advice import faster_strategy, format_throughput, format_verdict
 from evener.plan.choice.cluster import with_uniform_link
 from evener.plan.choice.options import (
     MIN_GAIN,
@@ -31,6 +31,7 @@ from evener.plan.choice.options import (
     predict_training,
     single_host_options,
     slowest_ring_link_Bps,
+    why_not_as_requested,
     why_option_rejected,
     why_strategy_rejected,
     with_best_ring_order,
@@ -73,11 +74,20 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
     if baseline:
         options = [msgspec.structs.replace(option, speedup_vs_best_host=option.tokens_per_s / baseline)
                    for option in options]  # fmt: skip
-    runnable = [option for option in options if not why_option_rejected(option, cluster, loss_budget)]
+
+    def why_rejected(option: PlanOption) -> str:
+        if not is_sync_ours and option.roster.sync == chosen.roster.sync:
+            return why_not_as_requested(option, cluster)
+        why = why_option_rejected(option, cluster, loss_budget)
+        is_other = not is_sync_ours and chosen.is_built and option.roster.hosts == chosen.roster.hosts
+        return why or (f"--sync {chosen.roster.sync} was asked for" if is_other else "")
+
+    reasons = {option.name: why_rejected(option) for option in options}
+    runnable = [option for option in options if not reasons[option.name]]
     best = pick_fastest(runnable)
     if best is not None:
         best = pick_simplest(runnable, best, chosen.name)
-    options = [_with_rejection(option, best, cluster, loss_budget) for option in options]
+    options = [_with_rejection(option, best, reasons[option.name]) for option in options]
     prediction = Prediction(
         job=job,
         cluster=cluster,
@@ -171,8 +181,8 @@ def reasons_left_out(prediction: Prediction) -> dict[str, str]:
     if loss_budget is not None and (reason := why_strategy_rejected(chosen, loss_budget)):
         why = f"{chosen.roster.sync} with {them}: {reason}"
     why += f"; {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without"
-    helpful = prediction.option(prediction.recommended) if prediction.recommended else best
-    if helpful.roster.sync not in (chosen.roster.sync, NO_SYNC) and {*names} <= {*helpful.roster.hosts}:
+    helpful = faster_strategy(prediction)
+    if helpful is not None and {*names} <= {*helpful.roster.hosts}:
         why += f", {format_throughput(helpful.tokens_per_s)} with {them} and --sync {helpful.roster.sync}"
     return dict.fromkeys(names, why)
 
@@ -199,9 +209,8 @@ def what_if_options(prediction: Prediction) -> list[PlanOption]:
     ]
 
 
-def _with_rejection(option: PlanOption, best: PlanOption | None, cluster: Cluster, loss_budget: float) -> PlanOption:
-    """Return the option with the reason for which it is not the best one."""
-    reason = why_option_rejected(option, cluster, loss_budget)
+def _with_rejection(option: PlanOption, best: PlanOption | None, reason: str) -> PlanOption:
+    """Return the option with the reason for which it is not the best one; `reason` is why it cannot run, if so."""
     if best is None or option.name == best.name:
         return msgspec.structs.replace(option, rejected_because=reason)
     slower = best.tokens_per_s / option.tokens_per_s

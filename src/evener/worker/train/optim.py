@@ -20,17 +20,18 @@ def learning_rate(step: int, spec: TrainSpec) -> float:
     (1.0, 0.5, 0.0)
     """
     warmup = spec.steps // 20 if spec.warmup is None else spec.warmup
-    min_lr = spec.lr / 10 if spec.min_lr is None else spec.min_lr
+    peak = spec.peak_lr
+    min_lr = peak / 10 if spec.min_lr is None else spec.min_lr
     if step < warmup:
-        return spec.lr * (step + 1) / (warmup + 1)
+        return peak * (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, spec.steps - 1 - warmup)
-    return min_lr + (spec.lr - min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return min_lr + (peak - min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
 def adamw(model: GPT, spec: TrainSpec) -> torch.optim.AdamW:
     """Return a fused AdamW that decays matrices but not vectors."""
     return torch.optim.AdamW(
-        model.param_groups(spec.weight_decay), lr=spec.lr, betas=(spec.beta1, spec.beta2), fused=True
+        model.param_groups(spec.weight_decay), lr=spec.peak_lr, betas=(spec.beta1, spec.beta2), fused=True
     )
 
 

@@ -1,0 +1,149 @@
+"""--for and --tokens: what a run may take, and the model, batch and steps that make the best of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from evener.cli.on_machines import measure_this_machine
+from evener.cli.run_output import print_status
+from evener.core.base.errors import UsageError
+from evener.core.base.shell import quote_command
+from evener.core.base.units import format_count, format_seconds, parse_duration
+from evener.core.cluster.fleet_file import Fleet, HostConfig
+from evener.core.model.corpus import Corpus, load_corpus
+from evener.core.run.resolve import make_job, model_shape
+from evener.core.run.run_spec import RunSpec
+from evener.plan.choice.cluster import NotMeasuredError
+from evener.plan.choice.options import option_throughput
+from evener.plan.choice.plan_request import PlanRequest, answer_request, predict_launch
+from evener.plan.choice.training_budget import (
+    DEFAULT_SECONDS,
+    PROBED_SIZES,
+    Budget,
+    BudgetChoice,
+    choose_for_budget,
+)
+from evener.plan.choice.training_cost import parse_tokens
+
+DEFAULT_BUDGET = Budget(text="3 min", seconds=DEFAULT_SECONDS)
+
+
+def parse_budget(for_time: str | None, tokens: str | None, texts: Collection[str]) -> Budget | None:
+    """Return the budget that the flags give, None without one; `texts` are the other flags. Raise UsageError."""
+    given = [f"{flag} {value}" for flag, value in (("--for", for_time), ("--tokens", tokens)) if value is not None]
+    if not given:
+        return None
+    if len(given) > 1 or "steps" in texts:
+        other = given[1] if len(given) > 1 else "--steps"
+        raise UsageError(f"{given[0]}: {other} says how long the run is, too", hint="one of them")
+    if tokens is not None:
+        return Budget(text=f"{tokens} tokens", tokens=parse_tokens(tokens))
+    assert for_time is not None
+    seconds = parse_duration(for_time)
+    if seconds is None:
+        raise UsageError(f"--for {for_time}: expected a time", hint="30min, 8h or 2d")
+    return Budget(text=for_time, seconds=seconds)
+
+
+def models_to_measure(spec: RunSpec, given: Collection[str]) -> tuple[str, ...]:
+    """Return the presets whose rates a budget needs: the model that is given, or a few sizes."""
+    return (spec.model.model,) if "model" in given else PROBED_SIZES
+
+
+def spec_for_budget(
+    spec: RunSpec, given: Collection[str], budget: Budget, fleet: Fleet | None, *, is_dry: bool, is_default: bool
+) -> RunSpec:
+    """Return the spec with the model, batch and steps that fit the budget best, and print them.
+
+    `fleet` are the hosts that will train; None: this machine, which is measured where it was not before. A dry run
+    measures nothing. The default budget is of no use on hosts that nobody measured: the spec stays as it is.
+    """
+    corpus = load_corpus(spec.data.data)
+    if fleet is None and budget.seconds is not None:
+        fleet = _this_machine(spec, given, is_dry=is_dry)
+    throughput = None if fleet is None else Throughputs(fleet, corpus)
+    try:
+        choice = choose_for_budget(spec, given, corpus, budget, throughput)
+    except NotMeasuredError as error:
+        if not is_default:
+            raise
+        print_status(
+            f"{spec.train.steps} steps of {spec.model.model}, as {error}; {error.hint}, and then --for decides"
+        )
+        return spec
+    print_status(describe_choice(choice, budget, is_default=is_default))
+    if {"model", "batch"} - set(given):
+        print_status(f"by hand: {quote_command(choice_flags(choice, given))}; each flag that is given stays as it is")
+    return choice.spec
+
+
+def request_for_budget(
+    make_request: Callable[[RunSpec], PlanRequest], spec: RunSpec, given: Collection[str], corpus: Corpus | None,
+    budget: Budget,
+) -> PlanRequest:  # fmt: skip
+    """Return `plan`'s request with the model, batch and steps that fit a budget best, and a sentence on them."""
+
+    def throughput(candidate: RunSpec) -> float:
+        prediction = answer_request(make_request(candidate))
+        return option_throughput(prediction.option(prediction.recommended or prediction.chosen))
+
+    choice = choose_for_budget(spec, given, corpus, budget, throughput)
+    request = make_request(choice.spec)
+    job = msgspec.structs.replace(request.job, spec=choice.spec)
+    request = msgspec.structs.replace(request, job=job)
+    if budget.seconds is None:
+        return request
+    return msgspec.structs.replace(request, budget=describe_choice(choice, budget, is_default=False))
+
+
+class Throughputs:
+    """The tokens/s that a spec is predicted to train with on these hosts."""
+
+    def __init__(self, fleet: Fleet, corpus: Corpus | None) -> None:
+        self._fleet, self._corpus = fleet, corpus
+
+    def __call__(self, spec: RunSpec) -> float:
+        """Predict a run of this spec, with what `train` would do on these hosts; 0 if it does not fit."""
+        shape = model_shape(spec, self._corpus.vocab_size if self._corpus else None)
+        prediction = predict_launch(self._fleet, make_job(spec, shape, self._corpus))
+        return option_throughput(prediction.option(prediction.chosen))
+
+
+def describe_choice(choice: BudgetChoice, budget: Budget, *, is_default: bool) -> str:
+    """Return a sentence on what becomes of the budget."""
+    spec, block = choice.spec, choice.shape.block_size
+    which = f"{budget.text} (--for 1h: another time)" if is_default else budget.text
+    words = [
+        f"{which}: {spec.model.model}, {format_count(choice.shape.num_params())} parameters",
+        f"{spec.train.steps:,} steps of {spec.train.batch} × {block} tokens",
+    ]
+    if choice.epochs is not None:
+        words.append(f"{choice.epochs:.2g} times the text")
+    if choice.tokens_per_s is not None:
+        took_s = choice.tokens / choice.tokens_per_s
+        words.append(f"about {format_seconds(took_s)} at {format_count(choice.tokens_per_s)} tokens/s")
+    text = ", ".join(words)
+    if choice.ends_early:
+        text += "; to read the text more often would teach it nothing more"
+    return text
+
+
+def choice_flags(choice: BudgetChoice, given: Collection[str]) -> list[str]:
+    """Return the flags that choose the same by hand."""
+    spec = choice.spec
+    flags = {"model": spec.model.model, "batch": spec.train.batch, "steps": spec.train.steps}
+    if spec.model.dropout is not None and "dropout" not in given:
+        flags["dropout"] = spec.model.dropout
+    return [f"--{name}={value}" for name, value in flags.items() if name not in given]
+
+
+def _this_machine(spec: RunSpec, given: Collection[str], *, is_dry: bool) -> Fleet:
+    """Return this machine with as many ranks as the spec has, and its measured rates."""
+    known = measure_this_machine(models_to_measure(spec, given), is_dry=is_dry)
+    ((name, _),) = known.hosts.items()
+    if name not in known.rates:
+        raise UsageError("this machine is not measured yet", hint="without --dry-run, or with --steps")
+    host = HostConfig(address="local", ranks=spec.machine.ranks, threads=spec.machine.threads)
+    return msgspec.structs.replace(known, hosts={name: host})

@@ -1,0 +1,163 @@
+"""Choose model, batch and steps for a budget of time or of tokens, so that the loss at the end is predicted lowest.
+
+A larger model learns more from a token, and a machine trains it on fewer tokens in the same time. The loss of a model
+with N parameters that has read D tokens is
+
+    L(N, D) = E + A / N^α + B / D^β          [Hoffmann et al. 2022; constants of Besiroglu et al. 2024]
+
+A text that is read again teaches less each time, and parameters beyond those that a text can teach help less:
+D = U + U·R_D·(1 − e^(−R/R_D)) after R repetitions of U tokens, and N likewise [Muennighoff et al. 2023]. With a larger
+batch more tokens are needed for the same loss: 1 + batch / noise scale times as many [McCandlish et al. 2018]. The
+noise scale grows with about the root of the tokens read, at any size [Zhang et al. 2024].
+
+The sizes are presets: the shapes of nanoGPT's character model with 2 to 10 layers, then GPT-2's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from evener.core.base.errors import UsageError
+from evener.core.model.corpus import Corpus
+from evener.core.model.shape import GPTShape
+from evener.core.run.resolve import model_shape
+from evener.core.run.run_spec import RunSpec
+
+SIZES = ("g2", "g3", "g4", "g5", "g6", "g8", "g10", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+PROBED_SIZES = ("g2", "g4", "g6")  # the rates of the others follow from these
+ALIKE = 1.005  # of two batches whose losses are this close, the larger one is steadier, and exchanged less often
+BATCHES = (4, 8, 16, 32, 64, 128, 256, 512)  # sequences
+DEFAULT_SECONDS = 180.0
+TIME_SHARE = 0.92  # of the time budget is planned: evaluations and checkpoints take some, and a step may be slower
+# [Besiroglu et al. 2024], who fitted the data of Hoffmann et al. again: theirs do not give their own table's sizes
+A, ALPHA, B, BETA = 482.01, 0.3478, 2085.43, 0.3658
+REPEATS_D, REPEATS_N = 15.4, 5.3  # [Muennighoff et al. 2023, section 5]
+MAX_EPOCHS = 60  # after 4 · REPEATS_D repetitions 98 % of what a text can teach is learned
+DROPOUT, DROPOUT_EPOCHS = 0.2, 4.0  # nanoGPT's for a text read often; up to 4 epochs are almost as good as new text
+NOISE_TOKENS, NOISE_AFTER = 16384, 4e6  # gradient noise scale of a run of so many tokens: *assumption*
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run may take: so many seconds, or so many tokens."""
+
+    text: str  # as the user gave it
+    seconds: float | None = None
+    tokens: float | None = None
+
+
+class BudgetChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that fits a budget best."""
+
+    spec: RunSpec
+    shape: GPTShape
+    tokens: float  # to train on
+    epochs: float | None  # times that the text is read; None: its size is not known
+    tokens_per_s: float | None  # predicted; None: not known, for a budget of tokens
+    reducible_loss: float  # A / N^α + B / D^β: only good to compare choices
+    ends_early: bool  # reading the text more often would not help any more
+
+
+Throughput = Callable[[RunSpec], float]
+"""Tokens/s with which a run of this spec would train; 0 if it cannot."""
+
+
+def choose_for_budget(
+    spec: RunSpec, given: Collection[str], corpus: Corpus | None, budget: Budget, throughput: Throughput | None
+) -> BudgetChoice:
+    """Return the best model, batch and steps for a budget; leaves of the spec that are `given` stay as they are.
+
+    `throughput` is needed for a budget of time. Raise UsageError if no model can take a step in it.
+    """
+    choices = [
+        choice
+        for candidate in _sizes(spec, given)
+        if (choice := _judge(candidate, corpus, budget, throughput, given)) is not None
+    ]
+    if not choices:
+        raise UsageError(
+            f"{budget.text}: too little for one step, or no model fits into memory", hint="a larger budget"
+        )
+    if budget.seconds is None:  # a smaller batch would always learn more from so many tokens
+        return min(choices, key=lambda choice: abs(math.log(choice.shape.num_params() / balanced_size(choice.tokens))))
+    best = min(choices, key=lambda choice: choice.reducible_loss)
+    if "batch" in given:
+        return best
+    candidates = [_with_train(best.spec, batch=batch) for batch in BATCHES]
+    others = [choice for spec in candidates if (choice := _judge(spec, corpus, budget, throughput, given)) is not None]
+    lowest = min(choice.reducible_loss for choice in [best, *others])
+    alike = [choice for choice in [best, *others] if choice.reducible_loss <= ALIKE * lowest]
+    return max(alike, key=lambda choice: choice.spec.train.batch)
+
+
+def reducible_loss(num_params: float, tokens: float, batch_tokens: float, corpus_tokens: float | None) -> float:
+    """Return A / N^α + B / D^β after so many tokens of a text of `corpus_tokens`; None: of new text.
+
+    >>> round(reducible_loss(10e6, 200e6, 4096, None), 2)  # 482 / 10e6^0.3478 + 2085 / 193e6^0.3658
+    3.71
+    """
+    if corpus_tokens is not None and tokens > corpus_tokens:
+        repetitions = tokens / corpus_tokens - 1
+        tokens = corpus_tokens * (1 + REPEATS_D * (1 - math.exp(-repetitions / REPEATS_D)))
+        taught = balanced_size(corpus_tokens)
+        if num_params > taught:
+            num_params = taught * (1 + REPEATS_N * (1 - math.exp(-(num_params / taught - 1) / REPEATS_N)))
+    effective = tokens / (1 + batch_tokens / (NOISE_TOKENS * math.sqrt(tokens / NOISE_AFTER)))
+    return A / math.pow(num_params, ALPHA) + B / math.pow(effective, BETA)
+
+
+def balanced_size(tokens: float) -> float:
+    """Return the size whose loss falls as fast with more parameters as with more tokens, at equal FLOPs."""
+    return math.pow(ALPHA * A / (BETA * B) * math.pow(tokens, BETA), 1 / ALPHA)
+
+
+def _sizes(spec: RunSpec, given: Collection[str]) -> list[RunSpec]:
+    """Return the spec with each size; only with its own one if the user has chosen it."""
+    if set(given) & {"model", "num_layers", "num_heads", "width", "init_from"}:
+        return [spec]
+    return [msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, model=size)) for size in SIZES]
+
+
+def _judge(
+    spec: RunSpec, corpus: Corpus | None, budget: Budget, throughput: Throughput | None, given: Collection[str]
+) -> BudgetChoice | None:
+    """Return what becomes of the budget with this model and batch; None if it is not even one step."""
+    shape = model_shape(spec, corpus.vocab_size if corpus else None)
+    step_tokens = spec.train.batch * shape.block_size
+    tokens_per_s = None
+    if budget.seconds is None:
+        assert budget.tokens is not None
+        tokens = budget.tokens
+    else:
+        assert throughput is not None
+        tokens_per_s = throughput(spec)
+        tokens = TIME_SHARE * budget.seconds * tokens_per_s
+    corpus_tokens = corpus.train_tokens if corpus else None
+    ends_early = budget.seconds is not None and corpus_tokens is not None and tokens > MAX_EPOCHS * corpus_tokens
+    if ends_early and corpus_tokens:
+        tokens = MAX_EPOCHS * corpus_tokens
+    steps = math.ceil(tokens / step_tokens) if budget.seconds is None else int(tokens / step_tokens)
+    if steps < 1:
+        return None
+    tokens = float(steps * step_tokens)
+    epochs = tokens / corpus_tokens if corpus_tokens else None
+    model = spec.model
+    if "dropout" not in given and epochs is not None and not set(given) & {"model"}:
+        model = msgspec.structs.replace(model, dropout=DROPOUT if epochs > DROPOUT_EPOCHS else 0.0)
+    chosen = _with_train(msgspec.structs.replace(spec, model=model), steps=steps, max_s=budget.seconds)
+    loss = reducible_loss(shape.num_params(), tokens, step_tokens, corpus_tokens)
+    return BudgetChoice(
+        spec=chosen,
+        shape=shape,
+        tokens=tokens,
+        epochs=epochs,
+        tokens_per_s=tokens_per_s,
+        reducible_loss=loss,
+        ends_early=ends_early,
+    )
+
+
+def _with_train(spec: RunSpec, **changes: object) -> RunSpec:
+    return msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, **changes))
