@@ -77,8 +77,8 @@ def test_laptop_and_desktop_on_wifi_get_correct_advice():
     )  # 12 cores beside 8: no more than 1.5 times
     lossy = answer_request(asked(home, *flags, "--loss-budget=2.6"))
     assert lossy.verdict.startswith(
-        "Train on both hosts with diloco:10:int8:streamed, shares 10.7 : 5.3: 7.8k tokens/s, 1.49 times the fastest host "
-        "alone; loss +1.5%"
+        "Train on both hosts with diloco:10:int8:streamed, shares 10.7 : 5.3: 7.8k tokens/s, 1.49 times the "
+        "fastest host alone; loss +1.5%"
     )
     # By hand: 42.6 MB go each way through the air twice, two hosts send: 4 · 42.6 MB at 25 MB/s.
     assert exact.option(exact.chosen).ranks[0].sync_s == pytest.approx(4 * 42.57e6 / 25e6, rel=0.01)

@@ -172,9 +172,8 @@ def test_train_verify_sample_and_report_succeed_on_one_run(tmp_path, corpus):
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):
-    shown = evener(
-        tmp_path, "train", "--data", str(corpus), *TINY, "--ranks", "2", "--out", "run", "--dry-run", "--json"
-    )
+    flags = ["--data", str(corpus), *TINY, "--ranks", "2", "--steps", "3", "--out", "run"]
+    shown = evener(tmp_path, "train", *flags, "--dry-run", "--json")
     (host,) = json.loads(shown.stdout)["hosts"]
     assert host["argv"][1:4] == ["-P", "-m", "evener.worker.torchrun"]
     assert "--nproc-per-node=2" in host["argv"]

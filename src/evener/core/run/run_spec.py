@@ -85,7 +85,10 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
         None
     )
     min_lr: Annotated[NonNegative | None, Meta(description="learning rate at the end [lr / 10]")] = None
-    warmup: Annotated[CountOrZero | None, Meta(description="steps of linear warmup [steps / 20]")] = None
+    warmup: Annotated[
+        CountOrZero | None,
+        Meta(description="steps of linear warmup [steps / 20; at least 100, but no more than steps / 4]"),
+    ] = None
     weight_decay: Annotated[NonNegative, Meta(description="of AdamW, on matrices")] = 0.1
     beta1: Annotated[Fraction, Meta(description="AdamW's decay rate of the mean gradient")] = 0.9
     beta2: Annotated[Fraction, Meta(description="AdamW's decay rate of the mean squared gradient")] = 0.99

@@ -9,6 +9,8 @@ import torch
 from evener.core.run.run_spec import TrainSpec
 from evener.worker.train.model import GPT
 
+MIN_WARMUP = 100  # steps: a short run whose learning rate rises faster ends higher, by a tenth (docs/log)
+
 
 def learning_rate(step: int, spec: TrainSpec) -> float:
     """Return the learning rate of a step: linear warmup, then a cosine that reaches `min_lr` at the last step.
@@ -19,7 +21,7 @@ def learning_rate(step: int, spec: TrainSpec) -> float:
     >>> learning_rate(0, spec), round(learning_rate(5, spec), 6), learning_rate(10, spec)
     (1.0, 0.5, 0.0)
     """
-    warmup = spec.steps // 20 if spec.warmup is None else spec.warmup
+    warmup = min(max(spec.steps // 20, MIN_WARMUP), spec.steps // 4) if spec.warmup is None else spec.warmup
     peak = spec.peak_lr
     min_lr = peak / 10 if spec.min_lr is None else spec.min_lr
     if step < warmup:
