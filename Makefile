@@ -4,6 +4,7 @@
 # make test-all  and long matrices, all fault drills, all seeds: CONTRIBUTING.md says which tier holds what
 # make docs      the documentation as a site on http://localhost:8000; docs-build writes it to site/
 # make docs-generate  write the pages that come from the code and from measurements anew
+# make dist   the wheel and the source distribution, checked, in dist/
 # make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,10 +15,10 @@ PARALLEL := --dist worksteal -n
 # Tests start hundreds of processes, and without cached bytecode each would compile evener anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-all lint format bench docs docs-build docs-generate clean
+.PHONY: demo check test test-all lint format bench dist docs docs-build docs-generate clean
 
 demo: .venv/installed
-	$(BIN)/evener bench --force
+	$(BIN)/evener demo
 
 check: lint
 	$(PYTEST) $(PARALLEL) $(WORKERS) tests/unit src --ignore=src/evener/worker
@@ -53,6 +54,11 @@ ifdef NANOGPT
 else
 	@echo "left out: what is measured beside nanoGPT; with a checkout of it: make bench NANOGPT=FOLDER"
 endif
+
+dist: .venv/installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
 
 docs: .venv/installed
 	$(BIN)/zensical serve
