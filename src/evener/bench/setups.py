@@ -43,7 +43,7 @@ def scaling_bench_spec(model: str, batch: int, seconds: float) -> RunSpec:
     """Return what all runs of a scaling bench share; in fp32 and without dropout, so that losses can be compared."""
     return RunSpec(
         model=ModelSpec(model=model, dropout=0.0, compile="off", dtype="fp32"),
-        train=TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20),
+        train=TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20, sync="ddp"),
         eval=EvalSpec(eval_every=0),
         machine=MachineSpec(contention=True),
     )
@@ -51,13 +51,13 @@ def scaling_bench_spec(model: str, batch: int, seconds: float) -> RunSpec:
 
 def fleet_bench_spec(data: str, model: str, batch: int, seconds: float) -> RunSpec:
     """Return the spec of all runs of a fleet bench: a time limit, and an evaluation of only one block, at the end."""
-    train = TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20)
+    train = TrainSpec(steps=MAX_STEPS, batch=batch, max_s=seconds, warmup=20, sync="ddp")
     return _comparable_spec(data, model, train, EvalSpec(eval_every=0, eval_tokens=1))
 
 
 def strategies_bench_spec(data: str, model: str, batch: int, steps: int) -> RunSpec:
     """Return the spec of all runs of a bench of sync strategies: the same steps, and an evaluation at the end."""
-    return _comparable_spec(data, model, TrainSpec(steps=steps, batch=batch), EvalSpec(eval_every=0))
+    return _comparable_spec(data, model, TrainSpec(steps=steps, batch=batch, sync="ddp"), EvalSpec(eval_every=0))
 
 
 def _comparable_spec(data: str, model: str, train: TrainSpec, evaluation: EvalSpec) -> RunSpec:

@@ -31,7 +31,7 @@ from evener.report.pages.png_charts import throughput_png, tradeoff_png
 from evener.report.read.run_summary import RunSummary, summary_json
 
 
-class _Display:
+class TerminalDisplay:
     """Shows a bench on stderr; with --json only what its runs report."""
 
     def __init__(self, *, trust: bool, as_json: bool) -> None:
@@ -55,30 +55,33 @@ class _Display:
 
 def run_fleet_bench(fleet: Fleet, spec: RunSpec, out: str | None, trust: bool, as_json: bool) -> int:
     """Train on each host alone and on all together; compare tokens/s and all-reduce time."""
-    display = _Display(trust=trust, as_json=as_json)
+    display = TerminalDisplay(trust=trust, as_json=as_json)
     bench = FleetBench("fleet", Path(out or "runs/fleet"), fleet, spec, display)
-    _probe_missing(bench)
+    probe_missing(bench)
     bench.run_hosts()
-    return _print_results(bench, display.console, as_json)
+    return print_results(bench, display.console, as_json)
 
 
 def run_strategies_bench(
     fleet: Fleet, spec: RunSpec, syncs: str | None, out: str | None, trust: bool, as_json: bool
 ) -> int:
     """Train the same steps with each sync strategy and on the fastest host alone; compare both tokens/s and loss."""
-    display = _Display(trust=trust, as_json=as_json)
+    display = TerminalDisplay(trust=trust, as_json=as_json)
     bench = FleetBench("strategies", Path(out or "runs/strategies"), fleet, spec, display)
     if len(fleet.hosts) < 2:
         raise UsageError(f"{fleet.file}: comparing sync strategies needs two hosts", hint="a second [hosts.NAME]")
     names = None if syncs is None else [name.strip() for name in syncs.split(",")]
     bench.strategy_setups(names)  # report mistakes before measuring
-    _probe_missing(bench)
+    probe_missing(bench)
     bench.run_strategies(names)
-    return _print_results(bench, display.console, as_json)
+    return print_results(bench, display.console, as_json)
 
 
-def _probe_missing(bench: FleetBench) -> None:
-    """Probe hosts and links that were not measured, to predict each run; write the results to the fleet file."""
+def probe_missing(bench: FleetBench, host_seconds: float = 12.0) -> None:
+    """Probe hosts and links that were not measured, to predict each run; write the results to the fleet file.
+
+    `host_seconds` are of sustained training on each host.
+    """
     missing, fleet = bench.missing_measurement(), bench.fleet
     if missing is None:
         return
@@ -87,7 +90,7 @@ def _probe_missing(bench: FleetBench) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         if len(fleet.hosts) > 1:
             probe.wire(fleet=fleet.file, seconds=1.0, no_iperf3=True, no_trials=True)
-        probe.host(fleet=fleet.file, model=bench.job.model)
+        probe.host(fleet=fleet.file, model=bench.job.model, seconds=host_seconds)
     bench.fleet = select_hosts(load_fleet(fleet.file), ",".join(fleet.hosts))
 
 
@@ -100,7 +103,7 @@ def print_comparison(
     print_table(console, titles, compare_setups.setup_rows(kind, runs, base), droppable=spare)
 
 
-def _print_results(bench: FleetBench, console: Console, as_json: bool) -> int:
+def print_results(bench: FleetBench, console: Console, as_json: bool) -> int:
     """Write the picture and the page, and print the table and its explanation; return the exit status."""
     picture = bench.out / f"{bench.kind}.png"
     (throughput_png if bench.kind == "fleet" else tradeoff_png)(bench.runs, picture)

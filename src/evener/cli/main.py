@@ -14,6 +14,7 @@ from evener.cli import (
     add_leave,
     bench,
     data,
+    demo,
     doctor,
     export,
     fetch,
@@ -89,6 +90,7 @@ app.command("stop", epilog=stop.EXAMPLES)(stop.stop)
 app.command("leave", epilog=add_leave.LEAVE_EXAMPLES)(add_leave.leave)
 app.command("add", epilog=add_leave.ADD_EXAMPLES)(add_leave.add)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("trace", epilog=trace.EXAMPLES)(trace.trace)
 app.command("verify", epilog=verify.EXAMPLES)(verify.verify)
