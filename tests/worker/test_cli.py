@@ -19,6 +19,7 @@ from evener.core.run.rundir import RunDir
 from evener.core.run.trust import trust_fleet
 
 from ..conftest import ENV, TIMEOUT_S, wait_until
+from ..integration.pseudo import ESCAPE, in_terminal
 from ..tiers import exhaustive, exhaustively
 
 EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
@@ -169,6 +170,17 @@ def test_train_verify_sample_and_report_succeed_on_one_run(tmp_path, corpus):
     reported = evener(tmp_path, "report", "a run")
     assert reported.returncode == 0, reported.stderr
     assert Path(tmp_path, reported.stdout.strip()).read_text().startswith("<!")
+
+
+def test_each_line_typed_on_a_terminal_is_continued(tmp_path, corpus):
+    train = evener(tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "2", "--out", "run")
+    assert train.returncode == 0, train.stderr
+    assert "talk:    evener sample run" in train.stderr
+    alone = evener(tmp_path, "sample", "run", "--num-tokens", "9", "--prompt", "He is").stdout
+    typed = "She\nHe is\n\n"
+    shown = ESCAPE.sub("", in_terminal("sample", "run", "--num-tokens", "9", cwd=tmp_path, typed=typed, status=0))
+    assert "an empty line ends this\n> She" in shown
+    assert shown.endswith(f"> {alone}> ")
 
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path, corpus):

@@ -44,22 +44,25 @@ def sample(
     is_dialog = prompt is None and not as_json and is_interactive()
     prompts = _ask_for_prompts(rundir) if is_dialog else ["\n" if prompt is None else prompt]
     shown = text = ""
-    for text in continue_texts(rundir, folder, prompts, num_tokens, temperature=temperature, top_k=top_k, seed=seed):
-        if not text.startswith(shown):  # the next one
-            shown = ""
+    for text, is_complete in continue_texts(
+        rundir, folder, prompts, num_tokens, temperature=temperature, top_k=top_k, seed=seed
+    ):
         # A character may take several tokens.
-        if not as_json and not text.endswith("\ufffd"):
-            print_escaped(text[len(shown) :], end="", flush=True)
-            shown = text
-    print_escaped(json.dumps({"text": text, "checkpoint": str(folder)}) if as_json else text[len(shown) :])
+        if not as_json and (is_complete or not text.endswith("\ufffd")):
+            print_escaped(text[len(shown) :], end="\n" if is_complete else "", flush=True)
+            shown = "" if is_complete else text
+    if as_json:
+        print_escaped(json.dumps({"text": text, "checkpoint": str(folder)}))
     return 0
 
 
-def continue_texts(rundir: RunDir, checkpoint: Path, prompts: Iterable[str], num_tokens: int, *,
-                   temperature: float = 0.8, top_k: int | None = None, seed: int = 1337) -> Generator[str]:  # fmt: skip
-    """Yield each prompt with the text generated so far, after each token; the next prompt is drawn after the last.
+def continue_texts(
+    rundir: RunDir, checkpoint: Path, prompts: Iterable[str], num_tokens: int, *, temperature: float = 0.8,
+    top_k: int | None = None, seed: int = 1337,
+) -> Generator[tuple[str, bool]]:  # fmt: skip
+    """Yield each prompt with the text generated so far, after each token, and whether it is complete.
 
-    Raise UsageError if the model is not evener's.
+    The next prompt is drawn when the text of the one before is complete. Raise UsageError if the model is not evener's.
     """
     import json
 
@@ -88,7 +91,7 @@ def continue_texts(rundir: RunDir, checkpoint: Path, prompts: Iterable[str], num
     for line in program_lines("evener.worker.generate", json.dumps(model), inputs=requests()):
         if line:
             ids.append(int(line))
-            yield tokenizer.decode(ids)
+        yield tokenizer.decode(ids), not line
 
 
 def print_sample(rundir: RunDir) -> None:
@@ -103,7 +106,7 @@ def print_sample(rundir: RunDir) -> None:
     print_status("it writes:")
     until, written = time.monotonic() + SAMPLE_S, ""
     with contextlib.closing(continue_texts(rundir, rundir.verified_checkpoint(None), ["\n"], SAMPLE_TOKENS)) as texts:
-        for written in texts:  # noqa: B007  # the last one is printed
+        for written, _ in texts:  # noqa: B007  # the last one is printed
             if time.monotonic() > until:
                 break
     print_escaped(written.strip())
@@ -117,10 +120,7 @@ def _ask_for_prompts(rundir: RunDir) -> Iterator[str]:
 
     corpus = rundir.manifest().corpus
     print_status("the beginning of a text, and the model continues it; an empty line ends this")
-    is_first = True
     while True:
-        if not is_first:
-            print_escaped("", flush=True)  # after the text before
         print_escaped("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline().rstrip("\n")
         if not line:
@@ -131,5 +131,4 @@ def _ask_for_prompts(rundir: RunDir) -> Iterator[str]:
         except DataError as error:
             print_status(f"{error}")
             continue
-        is_first = False
         yield line

@@ -135,7 +135,7 @@ def can_sample(reader: RunReader) -> bool:
 def sample_text(reader: RunReader) -> str:
     """Generate text with the newest checkpoint, on this machine rather than the run's hosts; always the same seed."""
     folder = reader.rundir.verified_checkpoint(None)
-    *_, text = continue_texts(reader.rundir, folder, ["\n"], SAMPLE_TOKENS)
+    *_, (text, _) = continue_texts(reader.rundir, folder, ["\n"], SAMPLE_TOKENS)
     step = int(folder.name.rpartition("-")[2])
     reader.samples[step] = text.strip()
     return f"written after step {step:,}; new text can be generated after each checkpoint"

@@ -77,11 +77,14 @@ def option_name(job: Job, roster: Roster) -> str:
     return f"{roster.sync}, shares {format_shares(roster.mean_shares) if roster.world_size <= 4 else summary}"
 
 
-def predict_single_host(job: Job, cluster: Cluster, name: str) -> PlanOption:
-    """Predict a single host in the dtype that is best for it, with ddp if the requested strategy is rejected."""
+def predict_single_host(job: Job, cluster: Cluster, name: str, *, is_sync_asked: bool = False) -> PlanOption:
+    """Predict a single host in the dtype that is best for it, with ddp if the requested strategy is rejected.
+
+    `is_sync_asked`: the user has named the strategy, whatever it may cost in loss.
+    """
     any_job = _job_for_any_hosts(job)
     option = predict_training(any_job, cluster, [name], name=f"{name} alone")
-    if not why_strategy_rejected(option, job.spec.train.loss_budget / 100):
+    if (is_sync_asked and option.is_built) or not why_strategy_rejected(option, job.spec.train.loss_budget / 100):
         return option
     return predict_training(job_with_sync(any_job, DDP), cluster, [name], name=f"{name} alone")
 
@@ -182,15 +185,15 @@ def _greedy_host_sets(job: Job, cluster: Cluster, names: list[str]) -> list[list
     return sets
 
 
-def single_host_options(job: Job, cluster: Cluster) -> dict[str, PlanOption]:
-    """Predict training on each host alone; of identical hosts predict only the first."""
+def single_host_options(job: Job, cluster: Cluster, *, is_sync_asked: bool = False) -> dict[str, PlanOption]:
+    """Predict training on each host alone; of identical hosts predict only the first. See `predict_single_host`."""
     devices: dict[str, list[str]] = {name: [] for name in cluster.host_names}
     for slot in cluster.slots:
         devices[slot.host].append(slot.device)
     first: dict[object, str] = {}
     for name, of_host in devices.items():
         first.setdefault((id(cluster.hosts[name]), tuple(of_host)), name)
-    return {name: predict_single_host(job, cluster, name) for name in first.values()}
+    return {name: predict_single_host(job, cluster, name, is_sync_asked=is_sync_asked) for name in first.values()}
 
 
 def fitting_host_options(job: Job, cluster: Cluster) -> list[PlanOption]:

@@ -29,6 +29,7 @@ from evener.plan.choice.options import (
     pick_simplest,
     predict_single_host,
     predict_training,
+    required_gain,
     single_host_options,
     slowest_ring_link_Bps,
     why_not_as_requested,
@@ -57,7 +58,8 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
     if measured is not None and measured.name == chosen.name:
         chosen = measured
     options = [chosen, *([measured] if measured is not None else [])]
-    alone = list(single_host_options(job, cluster).values()) if len(cluster.host_names) > 1 else []
+    alone = list(single_host_options(job, cluster, is_sync_asked=not is_sync_ours).values())
+    alone = alone if len(cluster.host_names) > 1 else []
     if alone:
         options += best_single_host_options(alone, cluster)
         options += best_two_that_fit(fewer_host_options(job, cluster), cluster)
@@ -159,16 +161,19 @@ def reasons_left_out(prediction: Prediction) -> dict[str, str]:
     loss_budget = prediction.job.spec.train.loss_budget / 100 if prediction.is_sync_ours else None
 
     def may_run(option: PlanOption) -> bool:
-        return (
-            fits_in_memory(option, cluster)
-            if loss_budget is None
-            else not why_option_rejected(option, cluster, loss_budget)
-        )
+        if option.roster.sync not in (chosen.roster.sync, NO_SYNC) and len(option.roster.hosts) > 1:
+            return False
+        if loss_budget is None:
+            return fits_in_memory(option, cluster)
+        return not why_option_rejected(option, cluster, loss_budget)
 
-    runnable = [option for option in prediction.options
-            if option.roster.sync in (chosen.roster.sync, NO_SYNC) and may_run(option)]  # fmt: skip
-    max_speed = max(map(option_throughput, runnable), default=0.0)
-    near = [option for option in runnable if max_speed < MIN_GAIN * option.tokens_per_s]
+    runnable = [option for option in prediction.options if may_run(option)]
+
+    def worth(option: PlanOption) -> float:
+        return option.tokens_per_s / (required_gain(option) if prediction.is_sync_ours else 1.0)
+
+    most = max(map(worth, runnable), default=0.0)
+    near = [option for option in runnable if most < MIN_GAIN * worth(option)]
     best = min(near, key=lambda option: (len(option.roster.hosts), option.step_s), default=chosen)
     names = [name for name in cluster.host_names if name not in best.roster.hosts]
     if not names:

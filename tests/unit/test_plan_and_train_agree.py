@@ -1,0 +1,86 @@
+"""For one set of flags `plan` recommends what `train` does: the same hosts, the same strategy, the same step time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
+from evener.core.model.shape import PRESETS
+from evener.core.run.prediction import Job
+from evener.core.run.resolve import check_sync_for_shape, make_job
+from evener.core.run.roster import requested_sync
+from evener.core.run.run_spec import RunSpec, parse_args
+from evener.launch.start_training import host_ring_order
+from evener.plan.choice.plan_request import answer_request, predict_launch, request_from_fleet
+
+from ..tiers import num_examples
+
+SYNCS = ("", "", "", "auto", "ddp", "packed", "bf16", "int8", "int4", "diloco:10", "diloco:10:int8:streamed")
+
+
+def random_fleet(draw: random.Random, model: str) -> Fleet:
+    """One to four hosts of one or two ranks, as `evener probe` describes them."""
+    names = [f"h{i}" for i in range(draw.choice((1, 2, 2, 3, 4)))]
+    device = draw.choice(("cpu", "cpu", "cuda:0"))
+    hosts = {name: HostConfig(address=name, ranks=draw.choice((None, None, 2)) if device == "cpu" else None)
+             for name in names}  # fmt: skip
+    fast = 10 ** draw.uniform(2, 5)
+    rates = {
+        name: {
+            device: Rates(
+                copy_Bps=1e10, sync_Bps=1e9, sum_Bps={"fp32": 4e9}, memory_bytes=draw.choice((None, 16 * 10**9)),
+                models={model: ModelRate(tokens_per_s=fast * draw.choice((1.0, 1.0, 0.5, 0.1)), pass_s=0.01,
+                                         update_s=0.01, dtype=draw.choice(("fp32", "bf16")))},
+            )
+        }
+        for name in names
+    }  # fmt: skip
+    Bps = 10 ** draw.uniform(6, 10)
+    link = HostLink(goodput_Bps=Bps, rtt_s=draw.choice((1e-4, 5e-3)))
+    links = {a: {b: link for b in names if b != a} for a in names}
+    return Fleet(hosts=hosts, rates=rates, links=links)
+
+
+def random_spec(draw: random.Random) -> RunSpec:
+    flags = {
+        "model": draw.choice(("g2", "char", "gpt2", "d8")), "batch": draw.choice((4, 16, 64, 256)),
+        "steps": draw.choice((50, 200, 2000, 20000)), "loss-budget": draw.choice((0, 1, 1, 5)),
+        "shares": draw.choice(("auto", "auto", "auto", "equal")),
+    }  # fmt: skip
+    if sync := draw.choice(SYNCS):
+        flags["sync"] = sync
+    return parse_args([f"--{name}={value}" for name, value in flags.items()])
+
+
+@pytest.mark.parametrize("first", range(0, 300, 25))
+def test_plan_recommends_what_train_does(first):
+    for seed in range(first, first + num_examples(5, 25)):
+        draw = random.Random(seed)
+        spec = random_spec(draw)
+        fleet = random_fleet(draw, spec.model.model)
+        shape = PRESETS[spec.model.model]
+        try:
+            check_sync_for_shape(requested_sync(spec), shape)
+            planned = answer_request(request_from_fleet(fleet, spec, None, None, "fleet.toml"))
+        except UsageError:
+            continue
+        trained = train_prediction(fleet, make_job(spec, shape, None))
+        if not planned.recommended:
+            continue
+        best, does = planned.option(planned.recommended), trained.option(trained.chosen)
+        if spec.machine.shares != "auto":  # all hosts take part, as asked, and train prints plan's verdict
+            assert trained.verdict == planned.verdict, seed
+            continue
+        assert sorted(best.roster.hosts) == sorted(does.roster.hosts), seed
+        assert best.roster.sync == does.roster.sync or len(best.roster.hosts) == 1, seed
+        assert best.step_s == pytest.approx(does.step_s, rel=0.03), seed
+
+
+def train_prediction(fleet: Fleet, job: Job):
+    """What `train` predicts of what it is about to do."""
+    order = host_ring_order(fleet, job)
+    ordered = Fleet(hosts={name: fleet.hosts[name] for name in order}, rates=fleet.rates, links=fleet.links)
+    return predict_launch(ordered, job)
