@@ -295,7 +295,7 @@ runpy.run_module("evener.worker", run_name="__main__")
 def test_strategy_change_between_steps_keeps_replicas_equal(tmp_path, corpus, run_script, ranks):
     """As exactly as each way is, with equal replicas; what one has not sent the next one sends."""
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
-             "--shares", "equal", "--steps", "50", "--batch", "6", "--verify-every", "5"]  # fmt: skip
+             "--shares", "equal", "--steps", "50", "--batch", "6", "--verify-every", "5", "--lr", "3e-4"]  # fmt: skip
     runs = {}
     for what, changes in (("stay", ""), ("change", "10=packed,20=int8,30=powersgd:4,40=ddp")):
         done = run_script(CHANGING, changes, *flags, "--out", str(tmp_path / what), ranks=ranks)
@@ -326,7 +326,7 @@ def test_change_between_equal_and_drifting_replicas_keeps_learning(tmp_path, cor
     changes, steps = THERE_AND_BACK
     flags = ["--data", str(corpus), "--model", "tiny", "--eval-tokens", "2048", "--threads", "1", "--dtype", "fp32",
              "--shares", "equal", "--steps", str(steps), "--batch", "12", "--verify-every", "5", "--sync", "auto",
-             "--dropout", "0"]  # fmt: skip
+             "--dropout", "0", "--lr", "3e-4"]  # fmt: skip
     runs = {}
     for what, of_run in (("stays", ""), ("changes", changes)):
         done = run_script(CHANGING, of_run, *flags, "--out", str(tmp_path / what), ranks=ranks)

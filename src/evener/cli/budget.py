@@ -47,19 +47,37 @@ def parse_budget(for_time: str | None, tokens: str | None, texts: Collection[str
     return Budget(text=for_time, seconds=seconds)
 
 
+def limit_resumed(spec: RunSpec, given: Collection[str], budget: Budget | None) -> RunSpec:
+    """Return the spec of a resumed run with the time limit of --for; --steps ends the limit of an earlier start.
+
+    Raise UsageError for --tokens: model and schedule are those of the run.
+    """
+    if budget is None and "steps" not in given:
+        return spec
+    if budget is not None and budget.seconds is None:
+        raise UsageError(f"--tokens {budget.text.split()[0]}: a run that is resumed has its steps", hint="--steps N")
+    max_s = None if budget is None else budget.seconds
+    return msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, max_s=max_s))
+
+
 def models_to_measure(spec: RunSpec, given: Collection[str]) -> tuple[str, ...]:
-    """Return the presets whose rates a budget needs: the model that is given, or a few sizes."""
-    return (spec.model.model,) if "model" in given else PROBED_SIZES
+    """Return the presets whose rates must be known: of the model that is given, or of a few sizes to choose from."""
+    return (spec.model.model,) if {"model", "steps"} & set(given) else PROBED_SIZES
 
 
 def spec_for_budget(
-    spec: RunSpec, given: Collection[str], budget: Budget, fleet: Fleet | None, *, is_dry: bool, is_default: bool
+    spec: RunSpec, given: Collection[str], budget: Budget | None, fleet: Fleet | None, *, is_dry: bool
 ) -> RunSpec:
     """Return the spec with the model, batch and steps that fit the budget best, and print them.
 
-    `fleet` are the hosts that will train; None: this machine, which is measured where it was not before. A dry run
-    measures nothing. The default budget is of no use on hosts that nobody measured: the spec stays as it is.
+    Without a budget a spec that says how long the run is stays as it is, and another one gets DEFAULT_BUDGET; that is
+    of no use on hosts that nobody measured: then the spec stays as it is, too. `fleet` are the hosts that will train;
+    None: this machine, which is measured where it was not before. A dry run measures nothing.
     """
+    is_default = budget is None
+    if is_default and set(given) & {"steps", "max_s"}:
+        return spec
+    budget = budget or DEFAULT_BUDGET
     corpus = load_corpus(spec.data.data)
     if fleet is None and budget.seconds is not None:
         fleet = _this_machine(spec, given, is_dry=is_dry)

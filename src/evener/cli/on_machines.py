@@ -18,6 +18,7 @@ from evener.cli.run_output import print_status
 from evener.cli.terminal import is_interactive, make_console, print_findings
 from evener.cli.trust import approve_fleet, confirm
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.file_io import write_atomic
 from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Fleet, fleets_folder, load_fleet, local_fleet_path
@@ -30,10 +31,12 @@ WIRE_SECONDS, HOST_SECONDS = 1.0, 3.0  # of quick probes
 def measure_this_machine(models: Sequence[str], *, is_dry: bool = False) -> Fleet:
     """Return this machine as a fleet, with the rates of these models; measure what was not measured before.
 
-    Any host key of the file stands for this machine. Raise EvenerError if the file cannot be written.
+    Raise EvenerError if its fleet file cannot be written.
     """
     path = local_fleet_path()
-    _make_fleet_file(path, ["local"], is_silent=True)
+    if not path.exists():
+        _make_folder(path.parent)
+        write_atomic(path, b'[hosts.here]\naddress = "local"\n')
     _measure(path, load_fleet(path), models, is_dry=is_dry)
     return load_fleet(path)
 
@@ -51,7 +54,11 @@ def fleet_of_machines(
     if not words:
         raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
     path = fleets_folder() / f"{_file_name(words)}.toml"
-    _make_fleet_file(path, words)
+    if not path.exists():
+        _make_folder(path.parent)
+        _show("fleet", "init", *words, "--out", path)
+        with _quiet():
+            fleet.init(names=words, out=path)
     known = approve_fleet(load_fleet(path), trust)
     _show("doctor", "--fleet", path, "--quick")
     findings = _blocking_findings(known)
@@ -96,19 +103,13 @@ def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
         raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
 
 
-def _make_fleet_file(path: Path, names: list[str], *, is_silent: bool = False) -> None:
-    """Make the fleet file of these machines, if it is not there."""
-    if path.exists():
-        return
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a fleet file. Raise EvenerError if it cannot be made."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         hint = "XDG_CONFIG_HOME=FOLDER before the command puts it elsewhere"
-        raise EvenerError(f"cannot write {path.parent}: {error.strerror}", hint=hint) from None
-    if not is_silent:
-        _show("fleet", "init", *names, "--out", path)
-    with _quiet():
-        fleet.init(names=names, out=path)
+        raise EvenerError(f"cannot write {folder}: {error.strerror}", hint=hint) from None
 
 
 def _measure(path: Path, known: Fleet, models: Sequence[str], *, is_dry: bool) -> None:

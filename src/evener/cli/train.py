@@ -72,7 +72,7 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     import json
 
     from evener.cli import follow_output, logger_processes, run_output
-    from evener.cli.budget import DEFAULT_BUDGET, models_to_measure, parse_budget, spec_for_budget
+    from evener.cli.budget import limit_resumed, models_to_measure, parse_budget, spec_for_budget
     from evener.cli.flags import explicit_values
     from evener.cli.on_machines import fleet_of_machines
     from evener.cli.sample import print_sample
@@ -102,22 +102,20 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             chosen = None if on is not None else choose_fleet(fleet, hosts, resumed)
             if chosen is not None:
                 approve_fleet(chosen, trust)
-            of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
             texts = explicit_values(flags)
             budget = parse_budget(for_time, tokens, texts)
+            of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
             spec, given = _make_spec(arguments or [], of_texts, resumed, texts)
+            if resumed is not None:
+                spec = limit_resumed(spec, given, budget)
             resolved = resolve(spec, resume=resumed is not None)  # reports mistakes before anything is measured
             check_token_ids(resolved.corpus)
-            is_default = budget is None and resumed is None and not given & {"steps", "max_s"}
             if on is not None:
-                models = (spec.model.model,) if "steps" in given else models_to_measure(spec, given)
+                models = models_to_measure(spec, given)
                 machines = fleet_of_machines(on, models, trust=trust, may_install=yes, is_dry=dry_run)
                 chosen = choose_fleet(machines, None, None)
-            if is_default:
-                budget = DEFAULT_BUDGET
-            if budget is not None:
-                spec = spec_for_budget(spec, given, budget, chosen, is_dry=dry_run, is_default=is_default)
-                resolved = resolve(spec)
+            if resumed is None:
+                resolved = resolve(spec_for_budget(spec, given, budget, chosen, is_dry=dry_run))
             resolved = _with_run_path(resolved)
             if resolved.spec.train.lr == 0:
                 run_output.print_status("--lr 0: the weights will not change")

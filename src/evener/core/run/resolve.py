@@ -19,7 +19,7 @@ from evener.core.run.roster import NO_SYNC, Roster, SyncSpec, check_sync_support
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
-LR_TIMES_WIDTH, MAX_LR, SMALL_BATCH_TOKENS = 0.5, 4e-3, 4096  # of `default_learning_rate`
+LR_TIMES_WIDTH, SMALL_BATCH_TOKENS = 0.5, 4096  # of `default_learning_rate`
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
 # Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
 # DiLoCo: local and last synchronized weights, inner and (with H above 4) outer momentum, Adam's second moments, and
@@ -86,17 +86,16 @@ def resolve(
 
 
 def default_learning_rate(width: int, batch_tokens: int) -> float:
-    """Return a peak learning rate for AdamW: 0.5 / width, 4e-3 at most, and less with a batch below 4096 tokens.
+    """Return a peak learning rate for AdamW, to two digits: 0.5 / width, and less with a batch below 4096 tokens.
 
-    To two digits. It falls as 1 / width [Yang et al. 2022, muP] and, with small batches, with the root of the batch. So
+    It falls as 1 / width [Yang et al. 2022, muP] and, with small batches, with the root of the batch. So
     a width of 384 gets 1.3e-3 (nanoGPT's character model: 1e-3) and one of 768 gets 6.5e-4 (GPT-3: 6e-4).
     bench/learning_rate.py compares it with other rates.
 
     >>> default_learning_rate(384, 4096), default_learning_rate(768, 491520), default_learning_rate(128, 1024)
     (0.0013, 0.00065, 0.002)
     """
-    largest = min(LR_TIMES_WIDTH / width, MAX_LR)
-    return float(f"{largest * min(1.0, math.sqrt(batch_tokens / SMALL_BATCH_TOKENS)):.2g}")
+    return float(f"{LR_TIMES_WIDTH / width * min(1.0, math.sqrt(batch_tokens / SMALL_BATCH_TOKENS)):.2g}")
 
 
 def make_job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:

@@ -31,7 +31,7 @@ PROBED_SIZES = ("g2", "g4", "g6")  # the rates of the others follow from these
 ALIKE = 1.005  # of two batches whose losses are this close, the larger one is steadier, and exchanged less often
 BATCHES = (4, 8, 16, 32, 64, 128, 256, 512)  # sequences
 DEFAULT_SECONDS = 180.0
-TIME_SHARE = 0.92  # of the time budget is planned: evaluations and checkpoints take some, and a step may be slower
+TIME_SHARE = 0.88  # of the time budget is planned: evaluations and checkpoints take some, and a step may be slower
 # [Besiroglu et al. 2024], who fitted the data of Hoffmann et al. again: theirs do not give their own table's sizes
 A, ALPHA, B, BETA = 482.01, 0.3478, 2085.43, 0.3658
 REPEATS_D, REPEATS_N = 15.4, 5.3  # [Muennighoff et al. 2023, section 5]

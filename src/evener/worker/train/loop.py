@@ -45,12 +45,16 @@ def train(resolved: ResolvedRun) -> None:
         if spec.machine.contention:
             run.contention = measure_contention(run, model, train_set)
 
-        for step in run.steps(train_set):
+        def evaluate_after(num_steps: int) -> float:
+            val_loss = evaluate(run, model, val_set, num_steps)
+            run.print_once(f"step {num_steps}: validation loss {val_loss:.4f}")
+            return val_loss
+
+        for step in run.steps(train_set, evaluate_after):
             train_one_step(step, model, optimizer, spec.train, run.autocast)
             if step.is_eval_step:
                 with step.record_between_steps("evaluation"):
-                    step.val_loss = evaluate(run, model, val_set, step.index + 1)
-                run.print_once(f"step {step.index + 1}: validation loss {step.val_loss:.4f}")
+                    step.val_loss = evaluate_after(step.index + 1)
             if run.last_record is not None and run.last_record.step >= progress.steps_done:
                 progress.set_interval(run.roster.sync.every)
                 progress.add(run.last_record)

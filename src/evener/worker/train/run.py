@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -157,6 +157,7 @@ class Run:
         # the step that the program is executing
         self._current_step: tuple[TrainContext, Checkpointer, TrainStep] | None = None
         self.contention: Contention | None = None
+        self._evaluate: Callable[[int], float] | None = None
         self._share_weight, self._stop_signals = math.nan, StopSignals()
         torch.manual_seed(spec.train.seed)  # the same weights on every rank
 
@@ -189,12 +190,14 @@ class Run:
         """Return the context in which forward uses the run's precision, `--dtype`; fp32 by default."""
         return autocast(self.device, self.member.dtype)
 
-    def steps(self, dataset: Any) -> Iterator[TrainStep]:
+    def steps(self, dataset: Any, evaluate: Callable[[int], float] | None = None) -> Iterator[TrainStep]:
         """Iterate over the remaining optimizer steps.
 
         `dataset` is a `Dataset`, a map-style torch Dataset or a DataLoader of one. A program may leave its loop early,
-        on all ranks alike: the run is then saved as a stopped one.
+        on all ranks alike: the run is then saved as a stopped one. `evaluate` returns the validation loss after so many
+        steps; it is called on all ranks where a time limit ends the run.
         """
+        self._evaluate = evaluate
         train, every, first_step = self.spec.train, self.spec.checkpoint, self.first_step
         with rollback_on_failure(self.dir, self.group):
             context, checkpointer = self._set_up(as_dataset(dataset, self.spec), first_step)
@@ -357,6 +360,8 @@ class Run:
         if checkpointer.needs_finalize(step):
             membership.run_collectively(checkpointer.finalize_replicas, step)
             val_loss = None  # of the replicas before the merge
+        if val_loss is None and self._evaluate is not None and self.spec.train.max_s is not None:
+            val_loss = self._evaluate(step)
         replicas_agree = membership.run_collectively(checkpointer.verify_replicas, step)
         if checkpointer.history[0] != step:
             membership.run_collectively(checkpointer.save, step, val_loss)
