@@ -56,6 +56,15 @@ def test_comparison_lists_only_differing_settings(place):
     }  # fmt: skip
 
 
+def test_setting_that_changes_no_speed_crowns_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs/one", [{"compute_s": 0.1}], steps=20)
+    write_run(tmp_path / "runs/two", [{"compute_s": 0.08}], steps=30)
+    assert [name for name, _ in compare_runs.differences(both())] == ["--steps"]
+    told = compare_runs.explain_comparison(both())[0]
+    assert told.startswith("They differ only in --steps: no run is faster beyond noise; ")
+
+
 def test_run_compared_with_itself_has_no_differences(place):
     same = compare_runs.compare_runs(["runs/one", "runs/one"])
     assert list(same) == ["one", "one (2)"]

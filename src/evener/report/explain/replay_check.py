@@ -160,7 +160,12 @@ def _compare_points(
         kind: ReplayOutcome = "agree"
         sentence = f"losses and gradient norms of {len(gaps)} steps agree: the run can be trusted"
         if tolerance.later[1] is None:
-            sentence = f"losses of {len(gaps)} steps agree as far as this arithmetic can show"
+            most = max((loss for loss, _ in gaps), default=0.0)
+            sentence = (
+                f"losses of {len(gaps)} steps agree: they differ by {most:.1e} at most, and {tolerance.later[0]:g} is "
+                f"allowed ({tolerance.why}); a run with --dtype fp32 and an exact --sync would be held to "
+                f"{FP32_TOLERANCE.later[0]:g}"
+            )
         if evidence.corpus_changed:
             sentence += "; files of the corpus have changed since, but no token that these steps read"
         if evidence.mismatched_tensor:

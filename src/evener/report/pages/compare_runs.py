@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evener.core.base.units import format_bytes, format_count, format_seconds
+from evener.core.base.units import format_bytes, format_count, format_seconds, join_names
 from evener.core.run.prediction import Prediction
 from evener.core.run.run_spec import FLAGS
 from evener.core.run.rundir import Manifest, RunDir
@@ -28,6 +28,10 @@ from evener.report.read.recorded_run import RecordedRun, read_recorded_run
 from evener.report.read.run_summary import RunSummary, summary_json
 from evener.report.read.stragglers import fastest_rank
 
+SPEED_NEUTRAL = frozenset({
+    "--steps", "--seed", "--lr", "--min-lr", "--warmup", "--weight-decay", "--beta1", "--beta2", "--max-s", "--keep",
+    "--sampling", "corpus hash",
+})  # fmt: skip  # settings that change what is learned, or for how long, but not how fast
 MAX_RUN_COLUMNS = 6  # show up to this many runs as columns; more as rows
 ComparisonRows = list[tuple[str, list[str]]]  # (name, value in each run)
 Runs = Mapping[str, RecordedRun]  # by the shortest labels that distinguish them
@@ -158,7 +162,12 @@ def explain_comparison(runs: Runs) -> list[str]:
     if len(rates) > 1:
         fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
         ratio = rates[fastest] / rates[slowest]
-        if ratio < MIN_SPEEDUP:
+        differ = [name for name, _ in setting_differences([run.summary.manifest for run in runs.values()])]
+        if ratio >= MIN_SPEEDUP and SPEED_NEUTRAL.issuperset(differ):
+            between = f"{format_count(rates[slowest])} and {format_count(rates[fastest])} tokens/s"
+            what = f"They differ only in {join_names(differ)}" if differ else "Their settings are the same"
+            sentences.append(f"{what}: no run is faster beyond noise; {between} is by how much this machine varies.")
+        elif ratio < MIN_SPEEDUP:
             sentences.append(
                 f"All train about as fast: {format_count(rates[slowest])} to {format_count(rates[fastest])} tokens/s."
             )
