@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +16,9 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from evener.core.base.units import format_seconds
 from evener.report.draw.svg_charts import Figure, render_svg
+
+HEADING = re.compile(r"<h2>(.*?)</h2>")  # of a section; what templates write into it is escaped
+MIN_SECTIONS = 4  # of a page that needs a list of them
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,22 @@ def render_document(template: str, *, title: str, figures: Mapping[str, Figure],
     """Render a whole page; each of `figures` is drawn where the template has its name."""
     drawn = {name: render_svg(figure, with_table=True) for name, figure in figures.items()}
     given = {"title": title, "figures": drawn, "style": read_asset("page.css"), "script": read_asset("page.js")}
-    return template_environment("evener.report.pages").get_template(template).render(**given, **facts)
+    return with_contents(template_environment("evener.report.pages").get_template(template).render(**given, **facts))
+
+
+def with_contents(page: str) -> str:
+    """Return the page with a list of its sections below the header, if it has several.
+
+    >>> with_contents("<header></header>" + "".join(f"<h2>{name}</h2>" for name in "abcd"))[:61]
+    '<header></header><nav class="contents" aria-label="contents">'
+    """
+    titles = HEADING.findall(page)
+    if len(titles) < MIN_SECTIONS or "</header>" not in page:
+        return page
+    links = " ".join(f'<a href="#section-{i}">{title}</a>' for i, title in enumerate(titles, 1))
+    numbers = itertools.count(1)
+    page = HEADING.sub(lambda found: f'<h2 id="section-{next(numbers)}">{found[1]}</h2>', page)
+    return page.replace("</header>", f'</header><nav class="contents" aria-label="contents">{links}</nav>', 1)
 
 
 @functools.cache
