@@ -271,7 +271,7 @@ def measure_overhead(options: argparse.Namespace) -> None:
 
 
 def _typical_step_s(folder: Path, options: argparse.Namespace, membership: str, turn: int) -> float:
-    flags = COMMON_FLAGS | {"model": options.model, "data": options.data.absolute(), "steps": 10**6, "max-s": 40,
+    flags = COMMON_FLAGS | {"model": options.model, "data": options.data.absolute(), "for": "40s",
                       "membership": membership, "shares": "equal", "sync": "ddp"}  # fmt: skip
     out = f"{membership}-{turn}"
     argv = [*EVENER_COMMAND, "train", "--fleet", str(folder / "fleet.toml"), "--out", out,

@@ -7,12 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from evener.cli.budget import parse_budget
+from evener.cli.budget import Throughputs, parse_budget, request_for_budget
 from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import Fleet, HostConfig, ModelRate, Rates
 from evener.core.model.corpus import Corpus
 from evener.core.model.shape import PRESETS
 from evener.core.run.resolve import model_shape
 from evener.core.run.run_spec import RunSpec, TrainSpec
+from evener.plan.choice.plan_request import MachineFlags, request_from_flags
 from evener.plan.choice.training_budget import (
     MAX_EPOCHS,
     SIZES,
@@ -111,6 +113,39 @@ def test_conflicting_or_senseless_budget_is_one_sentence(for_time, tokens, texts
     with pytest.raises(UsageError) as raised:
         parse_budget(for_time, tokens, texts)
     assert str(raised.value) == error
+
+
+def fleet_of(ranks: int, **more: object) -> Fleet:
+    rates = Rates(models={"g2": ModelRate(tokens_per_s=30e3), "g6": ModelRate(tokens_per_s=2e3)}, **more)
+    return Fleet(hosts={"h": HostConfig(address="local", ranks=ranks)}, rates={"h": {"cpu": rates}})
+
+
+def test_batch_has_a_sequence_for_every_rank():
+    corpus = corpus_of(10**7)
+    hour = Budget(text="1h", seconds=3600.0)
+    choice = choose_for_budget(RunSpec(), set(), corpus, hour, Throughputs(fleet_of(12), corpus))
+    assert choice.spec.train.batch >= 12
+
+
+def test_model_that_does_not_fit_into_memory_is_not_chosen():
+    corpus, month = corpus_of(10**10), Budget(text="30d", seconds=30 * 86400.0)
+    large, small = (choose_for_budget(RunSpec(), set(), corpus, month, Throughputs(fleet_of(1, **more), corpus)).shape
+                    for more in ({}, {"memory_bytes": 800_000_000}))  # fmt: skip
+    assert small.num_params() < large.num_params()
+    with pytest.raises(UsageError, match="no model fits into memory"):
+        choose_for_budget(RunSpec(), set(), corpus, month, Throughputs(fleet_of(1, memory_bytes=10**7), corpus))
+
+
+def test_plan_judges_the_size_that_params_asks_for():
+    flags = MachineFlags(gpus="4090")
+    spec = RunSpec()
+
+    def request(candidate):
+        return request_from_flags(flags, candidate, None, "350M")
+
+    planned = request_for_budget(request, spec, {"model"}, None, Budget(text="1B tokens", tokens=1e9))
+    assert planned.job.spec.model.model == "350M"
+    assert planned.job.spec.train.steps * planned.job.tokens == pytest.approx(1e9, rel=1e-3)
 
 
 def test_budget_too_small_for_a_step_is_said():

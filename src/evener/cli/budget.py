@@ -11,31 +11,36 @@ from evener.cli.run_output import print_status
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_command
 from evener.core.base.units import format_count, format_seconds, parse_duration
-from evener.core.cluster.fleet_file import Fleet, HostConfig
+from evener.core.cluster.fleet_file import Fleet, HostConfig, local_fleet_path
 from evener.core.model.corpus import Corpus, load_corpus
+from evener.core.model.shape import GPTShape
+from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import make_job, model_shape
 from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import RunDir
 from evener.plan.choice.cluster import NotMeasuredError
 from evener.plan.choice.options import option_throughput
 from evener.plan.choice.plan_request import PlanRequest, answer_request, predict_launch
 from evener.plan.choice.training_budget import (
     DEFAULT_SECONDS,
     PROBED_SIZES,
+    TIME_SHARE,
     Budget,
     BudgetChoice,
     choose_for_budget,
 )
 from evener.plan.choice.training_cost import parse_tokens
+from evener.report.read.run_summary import summarize_run
 
 DEFAULT_BUDGET = Budget(text="3 min", seconds=DEFAULT_SECONDS)
 
 
-def parse_budget(for_time: str | None, tokens: str | None, texts: Collection[str]) -> Budget | None:
-    """Return the budget that the flags give, None without one; `texts` are the other flags. Raise UsageError."""
+def parse_budget(for_time: str | None, tokens: str | None, given_fields: Collection[str]) -> Budget | None:
+    """Return the budget that the flags give, None without one. Raise UsageError if it is none, or --steps is given."""
     given = [f"{flag} {value}" for flag, value in (("--for", for_time), ("--tokens", tokens)) if value is not None]
     if not given:
         return None
-    if len(given) > 1 or "steps" in texts:
+    if len(given) > 1 or "steps" in given_fields:
         other = given[1] if len(given) > 1 else "--steps"
         raise UsageError(f"{given[0]}: {other} says how long the run is, too", hint="one of them")
     if tokens is not None:
@@ -47,17 +52,26 @@ def parse_budget(for_time: str | None, tokens: str | None, texts: Collection[str
     return Budget(text=for_time, seconds=seconds)
 
 
-def limit_resumed(spec: RunSpec, given: Collection[str], budget: Budget | None) -> RunSpec:
+def limit_resumed(spec: RunSpec, given: Collection[str], budget: Budget | None, rundir: RunDir) -> RunSpec:
     """Return the spec of a resumed run with the time limit of --for; --steps ends the limit of an earlier start.
 
-    Raise UsageError for --tokens: model and schedule are those of the run.
+    A run that has taken all its steps goes on for as many as it took in such a time before. Raise UsageError for
+    --tokens: model and schedule are those of the run.
     """
     if budget is None and "steps" not in given:
         return spec
-    if budget is not None and budget.seconds is None:
+    if budget is None:
+        return _with_train(spec, max_s=None)
+    if budget.seconds is None:
         raise UsageError(f"--tokens {budget.text.split()[0]}: a run that is resumed has its steps", hint="--steps N")
-    max_s = None if budget is None else budget.seconds
-    return msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, max_s=max_s))
+    done, step_s = rundir.newest_checkpoint_step(), summarize_run(rundir).step_p50_s
+    more = int(TIME_SHARE * budget.seconds / step_s) if step_s else 0
+    steps = max(done + more, spec.train.steps) if done >= spec.train.steps else spec.train.steps
+    return _with_train(spec, max_s=budget.seconds, steps=steps)
+
+
+def _with_train(spec: RunSpec, **changes: object) -> RunSpec:
+    return msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, **changes))
 
 
 def models_to_measure(spec: RunSpec, given: Collection[str]) -> tuple[str, ...]:
@@ -79,10 +93,10 @@ def spec_for_budget(
         return spec
     budget = budget or DEFAULT_BUDGET
     corpus = load_corpus(spec.data.data)
-    if fleet is None and budget.seconds is not None:
-        fleet = _this_machine(spec, given, is_dry=is_dry)
-    throughput = None if fleet is None else Throughputs(fleet, corpus)
     try:
+        if fleet is None and budget.seconds is not None:
+            fleet = _this_machine(spec, given, is_dry=is_dry)
+        throughput = None if fleet is None else Throughputs(fleet, corpus)
         choice = choose_for_budget(spec, given, corpus, budget, throughput)
     except NotMeasuredError as error:
         if not is_default:
@@ -104,13 +118,16 @@ def request_for_budget(
     """Return `plan`'s request with the model, batch and steps that fit a budget best, and a sentence on them."""
 
     def throughput(candidate: RunSpec) -> float:
-        prediction = answer_request(make_request(candidate))
-        return option_throughput(prediction.option(prediction.recommended or prediction.chosen))
+        prediction = _prediction(lambda: answer_request(make_request(candidate)))
+        return 0.0 if prediction is None else option_throughput(prediction.option(prediction.recommended))
 
-    choice = choose_for_budget(spec, given, corpus, budget, throughput)
+    def shape(candidate: RunSpec) -> GPTShape:
+        return make_request(candidate).job.shape
+
+    choice = choose_for_budget(spec, given, corpus, budget, throughput, shape)
     request = make_request(choice.spec)
-    job = msgspec.structs.replace(request.job, spec=choice.spec)
-    request = msgspec.structs.replace(request, job=job)
+    planned = msgspec.structs.replace(request.job.spec, train=choice.spec.train)
+    request = msgspec.structs.replace(request, job=msgspec.structs.replace(request.job, spec=planned))
     if budget.seconds is None:
         return request
     return msgspec.structs.replace(request, budget=describe_choice(choice, budget, is_default=False))
@@ -123,10 +140,21 @@ class Throughputs:
         self._fleet, self._corpus = fleet, corpus
 
     def __call__(self, spec: RunSpec) -> float:
-        """Predict a run of this spec, with what `train` would do on these hosts; 0 if it does not fit."""
+        """Predict a run of this spec, with what `train` would do on these hosts; 0 if it cannot run there."""
         shape = model_shape(spec, self._corpus.vocab_size if self._corpus else None)
-        prediction = predict_launch(self._fleet, make_job(spec, shape, self._corpus))
-        return option_throughput(prediction.option(prediction.chosen))
+        prediction = _prediction(lambda: predict_launch(self._fleet, make_job(spec, shape, self._corpus)))
+        return 0.0 if prediction is None else option_throughput(prediction.option(prediction.chosen))
+
+
+def _prediction(predict: Callable[[], Prediction]) -> Prediction | None:
+    """Return a prediction; None if nothing fits into memory, or the batch is too small for the ranks."""
+    try:
+        prediction = predict()
+    except NotMeasuredError:
+        raise
+    except UsageError:
+        return None
+    return prediction if prediction.recommended else None
 
 
 def describe_choice(choice: BudgetChoice, budget: Budget, *, is_default: bool) -> str:
@@ -159,9 +187,9 @@ def choice_flags(choice: BudgetChoice, given: Collection[str]) -> list[str]:
 
 def _this_machine(spec: RunSpec, given: Collection[str], *, is_dry: bool) -> Fleet:
     """Return this machine with as many ranks as the spec has, and its measured rates."""
+    if is_dry and not local_fleet_path().exists():
+        raise NotMeasuredError("this machine is not measured yet", hint="without --dry-run it is measured")
     known = measure_this_machine(models_to_measure(spec, given), is_dry=is_dry)
     ((name, _),) = known.hosts.items()
-    if name not in known.rates:
-        raise UsageError("this machine is not measured yet", hint="without --dry-run, or with --steps")
     host = HostConfig(address="local", ranks=spec.machine.ranks, threads=spec.machine.threads)
     return msgspec.structs.replace(known, hosts={name: host})

@@ -255,5 +255,4 @@ def _describe_gain(summary: RunSummary) -> str:
 
 def exit_status(manifest: Manifest) -> int:
     """Return 0, or 130 for a run that was stopped by hand before it was done."""
-    stopped_by_hand = manifest.verdict == "stopped" and manifest.spec.train.max_s is None
-    return 130 if stopped_by_hand else 0
+    return 130 if manifest.verdict == "stopped" and not manifest.was_time_up else 0

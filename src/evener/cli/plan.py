@@ -105,13 +105,14 @@ def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None,
         raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
                          hint="one of them")  # fmt: skip
     _check_scale_flags(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
-    budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], texts)
+    file = Path(spec_file) if spec_file else None
+    given = given_fields(file, texts)
+    budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], given)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
         if budget is not None:
             request = request_for_budget(lambda _: request, request.job.spec, set(FLAGS), None, budget)
     else:
-        file = Path(spec_file) if spec_file else None
         spec = make_spec(file, texts)
         useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
         if given_machines and useless:
@@ -127,7 +128,7 @@ def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None,
         if budget is None:
             request = make_request(spec)
         else:
-            given = given_fields(file, texts) | ({"model"} if of_what["params"] or machines["rates"] else set())
+            given |= {"model"} if of_what["params"] or machines["rates"] else set()
             if budget.seconds is not None and machines["rates"] and "model" not in texts and not of_what["params"]:
                 raise UsageError(f"--for {budget.text} chooses a model, and --compute-tokens-per-s is the rate of one",
                                  hint="--model NAME")  # fmt: skip

@@ -239,7 +239,7 @@ def _load_sound_row(rundir: RunDir) -> RunRow:
         row.begun, row.model = manifest.started, manifest.spec.model.model if manifest.shape else "own"
         row.data = manifest.corpus.name if manifest.corpus else None
         row.ranks, row.steps, train = manifest.world_size, summary.num_steps, manifest.spec.train
-        row.asked_steps = train.steps if train.max_s is None else None  # a time limit has no number of steps
+        row.asked_steps = train.steps
         row.tokens_per_s, row.loss = summary.tokens_per_s, summary.last_loss
         losses = [val_loss for _, val_loss in evaluations(events)]
         if manifest.result and manifest.result.val_loss is not None:

@@ -41,8 +41,8 @@ def sample(
 
     rundir = RunDir(run)
     folder = rundir.verified_checkpoint(step)
-    is_dialog = prompt is None and not as_json and is_interactive()
-    prompts = _ask_for_prompts(rundir) if is_dialog else ["\n" if prompt is None else prompt]
+    is_dialog = prompt is None and not as_json and is_interactive() and sys.stdout.isatty()
+    prompts = _ask_for_prompts(rundir) if is_dialog else [first_prompt(rundir) if prompt is None else prompt]
     shown = text = ""
     for text, is_complete in continue_texts(
         rundir, folder, prompts, num_tokens, temperature=temperature, top_k=top_k, seed=seed
@@ -99,17 +99,40 @@ def print_sample(rundir: RunDir) -> None:
     import time
 
     from evener.cli.run_output import print_status
+    from evener.core.base.errors import EvenerError
 
     manifest = rundir.manifest()
     if manifest.corpus is None or manifest.shape is None or not rundir.checkpoint_steps():
         return
-    print_status("it writes:")
     until, written = time.monotonic() + SAMPLE_S, ""
-    with contextlib.closing(continue_texts(rundir, rundir.verified_checkpoint(None), ["\n"], SAMPLE_TOKENS)) as texts:
-        for written, _ in texts:  # noqa: B007  # the last one is printed
-            if time.monotonic() > until:
-                break
+    try:
+        prompt = first_prompt(rundir)
+        texts = continue_texts(rundir, rundir.verified_checkpoint(None), [prompt], SAMPLE_TOKENS)
+        with contextlib.closing(texts):
+            for written, _ in texts:  # noqa: B007  # the last one is printed
+                if time.monotonic() > until:
+                    break
+    except EvenerError as error:  # the run itself has succeeded
+        print_status(f"no text by the model: {error}")
+        return
+    print_status("it writes:")
     print_escaped(written.strip())
+
+
+def first_prompt(rundir: RunDir) -> str:
+    """Return a text with which a model's own text can begin: a new line, or the first token if it knows no such."""
+    from evener.core.base.errors import DataError, UsageError
+    from evener.corpus.tokenizer import load_run_tokenizer
+
+    corpus = rundir.manifest().corpus
+    if corpus is None:
+        raise UsageError(f"{rundir}: not one of evener's models")
+    tokenizer = load_run_tokenizer(rundir.path, corpus)
+    try:
+        tokenizer.encode("\n")
+    except DataError:
+        return tokenizer.decode([0])
+    return "\n"
 
 
 def _ask_for_prompts(rundir: RunDir) -> Iterator[str]:

@@ -65,8 +65,8 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
 
     On this machine Ctrl-C finishes the step, saves a checkpoint and exits; a second Ctrl-C ends the run at once. On a
     fleet, and with --detach, the run goes on without this terminal; `evener stop` ends it. --resume continues from the
-    newest checkpoint. The result is bit for bit the same on one rank, and on several with fixed shares. With --shares
-    auto, where the shares follow the hosts' speed, it is the same within rounding.
+    newest checkpoint. The result is bit for bit the same on one rank, and on several with fixed shares and an exact
+    --sync by name. With --shares auto, where the shares follow the hosts' speed, it is the same within rounding.
     """
     import contextlib
     import json
@@ -103,11 +103,11 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             if chosen is not None:
                 approve_fleet(chosen, trust)
             texts = explicit_values(flags)
-            budget = parse_budget(for_time, tokens, texts)
             of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
             spec, given = _make_spec(arguments or [], of_texts, resumed, texts)
+            budget = parse_budget(for_time, tokens, given)
             if resumed is not None:
-                spec = limit_resumed(spec, given, budget)
+                spec = limit_resumed(spec, given, budget, resumed.rundir)
             resolved = resolve(spec, resume=resumed is not None)  # reports mistakes before anything is measured
             check_token_ids(resolved.corpus)
             if on is not None:
@@ -149,14 +149,15 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
         run_output.print_status("stopped before the first step; nothing was saved")
         return 130
     summary, plan = summarize_run(run.rundir), read_plan_if_present(run.rundir)
+    status = follow_output.exit_status(summary.manifest)
     if as_json:
         print_escaped(json.dumps(summary_json(summary) | run_output.checkpoint_info(run.rundir, plan)))
     else:
         follow_output.print_summary(summary)
         run_output.print_checkpoint(run.rundir, plan)
-        if (summary.elapsed_s or 0.0) > MIN_SAMPLED_S and summary.manifest.verdict in ("finished", "stopped"):
+        if (summary.elapsed_s or 0.0) > MIN_SAMPLED_S and status == 0:
             print_sample(run.rundir)
-    return follow_output.exit_status(summary.manifest)
+    return status
 
 
 def _check_on(on: str, resume: str | None, fleet: str | None, hosts: str | None) -> None:

@@ -151,6 +151,7 @@ def _predict(
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:
             notify(f"hint:  {recommended_flags(prediction)}")
-    for advice in [*advise_on_sync(prediction), *(advise_on_loss_budget(prediction) if is_sync_auto else [])]:
+    advices = advise_on_loss_budget(prediction) if is_sync_auto else []
+    for advice in advices if as_requested else [*advise_on_sync(prediction), *advices]:
         notify(f"hint:  {advice.text}")
     return prediction

@@ -34,13 +34,16 @@ def _print_lines(pipe: TextIO) -> None:
 
 def _send_next(inputs: Iterator[str], pipe: IO[str]) -> None:
     """Write the next input to a program, or close its standard input after the last one."""
-    with contextlib.suppress(OSError):  # the program has ended, and reports why
-        line = next(inputs, None)
-        if line is None:
-            pipe.close()
-        else:
+    line = next(inputs, None)
+    try:
+        if line is not None:
             pipe.write(f"{line}\n")
             pipe.flush()
+    except OSError:  # the program has ended, and reports why
+        line = None
+    if line is None:
+        with contextlib.suppress(OSError):  # what it did not read
+            pipe.close()
 
 
 def program_lines(module: str, *args: str, inputs: Iterable[str] = ()) -> Iterator[str]:

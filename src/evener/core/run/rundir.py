@@ -113,6 +113,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.roster.world_size
 
     @property
+    def was_time_up(self) -> bool:
+        """Return whether the run's time limit was over when it ended."""
+        max_s = self.spec.train.max_s
+        return max_s is not None and self.ended is not None and self.ended - self.started >= max_s
+
+    @property
     def window_text(self) -> str:
         """The steps that the figures cover, as the end of a sentence; "" for all steps."""
         return f" since step {self.since + 1}, where its ranks or settings changed" if self.since else ""

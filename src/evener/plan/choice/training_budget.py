@@ -16,7 +16,7 @@ The sizes are presets: the shapes of nanoGPT's character model with 2 to 10 laye
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -62,20 +62,26 @@ class BudgetChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 Throughput = Callable[[RunSpec], float]
 """Tokens/s with which a run of this spec would train; 0 if it cannot."""
+ShapeOf = Callable[[RunSpec], GPTShape]
 
 
 def choose_for_budget(
-    spec: RunSpec, given: Collection[str], corpus: Corpus | None, budget: Budget, throughput: Throughput | None
-) -> BudgetChoice:
+    spec: RunSpec, given: Collection[str], corpus: Corpus | None, budget: Budget, throughput: Throughput | None,
+    shape_of: ShapeOf | None = None,
+) -> BudgetChoice:  # fmt: skip
     """Return the best model, batch and steps for a budget; leaves of the spec that are `given` stay as they are.
 
-    `throughput` is needed for a budget of time. Raise UsageError if no model can take a step in it.
+    `throughput` is needed for a budget of time. `shape_of` returns the model of a spec, by default that of its preset
+    with the corpus's vocabulary. Raise UsageError if no model fits and can take a step.
     """
-    choices = [
-        choice
-        for candidate in _sizes(spec, given)
-        if (choice := _judge(candidate, corpus, budget, throughput, given)) is not None
-    ]
+
+    def judge(candidates: Sequence[RunSpec]) -> list[BudgetChoice]:
+        shapes = map(shape_of or (lambda one: model_shape(one, corpus.vocab_size if corpus else None)), candidates)
+        found = (_judge(one, shape, corpus, budget, throughput, given)
+                 for one, shape in zip(candidates, shapes, strict=True))  # fmt: skip
+        return [choice for choice in found if choice is not None]
+
+    choices = judge(_sizes(spec, given))
     if not choices:
         raise UsageError(
             f"{budget.text}: too little for one step, or no model fits into memory", hint="a larger budget"
@@ -85,10 +91,9 @@ def choose_for_budget(
     best = min(choices, key=lambda choice: choice.reducible_loss)
     if "batch" in given:
         return best
-    candidates = [_with_train(best.spec, batch=batch) for batch in BATCHES]
-    others = [choice for spec in candidates if (choice := _judge(spec, corpus, budget, throughput, given)) is not None]
-    lowest = min(choice.reducible_loss for choice in [best, *others])
-    alike = [choice for choice in [best, *others] if choice.reducible_loss <= ALIKE * lowest]
+    others = [best, *judge([_with_train(best.spec, batch=batch) for batch in BATCHES])]
+    lowest = min(choice.reducible_loss for choice in others)
+    alike = [choice for choice in others if choice.reducible_loss <= ALIKE * lowest]
     return max(alike, key=lambda choice: choice.spec.train.batch)
 
 
@@ -121,18 +126,19 @@ def _sizes(spec: RunSpec, given: Collection[str]) -> list[RunSpec]:
 
 
 def _judge(
-    spec: RunSpec, corpus: Corpus | None, budget: Budget, throughput: Throughput | None, given: Collection[str]
-) -> BudgetChoice | None:
-    """Return what becomes of the budget with this model and batch; None if it is not even one step."""
-    shape = model_shape(spec, corpus.vocab_size if corpus else None)
+    spec: RunSpec, shape: GPTShape, corpus: Corpus | None, budget: Budget, throughput: Throughput | None,
+    given: Collection[str],
+) -> BudgetChoice | None:  # fmt: skip
+    """Return what becomes of the budget with this model and batch; None if it does not fit or is not even one step."""
     step_tokens = spec.train.batch * shape.block_size
-    tokens_per_s = None
+    tokens_per_s = None if throughput is None else throughput(spec)
+    if tokens_per_s == 0:
+        return None
     if budget.seconds is None:
         assert budget.tokens is not None
         tokens = budget.tokens
     else:
-        assert throughput is not None
-        tokens_per_s = throughput(spec)
+        assert tokens_per_s is not None
         tokens = TIME_SHARE * budget.seconds * tokens_per_s
     corpus_tokens = corpus.train_tokens if corpus else None
     ends_early = budget.seconds is not None and corpus_tokens is not None and tokens > MAX_EPOCHS * corpus_tokens

@@ -162,8 +162,9 @@ def explain_comparison(runs: Runs) -> list[str]:
     if len(rates) > 1:
         fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
         ratio = rates[fastest] / rates[slowest]
-        differ = [name for name, _ in setting_differences([run.summary.manifest for run in runs.values()])]
-        if ratio >= MIN_SPEEDUP and SPEED_NEUTRAL.issuperset(differ):
+        differ = [name for name, _ in setting_differences(_manifests(runs))]
+        is_known = all(m.shape is not None and len(m.roster.hosts) == 1 for m in _manifests(runs))
+        if ratio >= MIN_SPEEDUP and is_known and SPEED_NEUTRAL.issuperset(differ):
             between = f"{format_count(rates[slowest])} and {format_count(rates[fastest])} tokens/s"
             what = f"They differ only in {join_names(differ)}" if differ else "Their settings are the same"
             sentences.append(f"{what}: no run is faster beyond noise; {between} is by how much this machine varies.")
@@ -187,7 +188,7 @@ def explain_comparison(runs: Runs) -> list[str]:
             sentences.append(f"{best} has the lowest validation loss, {losses[best]:.4f}; {worst} has "
                              f"{losses[worst]:.4f}, "
                         f"{losses[worst] / losses[best] - 1:.1%} more{after}.")  # fmt: skip
-    manifests = [run.summary.manifest for run in runs.values()]
+    manifests = _manifests(runs)
     texts = {manifest.corpus.content_hash for manifest in manifests if manifest.corpus}
     if len(texts) > 1:
         sentences.append("They trained on different corpora: their losses cannot be compared.")
@@ -218,7 +219,11 @@ def breakdown(runs: Runs) -> BarChart | None:
 
 def differences(runs: Runs) -> ComparisonRows:
     """Return the settings that differ; see `setting_differences`."""
-    return setting_differences([run.summary.manifest for run in runs.values()])
+    return setting_differences(_manifests(runs))
+
+
+def _manifests(runs: Runs) -> list[Manifest]:
+    return [run.summary.manifest for run in runs.values()]
 
 
 def comparison_page(runs: Runs, title: str) -> str:

@@ -154,8 +154,7 @@ def _outcome(summary: RunSummary, events: list[dict[str, Any]], last_write_unix_
         return RunOutcome(verdict, f"{pluralize(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
     if verdict == "stopped":
         max_s = manifest.spec.train.max_s
-        in_time = max_s is not None and manifest.ended is not None and manifest.ended - manifest.started >= max_s
-        why = f"when its {format_seconds(max_s)} were over" if in_time else "before its end"
+        why = f"when its {format_seconds(max_s)} were over" if manifest.was_time_up else "before its end"
         return RunOutcome(verdict, f"after {done}, {why}.", resume)
     if verdict == "failed":
         failure = first_failure(events)

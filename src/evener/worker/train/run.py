@@ -195,7 +195,7 @@ class Run:
 
         `dataset` is a `Dataset`, a map-style torch Dataset or a DataLoader of one. A program may leave its loop early,
         on all ranks alike: the run is then saved as a stopped one. `evaluate` returns the validation loss after so many
-        steps; it is called on all ranks where a time limit ends the run.
+        steps; it is called on all ranks where a run with a time limit ends before its last step.
         """
         self._evaluate = evaluate
         train, every, first_step = self.spec.train, self.spec.checkpoint, self.first_step
