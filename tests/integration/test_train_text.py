@@ -108,6 +108,8 @@ RATES = """
 address = "local"
 [rates.here.cpu]
 memory_bytes = 8_000_000_000
+[rates.here.cpu.models.g1]
+tokens_per_s = 70_000
 [rates.here.cpu.models.g2]
 tokens_per_s = 40_000
 [rates.here.cpu.models.g4]

@@ -182,9 +182,12 @@ TINY = msgspec.structs.replace(  # for tests: a step takes milliseconds
 
 
 def _nanogpt(num_layers: int) -> GPTShape:
-    """Return the shape of nanoGPT's character model with this depth: a width of 64 a layer, heads of 64, no dropout."""
+    """Return the shape of nanoGPT's character model with this depth: a width of 64 a layer, heads of 64, no dropout.
+
+    The smallest has two layers all the same: one alone cannot copy what followed a word before [Olsson et al. 2022].
+    """
     return msgspec.structs.replace(
-        CHAR, num_layers=num_layers, num_heads=num_layers, width=64 * num_layers, dropout=0.0
+        CHAR, num_layers=max(2, num_layers), num_heads=num_layers, width=64 * num_layers, dropout=0.0
     )
 
 
@@ -201,7 +204,7 @@ PRESETS: dict[str, GPTShape] = {
     "gpt2-760m": _gpt2(24, 16, 1536),  # GPT-3's "Large", of 760 million   [Brown et al. 2020, table 2.1]
     "gpt2-xl": _gpt2(48, 25, 1600),
 }
-PRESETS |= {f"g{n}": _nanogpt(n) for n in range(2, 13)}  # g6 is char without dropout, g12 as large as gpt2
+PRESETS |= {f"g{n}": _nanogpt(n) for n in range(1, 13)}  # g6 is char without dropout, g12 as large as gpt2
 PRESETS |= {f"d{n}": _depth(n) for n in range(4, 21)}
 
 

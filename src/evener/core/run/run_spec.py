@@ -42,7 +42,7 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
     """The model and its arithmetic."""
 
     model: Annotated[
-        str, Meta(description="preset: tiny, char, g2 to g12, gpt2, gpt2-medium, -large, -760m, -xl, d4 to d20")
+        str, Meta(description="preset: tiny, char, g1 to g12, gpt2, gpt2-medium, -large, -760m, -xl, d4 to d20")
     ] = "char"
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
     num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
