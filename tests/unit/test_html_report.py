@@ -49,7 +49,8 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         assert all(not name.startswith("on") for name, _ in attrs), "an event handler"
-        self.links += [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        links = [value for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        self.links += [link for link in links if not re.fullmatch(r"#section-\d+", link or "")]
         self.lines += [value for name, value in attrs if name == "data-name"]
         if tag not in VOID:
             self.open.append(tag)
