@@ -461,7 +461,7 @@ def test_bench_with_a_foreign_setup_can_go_on_with_trust(here: Path, corpus: Pat
     setup = BenchSetup(label="h", hosts=["h"], spec=spec)
     run = foreign_run(SETTINGS["ProxyCommand"], "bench/h")
     for trust in (False, True):
-        display = bench_fleet._Display(trust=trust, as_json=True)
+        display = bench_fleet.TerminalDisplay(trust=trust, as_json=True)
         bench = FleetBench("fleet", here / "new", Fleet(hosts={"h": HostConfig(**REMOTE)}), spec, display)
         bench.out = here / "bench"
         stopped = mock.patch.object(session, "open_session", side_effect=Contacted)

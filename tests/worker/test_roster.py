@@ -63,8 +63,8 @@ from evener.worker.train.run import Run
 
 steps = Run.steps
 
-def reweighing(run, dataset):
-    for step in steps(run, dataset):
+def reweighing(run, dataset, *more):
+    for step in steps(run, dataset, *more):
         if step.index == 19 and run.rank == 0:
             run.set_share_weight(24)  # rank 1 goes on to weigh 8, its share
         if step.index == 29 and run.rank == 1:
@@ -115,8 +115,8 @@ def as_if_timed(news):
 shares = {}
 made = loop.Run.steps
 
-def steps(run, dataset):
-    for step in made(run, dataset):
+def steps(run, dataset, *more):
+    for step in made(run, dataset, *more):
         shares[step.index] = step.member.share
         yield step
 
