@@ -53,6 +53,21 @@ def test_help_fits_80_columns_and_names_value_types(words):
         assert len(line) <= 60 or line.startswith("  evener")  # an example stays in one line
 
 
+def test_without_a_verb_a_few_commands_are_shown_and_are_valid():
+    shown = page_without_verb()
+    commands = [line.split("    ")[0].split("   ")[0].strip() for line in shown.splitlines()]
+    assert len(commands) == 4
+    assert max(map(len, shown.splitlines())) <= 80
+    for command in commands:
+        assert command.startswith("evener ")
+    for command in commands[:3]:
+        check(command, "")
+
+
+def page_without_verb() -> str:
+    return CliRunner().invoke(app, []).output
+
+
 def test_help_shows_defaults_in_brackets():
     text = " ".join(page("bench").split())
     assert "training time of each set-up [45] " in text

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from evener.lab.lab_spec import LabSpec
 
 RATE, SLOW_CPUS = "100Mbit", 0.5  # the link, and the cores of the second machine
-MODEL, BATCH, STEPS = "g4", 8, 30
+MODEL, BATCH, STEPS = "g4", 16, 24
 DRILL = "net.firewall"
 EXAMPLES = "evener demo\nevener demo --out runs/mine"
 

@@ -42,11 +42,16 @@ from evener.core.base.shell import quote_word
 from evener.core.base.version import __version__
 
 EXAMPLES = """
-evener data verbs
-evener train --data data/verbs --steps 100 --out runs/first
-evener report runs/first
+evener train my.txt --for 8h
+evener train my.txt --on local,laptop
 evener plan --model gpt2 --nodes 2 --link 1GbE --compute-tokens-per-s 500
+evener report runs/first
 """
+WELCOME = """\
+evener train my.txt    train a model on a text; --on local,laptop: on two
+evener plan --for 2d   what two days would give, and which machines help
+evener demo            two machines on a slow link, emulated here
+evener --help          all verbs"""
 
 MESSAGE_REWRITES = {
     r"^Invalid value for '(.+?)': Input should be": r"\1: expected",
@@ -74,7 +79,7 @@ def _root(
     if version:
         print_escaped(f"evener {__version__}")
     elif context.invoked_subcommand is None:
-        print_escaped(context.get_help())
+        print_escaped(WELCOME)
 
 
 train.register(app)
