@@ -5,10 +5,10 @@ with N parameters that has read D tokens is
 
     L(N, D) = E + A / N^α + B / D^β          [Hoffmann et al. 2022; constants of Besiroglu et al. 2024]
 
-A text that is read again teaches less each time, and parameters beyond those that a text can teach help less:
-D = U + U·R_D·(1 − e^(−R/R_D)) after R repetitions of U tokens, and N likewise [Muennighoff et al. 2023]. With a larger
-batch more tokens are needed for the same loss: 1 + batch / noise scale times as many [McCandlish et al. 2018]. The
-noise scale grows with about the root of the tokens read, at any size [Zhang et al. 2024].
+A text that is read again teaches less each time: D = U + U·R_D·(1 − e^(−R/R_D)) after R repetitions of U tokens
+[Muennighoff et al. 2023], and no model that reads it has more than MAX_PARAMS_PER_TOKEN. With a larger batch more
+tokens are needed for the same loss: 1 + batch / noise scale times as many [McCandlish et al. 2018]. The noise scale
+grows with about the root of the tokens read, at any size [Zhang et al. 2024].
 
 A short run is further from what its size can learn than the law says, so small models are better there: 2 minutes on
 two cores are best spent on 0.1M parameters (docs/log). So A is a third of the published one up to 1e13 FLOPs, and rises
@@ -39,9 +39,12 @@ TIME_SHARE = 0.88  # of the time budget is planned: evaluations and checkpoints 
 # [Besiroglu et al. 2024], who fitted the data of Hoffmann et al. again: theirs do not give their own table's sizes
 A, ALPHA, B, BETA = 482.01, 0.3478, 2085.43, 0.3658
 FEW_FLOPS, MANY_FLOPS, FEW_FLOPS_FACTOR = 1e13, 1e17, 1 / 3  # of A; between them by the logarithm of the FLOPs
-REPEATS_D, REPEATS_N = 15.4, 5.3  # [Muennighoff et al. 2023, section 5]
+REPEATS_D = 15.4  # [Muennighoff et al. 2023, section 5]
+MAX_PARAMS_PER_TOKEN = 11.0  # of a text that is repeated: nanoGPT's character model has 10.7 on tiny Shakespeare
 MAX_EPOCHS = 60  # after 4 · REPEATS_D repetitions 98 % of what a text can teach is learned
-DROPOUT, DROPOUT_EPOCHS = 0.2, 4.0  # nanoGPT's for a text read often; up to 4 epochs are almost as good as new text
+# nanoGPT's, for a text that is read often by a model of more parameters than the text has tokens; up to 4 epochs are
+# almost as good as new text. A model of a tenth of them ended 27 % higher with it (docs/log).
+DROPOUT, DROPOUT_EPOCHS = 0.2, 4.0
 NOISE_TOKENS, NOISE_AFTER = 16384, 4e6  # gradient noise scale of a run of so many tokens: *assumption*
 
 
@@ -112,9 +115,6 @@ def reducible_loss(num_params: float, tokens: float, batch_tokens: float, corpus
     if corpus_tokens is not None and tokens > corpus_tokens:
         repetitions = tokens / corpus_tokens - 1
         tokens = corpus_tokens * (1 + REPEATS_D * (1 - math.exp(-repetitions / REPEATS_D)))
-        taught = balanced_size(corpus_tokens)
-        if num_params > taught:
-            num_params = taught * (1 + REPEATS_N * (1 - math.exp(-(num_params / taught - 1) / REPEATS_N)))
     effective = tokens / (1 + batch_tokens / (NOISE_TOKENS * math.sqrt(tokens / NOISE_AFTER)))
     few = math.log(MANY_FLOPS / flops) / math.log(MANY_FLOPS / FEW_FLOPS)
     scale = math.pow(FEW_FLOPS_FACTOR, min(1.0, max(0.0, few)))
@@ -137,7 +137,7 @@ def _judge(
     spec: RunSpec, shape: GPTShape, corpus: Corpus | None, budget: Budget, throughput: Throughput | None,
     given: Collection[str],
 ) -> BudgetChoice | None:  # fmt: skip
-    """Return what becomes of the budget with this model and batch; None if it does not fit or is not even one step."""
+    """Return what becomes of the budget with this model and batch; None if it does not suit the text or is no step."""
     step_tokens = spec.train.batch * shape.block_size
     tokens_per_s = None if throughput is None else throughput(spec)
     if tokens_per_s == 0:
@@ -157,9 +157,13 @@ def _judge(
         return None
     tokens = float(steps * step_tokens)
     epochs = tokens / corpus_tokens if corpus_tokens else None
+    is_free = "model" not in given and spec.model.model in SIZES[1:]
+    if is_free and corpus_tokens and corpus_tokens < min(tokens, shape.num_params() / MAX_PARAMS_PER_TOKEN):
+        return None
     model = spec.model
     if "dropout" not in given and epochs is not None and not set(given) & {"model"}:
-        model = msgspec.structs.replace(model, dropout=DROPOUT if epochs > DROPOUT_EPOCHS else 0.0)
+        can_memorize = epochs > DROPOUT_EPOCHS and shape.num_params() > (corpus_tokens or math.inf)
+        model = msgspec.structs.replace(model, dropout=DROPOUT if can_memorize else 0.0)
     chosen = _with_train(msgspec.structs.replace(spec, model=model), steps=steps, max_s=budget.seconds)
     loss = reducible_loss(shape.num_params(), tokens, step_tokens, corpus_tokens)
     return BudgetChoice(
