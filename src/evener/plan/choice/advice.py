@@ -206,16 +206,7 @@ def faster_strategy(prediction: Prediction) -> PlanOption | None:
 def advise_on_sync(prediction: Prediction) -> list[Advice]:
     """Advise on a faster strategy than the one that the user asked for, if there is one."""
     best = None if prediction.is_sync_ours or not prediction.recommended else faster_strategy(prediction)
-    if best is None:
-        return []
-    recommended = prediction.option(prediction.recommended)
-    flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, prediction.cluster)
-    text = (
-        f"With {format_flags(flags)}, {join_names(best.roster.hosts)} would train "
-        f"{format_throughput(best.tokens_per_s)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as much"
-        f"{format_loss_penalty(best)}."
-    )
-    return [Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)]
+    return [] if best is None else [_advise_strategy(prediction, best)]
 
 
 def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:
@@ -223,15 +214,20 @@ def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:
     best = option_above_budget(prediction)
     if best is None:
         return []
+    percent = math.ceil(1000 * penalty_of(best).upper_end - 1e-9) / 10
+    return [_advise_strategy(prediction, best, f" --sync auto takes it with --loss-budget {percent:g}.")]
+
+
+def _advise_strategy(prediction: Prediction, best: PlanOption, more: str = "") -> Advice:
+    """Advise to take this option's strategy in place of the recommended one."""
     recommended = prediction.option(prediction.recommended)
     flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, prediction.cluster)
     text = (
         f"With {format_flags(flags)}, {join_names(best.roster.hosts)} would train "
         f"{format_throughput(best.tokens_per_s)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as much"
-        f"{format_loss_penalty(best)}. --sync auto takes it with --loss-budget "
-        f"{math.ceil(1000 * penalty_of(best).upper_end - 1e-9) / 10:g}."
+        f"{format_loss_penalty(best)}.{more}"
     )
-    return [Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)]
+    return Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)
 
 
 def _advise_on_unknown_memory(prediction: Prediction) -> Advice:
