@@ -288,7 +288,7 @@ def draw(path: Path) -> None:
     for one in compared():
         found.setdefault(f"{setup_of(one.row)}, in pairs", []).append(one.row | {"of_limit": one.of_limit})
     strategies = list(dict.fromkeys(row["sync"] for rows in found.values() for row in rows))
-    figure = Figure(figsize=(8, 1.2 + 0.6 * len(found)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8, 1.4 + 0.6 * len(found)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for i, strategy in enumerate(strategies):
@@ -302,7 +302,7 @@ def draw(path: Path) -> None:
     axes.set_yticks(range(len(found)), list(found))
     axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(0, 1.05)
-    axes.set_title("tokens/s, of what the hosts train by themselves", loc="left", fontsize=13, color=INK, pad=14)
+    figure.suptitle("tokens/s, of what the hosts train by themselves", x=0.02, ha="left", fontsize=13, color=INK)
     axes.grid(color=LINE)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=11, length=0, labelcolor=SOFT)
