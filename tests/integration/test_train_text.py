@@ -160,6 +160,15 @@ def test_without_a_length_it_is_three_minutes_and_says_so(tmp_path, measured):
     assert "--max-s" not in by_steps.stdout
 
 
+def test_hosts_that_nobody_measured_are_named_with_the_command_that_measures_them(tmp_path, measured):
+    (tmp_path / "two.toml").write_text('link = "1GbE"\n[hosts.a]\naddress = "a"\n[hosts.b]\naddress = "b"\n')
+    told = run_verb("train", "long.txt", "--fleet", "two.toml", "--for", "1h", "--dry-run", cwd=tmp_path)
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-2:] == [
+        "error: a: nobody measured its processor", "hint:  evener probe host --fleet two.toml --model g1,g2,g4,g6"
+    ]  # fmt: skip
+
+
 def test_budget_of_tokens_is_that_many_steps(tmp_path):
     (tmp_path / "long.txt").write_text("a longer text of one's own, in which a block has room. " * 400)
     told = run_verb("train", "long.txt", "--tokens", "1M", "--model", "g3", "--dry-run", cwd=tmp_path)

@@ -99,8 +99,12 @@ def spec_for_budget(
         throughput = None if fleet is None else Throughputs(fleet, corpus)
         choice = choose_for_budget(spec, given, corpus, budget, throughput)
     except NotMeasuredError as error:
-        if not is_default:
+        if not is_default and "probe host" not in error.hint:  # it is a link that was not measured
             raise
+        if not is_default:
+            words = ["evener", "probe", "host", *(["--fleet", fleet.file] if fleet is not None and fleet.file else [])]
+            hint = quote_command([*words, "--model", ",".join(models_to_measure(spec, given))])
+            raise NotMeasuredError(str(error), hint=hint) from None
         print_status(
             f"{spec.train.steps} steps of {spec.model.model}, as {error}; {error.hint}, and then --for decides"
         )
