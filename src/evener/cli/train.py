@@ -13,6 +13,7 @@ from evener.core.base.escaped_output import print_escaped
 if TYPE_CHECKING:
     from evener.core.run.resolve import ResolvedRun
     from evener.core.run.run_spec import RunSpec
+    from evener.core.run.rundir import RunDir
     from evener.launch.resume import ResumedRun
 
 EXAMPLES = (
@@ -69,16 +70,13 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     --sync by name. With --shares auto, where the shares follow the hosts' speed, it is the same within rounding.
     """
     import contextlib
-    import json
 
     from evener.cli import follow_output, logger_processes, run_output
     from evener.cli.budget import limit_resumed, models_to_measure, parse_budget, spec_for_budget
     from evener.cli.flags import explicit_values
     from evener.cli.on_machines import fleet_of_machines
-    from evener.cli.sample import print_sample
     from evener.cli.trust import approve_fleet, approve_run
     from evener.core.run.resolve import resolve
-    from evener.core.run.run_plan import read_plan_if_present
     from evener.core.run.rundir import RunDir
     from evener.corpus.token_check import check_token_ids
     from evener.launch.follow_run import follow_run
@@ -86,7 +84,6 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     from evener.launch.resume import ResumedRun, lock_resume
     from evener.launch.start_run import started
     from evener.launch.start_training import check_out, choose_fleet, plan_on_hosts
-    from evener.report.read.run_summary import summarize_run, summary_json
 
     if on is not None:
         _check_on(on, resume, fleet, hosts)
@@ -145,18 +142,30 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
         except KeyboardInterrupt:
             run_output.print_detached(run.rundir)
             return 130
-    if not run.rundir.is_run():
+    return _print_result(run.rundir, as_json)
+
+
+def _print_result(rundir: RunDir, as_json: bool) -> int:
+    """Print what became of a run that has ended; return the exit status."""
+    import json
+
+    from evener.cli import follow_output, run_output
+    from evener.cli.sample import print_sample
+    from evener.core.run.run_plan import read_plan_if_present
+    from evener.report.read.run_summary import summarize_run, summary_json
+
+    if not rundir.is_run():
         run_output.print_status("stopped before the first step; nothing was saved")
         return 130
-    summary, plan = summarize_run(run.rundir), read_plan_if_present(run.rundir)
+    summary, plan = summarize_run(rundir), read_plan_if_present(rundir)
     status = follow_output.exit_status(summary.manifest)
     if as_json:
-        print_escaped(json.dumps(summary_json(summary) | run_output.checkpoint_info(run.rundir, plan)))
+        print_escaped(json.dumps(summary_json(summary) | run_output.checkpoint_info(rundir, plan)))
     else:
         follow_output.print_summary(summary)
-        run_output.print_checkpoint(run.rundir, plan)
+        run_output.print_checkpoint(rundir, plan)
         if (summary.elapsed_s or 0.0) > MIN_SAMPLED_S and status == 0:
-            print_sample(run.rundir)
+            print_sample(rundir)
     return status
 
 
