@@ -123,8 +123,9 @@ def fleet_of(ranks: int, **more: object) -> Fleet:
 def test_batch_has_a_sequence_for_every_rank():
     corpus = corpus_of(10**7)
     hour = Budget(text="1h", seconds=3600.0)
-    choice = choose_for_budget(RunSpec(), set(), corpus, hour, Throughputs(fleet_of(12), corpus))
-    assert choice.spec.train.batch >= 12
+    for ranks in (12, 40):
+        choice = choose_for_budget(RunSpec(), set(), corpus, hour, Throughputs(fleet_of(ranks), corpus))
+        assert choice.spec.train.batch >= ranks
 
 
 def test_model_that_does_not_fit_into_memory_is_not_chosen():

@@ -28,6 +28,7 @@ from evener.plan.choice.training_budget import (
     Budget,
     BudgetChoice,
     choose_for_budget,
+    with_train,
 )
 from evener.plan.choice.training_cost import parse_tokens
 from evener.report.read.run_summary import summarize_run
@@ -61,17 +62,13 @@ def limit_resumed(spec: RunSpec, given: Collection[str], budget: Budget | None, 
     if budget is None and "steps" not in given:
         return spec
     if budget is None:
-        return _with_train(spec, max_s=None)
+        return with_train(spec, max_s=None)
     if budget.seconds is None:
         raise UsageError(f"--tokens {budget.text.split()[0]}: a run that is resumed has its steps", hint="--steps N")
     done, step_s = rundir.newest_checkpoint_step(), summarize_run(rundir).step_p50_s
     more = int(TIME_SHARE * budget.seconds / step_s) if step_s else 0
     steps = max(done + more, spec.train.steps) if done >= spec.train.steps else spec.train.steps
-    return _with_train(spec, max_s=budget.seconds, steps=steps)
-
-
-def _with_train(spec: RunSpec, **changes: object) -> RunSpec:
-    return msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, **changes))
+    return with_train(spec, max_s=budget.seconds, steps=steps)
 
 
 def models_to_measure(spec: RunSpec, given: Collection[str]) -> tuple[str, ...]:

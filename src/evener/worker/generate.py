@@ -28,7 +28,7 @@ class CheckpointedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be continued, and how."""
+    """The text to continue, and how to choose each token."""
 
     prompt: list[int]
     num_tokens: int

@@ -49,7 +49,7 @@ NOISE_TOKENS, NOISE_AFTER = 16384, 4e6  # gradient noise scale of a run of so ma
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run may take: so many seconds, or so many tokens."""
+    """The budget of a run: either seconds or tokens are given."""
 
     text: str  # as the user gave it
     seconds: float | None = None
@@ -90,6 +90,8 @@ def choose_for_budget(
         return [choice for choice in found if choice is not None]
 
     choices = judge(_sizes(spec, given))
+    if not choices and "batch" not in given:  # more ranks than the default batch has sequences
+        choices = judge([with_train(one, batch=batch) for one in _sizes(spec, given) for batch in BATCHES])
     if not choices:
         raise UsageError(
             f"{budget.text}: too little for one step, or no model fits into memory", hint="a larger budget"
@@ -99,7 +101,7 @@ def choose_for_budget(
     best = min(choices, key=lambda choice: choice.reducible_loss)
     if "batch" in given:
         return best
-    others = [best, *judge([_with_train(best.spec, batch=batch) for batch in BATCHES])]
+    others = [best, *judge([with_train(best.spec, batch=batch) for batch in BATCHES])]
     lowest = min(choice.reducible_loss for choice in others)
     alike = [choice for choice in others if choice.reducible_loss <= ALIKE * lowest]
     return max(alike, key=lambda choice: choice.spec.train.batch)
@@ -164,7 +166,7 @@ def _judge(
     if "dropout" not in given and epochs is not None and not set(given) & {"model"}:
         can_memorize = epochs > DROPOUT_EPOCHS and shape.num_params() > (corpus_tokens or math.inf)
         model = msgspec.structs.replace(model, dropout=DROPOUT if can_memorize else 0.0)
-    chosen = _with_train(msgspec.structs.replace(spec, model=model), steps=steps, max_s=budget.seconds)
+    chosen = with_train(msgspec.structs.replace(spec, model=model), steps=steps, max_s=budget.seconds)
     loss = reducible_loss(shape.num_params(), tokens, step_tokens, corpus_tokens)
     return BudgetChoice(
         spec=chosen,
@@ -177,5 +179,6 @@ def _judge(
     )
 
 
-def _with_train(spec: RunSpec, **changes: object) -> RunSpec:
+def with_train(spec: RunSpec, **changes: object) -> RunSpec:
+    """Return the spec with other training settings."""
     return msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, **changes))
