@@ -184,3 +184,9 @@ def test_plan_and_train_choose_the_same_for_a_budget(tmp_path, measured):
     assert planned.returncode == 0, planned.stderr
     (line,) = (line for line in trained.stderr.splitlines() if line.startswith("2h: "))
     assert line in " ".join(planned.stdout.split())
+
+
+def test_mistaken_budget_is_said_before_the_text_is_prepared(tmp_path, cache):
+    done = run_verb("train", "my.txt", "--for", "soon", cwd=tmp_path)
+    assert done.stderr.splitlines() == ["error: --for soon: expected a time", "hint:  30min, 8h or 2d"]
+    assert not cache.exists()

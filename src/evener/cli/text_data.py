@@ -16,12 +16,12 @@ from evener.corpus.text_cache import is_prepared, prepare_texts
 from evener.corpus.text_sources import STDIN
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Return (specification, texts): a name that ends in .toml is a specification, all others are texts."""
     specs = [argument for argument in arguments if argument.endswith(".toml")]
     if len(specs) > 1:
         raise UsageError(f"{specs[1]}: one specification is enough: {specs[0]}")
-    return (specs[0] if specs else None), [argument for argument in arguments if argument not in specs]
+    return (Path(specs[0]) if specs else None), [argument for argument in arguments if argument not in specs]
 
 
 def prepared_folder(paths: Sequence[str], tokenizer: str | None, vocab_size: int | None, column: str | None, *,

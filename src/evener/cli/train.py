@@ -11,6 +11,8 @@ from evener.cli.trust import TRUST
 from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from evener.core.run.resolve import ResolvedRun
     from evener.core.run.run_spec import RunSpec
     from evener.core.run.rundir import RunDir
@@ -75,8 +77,10 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
     from evener.cli.budget import limit_resumed, models_to_measure, parse_budget, spec_for_budget
     from evener.cli.flags import explicit_values
     from evener.cli.on_machines import fleet_of_machines
+    from evener.cli.text_data import split_arguments
     from evener.cli.trust import approve_fleet, approve_run
     from evener.core.run.resolve import resolve
+    from evener.core.run.run_spec import given_fields
     from evener.core.run.rundir import RunDir
     from evener.corpus.token_check import check_token_ids
     from evener.launch.follow_run import follow_run
@@ -100,9 +104,11 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             if chosen is not None:
                 approve_fleet(chosen, trust)
             texts = explicit_values(flags)
-            of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
-            spec, given = _make_spec(arguments or [], of_texts, resumed, texts)
+            file, paths = split_arguments(arguments or [])
+            given = given_fields(file, texts)
             budget = parse_budget(for_time, tokens, given)
+            of_texts = {"tokenizer": tokenizer, "vocab_size": vocab_size, "column": column}
+            spec = _make_spec(file, paths, of_texts, resumed, texts)
             if resumed is not None:
                 spec = limit_resumed(spec, given, budget, resumed.rundir)
             resolved = resolve(spec, resume=resumed is not None)  # reports mistakes before anything is measured
@@ -179,33 +185,26 @@ def _check_on(on: str, resume: str | None, fleet: str | None, hosts: str | None)
 
 
 def _make_spec(
-    arguments: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None, texts: dict[str, str]
-) -> tuple[RunSpec, set[str]]:
-    """Build the spec from the TOML file, the texts and the flags; return it and the names of the leaves they give.
-
-    A resumed run starts from its own spec.
-    """
-    from pathlib import Path
-
+    file: Path | None, paths: list[str], of_texts: dict[str, Any], resumed: ResumedRun | None, texts: dict[str, str]
+) -> RunSpec:
+    """Build the spec from the TOML file, the texts in `paths` and the flags; a resumed run starts from its own spec."""
     import msgspec
 
     from evener.cli import run_output
-    from evener.cli.text_data import prepared_folder, split_arguments
+    from evener.cli.text_data import prepared_folder
     from evener.core.base.errors import UsageError
-    from evener.core.run.run_spec import given_fields, make_spec
+    from evener.core.run.run_spec import make_spec
 
-    spec_file, paths = split_arguments(arguments)
-    if resumed is not None and (arguments or "out" in texts):
+    if resumed is not None and (file or paths or "out" in texts):
         raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
     if paths and "data" in texts:
         raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
     base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
-    file = Path(spec_file) if spec_file else None
     spec = make_spec(file, texts, base)
     if resumed is None:
         data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
         spec = msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
-    return spec, given_fields(file, texts)
+    return spec
 
 
 def _with_run_path(resolved: ResolvedRun) -> ResolvedRun:
