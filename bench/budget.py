@@ -1,18 +1,19 @@
 """Is the model that `train --for` chooses the best one? The choice beside its neighbours, each with the same budget.
 
-    python bench/budget.py --data FOLDER [--for 2min] [--neighbours 2] [--batches 8,32] [--minutes 60]
+    python bench/budget.py --data FOLDER [--for 2min] [--neighbours 2] [--batches 8,32] [--minutes 60] [--untimed]
 
 Trains the chosen size and its neighbours in the list of sizes, and the chosen size with other batches, each with the
 same budget of time on this machine. Every run adds a line to bench/budget.jsonl; runs that are there are not repeated,
-and --minutes ends the bench between two runs. The runs are timed: nothing else may run meanwhile. At the end the losses
-of 131,072 tokens of the validation split stand beside each other.
+and --minutes ends the bench between two runs. The runs are timed: nothing else may run meanwhile. With --untimed each
+choice trains the steps that the plan gives it for the budget, however long they take: other work on the machine then
+changes nothing, but an error of the predicted throughput stays in. At the end the losses of 131,072 tokens of the
+validation split stand beside each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -42,63 +43,74 @@ def main() -> None:
     parser.add_argument("--neighbours", type=int, default=2, help="sizes on each side of the choice")
     parser.add_argument("--batches", default="", help="other batches of the chosen size")
     parser.add_argument("--minutes", type=float, default=600.0)
+    parser.add_argument("--untimed", action="store_true", help="train the planned steps without a limit of time")
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
     seconds = parse_duration(options.time)
     if seconds is None:
         raise SystemExit(f"--for {options.time}: expected a time")
-    chosen = chosen_model(options)
-    place = SIZES.index(chosen["model"])
-    others = [SIZES[at] for at in range(place - options.neighbours, place + options.neighbours + 1)
-              if 0 <= at < len(SIZES) and at != place]  # fmt: skip
-    runs = [chosen, *({"model": model, "batch": chosen["batch"]} for model in others)]
-    runs += [{"model": chosen["model"], "batch": int(batch)} for batch in options.batches.split(",") if batch]
+    chosen = planned(options)
+    model, batch = chosen["model"], int(chosen["batch"])
+    place = SIZES.index(model)
+    sizes = [size for at, size in enumerate(SIZES) if abs(at - place) <= options.neighbours and at != place]
+    batches = [int(other) for other in options.batches.split(",") if other]
+    runs = [(model, batch), *((size, batch) for size in sizes), *((model, other) for other in batches)]
     for run in runs:
-        key = (options.data.name, seconds, options.on, run["model"], run["batch"])
+        key = (options.data.name, seconds, options.on, *run)
         if any(tuple(row[name] for name in KEY) == key for row in load_rows()):
             continue
         if time.monotonic() + seconds > until:
             break
-        row = dict(zip(KEY, key, strict=True)) | train(options, run) | {"is_choice": run is chosen}
+        row = dict(zip(KEY, key, strict=True)) | train(options, *run) | {"is_choice": run == (model, batch)}
         print(row, flush=True)
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
     print_table()
 
 
-def chosen_model(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the model and batch that `train --for` chooses; measures the machine where it was not."""
+def planned(options: argparse.Namespace, **given: Any) -> dict[str, str]:
+    """Return the flags that `train --for` chooses for the budget, the given ones among them.
+
+    Measures the machine where it was not.
+    """
     if options.on == "local":
         measure_this_machine(PROBED_SIZES)
-    train_flags = ["--for", options.time, "--dry-run", *where(options)]
-    measured = subprocess.run([*EVENER, "train", str(options.data), *train_flags], capture_output=True, text=True,
-                              check=False)  # fmt: skip
-    if measured.returncode:
-        raise SystemExit(measured.stderr)
-    flags = dict(re.findall(r"--(model|batch)=(\S+)", measured.stdout))
-    return {"model": flags.get("model", "char"), "batch": int(flags.get("batch", 16))}
+    words = ["--for", options.time, "--dry-run", *as_flags(given)]
+    answer = subprocess.run([*EVENER, "train", str(options.data), *words, *where(options)], capture_output=True,
+                            text=True, check=False)  # fmt: skip
+    if answer.returncode:
+        raise SystemExit(answer.stderr)
+    flags = dict(re.findall(r"--(model|batch|steps|dropout)=(\S+)", answer.stdout))
+    return {"model": "char", "batch": "16"} | flags | {name: str(value) for name, value in given.items()}
+
+
+def as_flags(flags: dict[str, Any]) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
 
 
 def where(options: argparse.Namespace) -> list[str]:
     return [] if options.on == "local" else ["--on", options.on]
 
 
-def train(options: argparse.Namespace, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Train for the budget; return steps, seconds and losses."""
+def train(options: argparse.Namespace, model: str, batch: int) -> dict[str, Any]:
+    """Train for the budget, or the steps that it buys by the plan; return steps, seconds and losses."""
+    budget = planned(options, model=model, batch=batch) if options.untimed else {
+        "model": model, "batch": batch, "for": options.time}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        flags = chosen | {"for": options.time, "out": out, "eval-every": 0, "verify-every": 0, "checkpoint-every": 0,
+        flags = budget | {"out": out, "eval-every": 0, "verify-every": 0, "checkpoint-every": 0,
                           "eval-tokens": EVAL_TOKENS}  # fmt: skip
-        words = [f"--{name}={value}" for name, value in flags.items()]
-        done = subprocess.run([*EVENER, "train", str(options.data), *words, *where(options)], capture_output=True,
-                              text=True, env=dict(os.environ), check=False)  # fmt: skip
+        words = [*as_flags(flags), *where(options)]
+        done = subprocess.run([*EVENER, "train", str(options.data), *words], capture_output=True, text=True,
+                              check=False)  # fmt: skip
         if done.returncode:
             raise SystemExit(done.stderr)
         run = RunDir(str(out))
         manifest = run.manifest()
         assert manifest.result is not None
         records = run.records(0)
-        return {"params": manifest.num_params, "steps": manifest.result.steps, "planned": manifest.spec.train.steps,
+        return {"timed": not options.untimed,
+                "params": manifest.num_params, "steps": manifest.result.steps, "planned": manifest.spec.train.steps,
                 "lr": manifest.spec.train.lr, "dropout": manifest.shape.dropout if manifest.shape else None,
                 "took_s": round(sum(record.wall_s for record in records), 1), "val_loss": manifest.result.val_loss,
                 "date": time.strftime("%Y-%m-%d")}  # fmt: skip
