@@ -336,7 +336,10 @@ def test_offline_hosts_cost_one_timeout_in_total(make_lab):
         began = time.monotonic()
         found = look(fleet_of(lab))
         assert time.monotonic() - began < len(off) * CONNECT_TIMEOUT_S / 2  # one after the other they cost twice that
-        assert told(found) == [("ssh.unreachable", "error", name, None) for name in off]
+        unreachable = [("ssh.unreachable", "error", name, None) for name in off]
+        assert [
+            one for one in told(found) if one[0] != "cpu.oversubscribed"
+        ] == unreachable  # eight hosts may share cores
         assert set(found.interfaces) == {"a", "b"}
         assert len(found.pairs) == 2
     finally:

@@ -20,7 +20,7 @@ from evener.core.base.errors import EvenerError, UsageError
 from evener.lab import cgroup, lab_requirements, state
 from evener.lab.emulated_lab import EmulatedLab, take_down
 from evener.lab.host import LabHost
-from evener.lab.lab_spec import HostSpec, LabSpec, default_host_names, parse_bps, read_lab_spec
+from evener.lab.lab_spec import HostSpec, LabSpec, default_host_names, parse_bps, read_lab_spec, with_own_cores
 from tests.in_process import run_verb
 from tests.lab.conftest import MakeLab, wait_until
 from tests.tiers import exhaustive, exhaustively
@@ -684,6 +684,14 @@ class TestTheSpec:
         with pytest.raises(UsageError) as raised:
             LabSpec(hosts={"a": host}).check()
         assert says in str(raised.value)
+
+    def test_each_host_gets_its_own_cores_unless_the_lab_says_otherwise(self) -> None:
+        halves = LabSpec(hosts={"a": HostSpec(), "b": HostSpec(cpus=0.5)})
+        assert [host.cores for host in with_own_cores(halves, range(4)).hosts.values()] == [(0, 1), (2, 3)]
+        for host in (HostSpec(cores=(0, 1)), HostSpec(cpus=3)):
+            shared = LabSpec(hosts={"a": HostSpec(), "b": host})
+            assert with_own_cores(shared, range(4)) == shared
+        assert with_own_cores(halves, [0]) == halves  # more hosts than cores
 
     def test_default_host_names_are_unique_and_valid(self) -> None:
         assert len(set(default_host_names(200))) == 200

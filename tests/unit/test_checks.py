@@ -91,6 +91,13 @@ def facts(name: str, number: int, **more: Any) -> HostFacts:
     return HostFacts(**healthy | more)
 
 
+def containers_on(world: World, *cores: list[int], cpu_quota: float | None = None) -> None:
+    """Make the hosts of the world containers of one machine that may run on these cores."""
+    for name, allowed in zip(NAMES, cores, strict=True):
+        number = len(allowed) if cpu_quota is None else int(cpu_quota)
+        world.change(name, boot_id="boot", allowed_cpus=allowed, cores=number, cpu_quota=cpu_quota)
+
+
 def neighbour(address: str, interface: str = "eth0") -> Neighbour:
     return Neighbour(address=address, interface=interface)
 
@@ -459,6 +466,7 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
     ("shm.size", "warning", "laptop", None, lambda w: w.change("laptop", shm_bytes=64 << 20)),
     ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", threads=16)),
     ("cpu.oversubscribed", "warning", "laptop", None, lambda w: w.host("laptop", ranks=9)),
+    ("cpu.oversubscribed", "warning", None, None, lambda w: containers_on(w, [0, 1, 2, 3], [2, 3, 4, 5])),
     ("cpu.throttled", "warning", "laptop", None, lambda w: w.change("laptop", cpu_throttle_events=3)),
     (
         "cpu.throttled",
@@ -627,6 +635,10 @@ def test_checks_use_options_of_the_run_being_started():
     assert found(world, ranks=9) == [("cpu.oversubscribed", "warning")] * 2
     assert found(world, threads=16) == [("cpu.oversubscribed", "warning")] * 2
     assert found(world, ranks=64, threads=1).count(("limit.nofile", "warning")) == 2
+    containers_on(world, [0, 1, 2, 3], [4, 5, 6, 7])  # each has its own cores
+    assert found(world) == []
+    containers_on(world, [*range(8)], [*range(8)], cpu_quota=4.0)  # a half of the cores' time each
+    assert found(world) == []
 
     world = World()
     for name in NAMES:

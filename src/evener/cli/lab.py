@@ -39,7 +39,9 @@ def up(
     rate_down: Annotated[str | None, typer.Option(help="maximum rate at which a host receives [--rate]")] = None,
     mtu: Annotated[int | None, typer.Option(help="largest packet [1500]")] = None,
     cpus: Annotated[float | None, typer.Option(help="CPU quota of a host, in cores [unlimited]")] = None,
-    cores: Annotated[str | None, typer.Option(help="cores that each host is pinned to: 0,1", metavar="N,N")] = None,
+    cores: Annotated[
+        str | None, typer.Option(help="cores that all hosts are pinned to: 0,1 [each its own part]", metavar="N,N")
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="memory limit of a host: 2GB [unlimited]")] = None,
     disk: Annotated[str | None, typer.Option(help="size of a host's home: 2GB [this machine's]")] = None,
     writeback_s: Annotated[

@@ -133,6 +133,9 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     system: str
     architecture: str
     machine_id: str | None = None  # equal for two names of one machine
+    boot_id: str | None = None  # equal also for containers of one machine
+    allowed_cpus: list[int] | None = None  # numbers of the processors that a process may run on
+    cpu_quota: float | None = None  # CPU time that it may use, in cores; None: no limit
     user: str | None = None
     is_root: bool = False
     in_container: bool = False

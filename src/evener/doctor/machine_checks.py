@@ -5,7 +5,8 @@ Pure: facts in, findings out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from evener.core.base.shell import quote_word
@@ -46,6 +47,7 @@ def check_machines(context: CheckContext) -> list[Finding]:
         ]
         findings += [*_check_cpu(context, name, facts, host), *_check_power(name, facts), *_check_clock(name, facts)]
         findings += _check_environment(context, name, facts)
+    findings += _check_shared_cores(context.facts)
     return [*findings, *_check_unused_nccl_variables(context), *_check_slow_bf16(context)]
 
 
@@ -214,6 +216,36 @@ def _check_cpu(context: CheckContext, name: str, facts: HostFacts, host: HostCon
     ):
         yield _throttling_finding(name, f"a busy core runs at {facts.cpu_busy_MHz:.0f} of {facts.cpu_max_MHz:.0f} MHz",
                          f"on {name}: plug it in; sudo cpupower frequency-set -g performance")  # fmt: skip
+
+
+def _check_shared_cores(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
+    """Check that no hosts are containers, or hosts of a lab, that compute on the same cores of one machine."""
+    machines: defaultdict[str | None, list[str]] = defaultdict(list)
+    for name, others in hosts_on_same_cores(facts).items():
+        if others:
+            machines[facts[name].boot_id].append(name)
+    for names in machines.values():
+        yield finding_for_hosts(
+            names, "cpu.oversubscribed", "warning",
+            f"{join_names(names)} share the cores of one machine: together they are slower than the rates that each "
+            "reaches alone",
+            "give each its own cores: docker run --cpuset-cpus=…; a lab does so, unless it has more hosts than cores, "
+            "or names cores",
+        )  # fmt: skip
+
+
+def hosts_on_same_cores(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
+    """Return, for each host, the other hosts that are on the same machine and may compute on the same cores."""
+    return {name: [other for other in facts if other != name and _share_cores(facts[name], facts[other])]
+            for name in facts}  # fmt: skip
+
+
+def _share_cores(first: HostFacts, second: HostFacts) -> bool:
+    if first.boot_id is None or first.boot_id != second.boot_id or first.machine_id == second.machine_id:
+        return False
+    cores, others = {*(first.allowed_cpus or ())}, {*(second.allowed_cpus or ())}
+    quotas = [host.cpu_quota or host.cores for host in (first, second)]
+    return bool(cores & others) and sum(quotas) > len(cores | others)
 
 
 def _throttling_finding(name: str, evidence: str, fix: str) -> Finding:

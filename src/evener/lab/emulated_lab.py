@@ -18,8 +18,8 @@ from evener.core.cluster.fleet_file import parse_fleet
 from evener.core.run.trust import trust_fleet
 from evener.lab import create_lab, host_files, state
 from evener.lab.host import LabHost
-from evener.lab.lab_requirements import check_machine, find_programs
-from evener.lab.lab_spec import LabSpec, without_limits
+from evener.lab.lab_requirements import allowed_cores, check_machine, find_programs
+from evener.lab.lab_spec import LabSpec, with_own_cores, without_limits
 from evener.lab.state import LabFolder, LabState
 
 
@@ -33,11 +33,14 @@ class EmulatedLab:
     def up(cls, spec: LabSpec, out: Path | None = None) -> EmulatedLab:
         """Create a lab and wait until every host accepts logins; `out` is the fleet file to write.
 
+        Where the spec names no cores, each host gets its own part of this machine's.
+
         Raises:
             EvenerError: if this machine lacks something or the spec is invalid. Nothing is left behind.
         """
         spec.check()
         check_machine(spec)
+        spec = with_own_cores(spec, allowed_cores())
         if os.geteuid() != 0:
             spec = without_limits(spec)
         if out is not None:

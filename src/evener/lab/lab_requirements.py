@@ -29,15 +29,20 @@ def check_machine(spec: LabSpec) -> None:
     loses_writes = any(host.writeback_s is not None for host in spec.hosts.values())
     programs = [*["nft"] * firewalled, *["gcc"] * loses_writes]
     find_programs("sshd", "ssh", "ssh-keygen", "nsenter", "setpriv", "taskset", *programs)
-    usable = os.sched_getaffinity(0)
+    usable = allowed_cores()
     for name, host in spec.hosts.items():
-        if missing := sorted(set(host.cores or ()) - usable):
-            raise UsageError(f"host {name}: no core {missing[0]} here; cores: {', '.join(map(str, sorted(usable)))}")
+        if missing := sorted(set(host.cores or ()) - {*usable}):
+            raise UsageError(f"host {name}: no core {missing[0]} here; cores: {', '.join(map(str, usable))}")
         if (tunnels := host.interfaces_of_kind("overlay")) and not os.access(TUN_DEVICE, os.R_OK | os.W_OK):
             raise EvenerError(
                 f"host {name}: {tunnels[0]} is a tunnel, and {TUN_DEVICE} is not there or not for this user",
                 hint=f"as root: modprobe tun; chmod 0666 {TUN_DEVICE}",
             )
+
+
+def allowed_cores() -> list[int]:
+    """Return the numbers of the cores on which this process may run; none where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def find_programs(*names: str) -> list[str]:

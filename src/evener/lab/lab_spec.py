@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,7 +42,9 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     mtu: Annotated[Mtu, Meta(description="MTU of its interface")] = 1500
     path_mtu: Annotated[Mtu | None, Meta(description="path MTU: larger packets vanish [mtu]")] = None
     cpus: Annotated[CpuShare | None, Meta(description="CPU time that it may use, in cores")] = None
-    cores: Annotated[tuple[int, ...] | None, Meta(description="cores that it is pinned to")] = None
+    cores: Annotated[
+        tuple[int, ...] | None, Meta(description="cores that it is pinned to [its own part of the machine's]")
+    ] = None
     memory: Annotated[str | None, Meta(description="memory limit: 2GB, 512MB")] = None
     disk: Annotated[
         str | None, Meta(description="size of its home, a file system of its own: 2GB [this machine's]")
@@ -166,6 +168,24 @@ def with_host_values(spec: LabSpec, values: Mapping[str, Any]) -> LabSpec:
             hosts[name] = from_builtins({**msgspec.to_builtins(host), **values}, HostSpec)
         except msgspec.ValidationError as error:
             raise UsageError(format_validation_error(error)) from None
+    return msgspec.structs.replace(spec, hosts=hosts)
+
+
+def with_own_cores(spec: LabSpec, usable: Sequence[int]) -> LabSpec:
+    """Return the lab with each host pinned to its own part of the usable cores.
+
+    Hosts that share cores measure one speed alone and reach another together. A lab stays as it is if it has more hosts
+    than there are cores, names cores, or has a quota beyond a host's part.
+
+    >>> [host.cores for host in with_own_cores(LabSpec(), [0, 1, 2]).hosts.values()]
+    [(0,), (1, 2)]
+    """
+    count, total = len(spec.hosts), len(usable)
+    if count > total or any(host.cores or (host.cpus or 0) > total // count for host in spec.hosts.values()):
+        return spec
+    parts = [tuple(usable[i * total // count : (i + 1) * total // count]) for i in range(count)]
+    hosts = {name: msgspec.structs.replace(host, cores=part)
+             for (name, host), part in zip(spec.hosts.items(), parts, strict=True)}  # fmt: skip
     return msgspec.structs.replace(spec, hosts=hosts)
 
 

@@ -74,6 +74,7 @@ class PreparedHost(msgspec.Struct, frozen=True, kw_only=True):
     cwd: str | None = None  # of its processes; None: the run's folder
     is_local_run: bool = False  # this machine alone: the folder is the run directory, and nothing is sent
     cores: int
+    shares_cores_with: list[str] = []  # hosts on the same cores of one machine
     gpus: list[str]  # names
     gpus_have_bf16: bool  # all GPUs, in hardware
     has_bf16: bool  # the CPU, in hardware

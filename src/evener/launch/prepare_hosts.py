@@ -33,7 +33,7 @@ from evener.core.run.run_spec import MachineSpec
 from evener.core.run.rundir import RunDir
 from evener.doctor.context import DEFAULT_MACHINE_SPEC
 from evener.doctor.facts import ComputeDevices
-from evener.doctor.machine_checks import check_left_out_variables
+from evener.doctor.machine_checks import check_left_out_variables, hosts_on_same_cores
 from evener.doctor.network_checks import STRANGERS_CHECK
 from evener.doctor.preflight import PreflightReport, run_preflight
 from evener.launch.commands import PreparedFleet, PreparedHost
@@ -129,6 +129,7 @@ def prepare_hosts(
             raise RunError(f"{first}: port {wanted_port} is taken", hint=hint)
         # check that the others reach this port, too
         preflight = _require_preflight(hosts, free_port, machine)
+    on_same_cores = hosts_on_same_cores(preflight.facts)
     places = [
         PreparedHost(
             name=host,
@@ -139,6 +140,7 @@ def prepare_hosts(
             workdir=preflight.facts[host].workdir,
             run_dir=f"{preflight.facts[host].workdir}/runs/{rundir.path.name}-{run_id[:6]}",
             cores=preflight.facts[host].cores,
+            shares_cores_with=on_same_cores[host],
             gpus=preflight.facts[host].gpus,
             gpus_have_bf16=preflight.facts[host].gpus_have_bf16,
             has_bf16=preflight.facts[host].has_bf16,

@@ -12,7 +12,7 @@ from evener.core.base.errors import UsageError
 from evener.core.cluster.collective_results import CollectiveBenchMessage, CollectiveBenchSpec
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Fleet, HostConfig
-from evener.core.cluster.host_probe import HostProbeSpec, ProbeMessage
+from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
 from evener.core.run.roster import choose_backend
 from evener.core.run.run_spec import MachineSpec
 from evener.doctor.link_probe import measure_ring_Bps
@@ -55,13 +55,18 @@ def probe_devices(
         prepared = _prepare(hosts.with_ranks(1 if fleet is None else None, device=spec.device), warn)
         places = [_merge_ranks(place) for place in prepared.hosts]
         names = {place.name: spec.host if fleet is None else place.name for place in places}
+        sharing = {place.name: place.shares_cores_with for place in places}
         args = {name: msgspec.json.encode(msgspec.structs.replace(spec, host=shown)).decode()
                 for name, shown in names.items()}  # fmt: skip
         for turn in [[place] for place in places] if one_by_one else [places]:
             taking_part = msgspec.structs.replace(prepared, hosts=turn)
             with contextlib.closing(fleet_program_lines(taking_part, hosts.sessions, module, args)) as lines:
                 for name, line in lines:
-                    yield names[name], decode(line)
+                    message = decode(line)
+                    if isinstance(message, DeviceProbeResult) and message.device == "cpu":
+                        rates = msgspec.structs.replace(message.rates, shares_cores_with=sharing[name])
+                        message = msgspec.structs.replace(message, rates=rates)
+                    yield names[name], message
 
 
 def _prepare(hosts: ConnectedHosts, warn: Warn) -> PreparedFleet:

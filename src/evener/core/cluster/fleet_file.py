@@ -162,6 +162,7 @@ class Rates(FleetSection, frozen=True, kw_only=True):
     coding_Bps: dict[str, Rate] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
     memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # total memory of the device
     models: dict[str, ModelRate] = {}  # by preset
+    shares_cores_with: list[str] = []  # hosts that are on the same machine and compute on the same cores
     measured: str = ""
 
 

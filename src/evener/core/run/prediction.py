@@ -81,6 +81,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     watts: float | None = None  # of the whole host while it trains
     price_per_h: float | None = None  # of the whole host
     basis: RateBasis = "declared"  # the source of tokens_per_s
+    shares_cores_with: list[str] = []  # hosts of the same machine that compute on the same cores
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

@@ -150,6 +150,7 @@ def _collect_identity() -> Facts:
         "system": f"{uname.sysname} {uname.release}",
         "architecture": uname.machine,
         "machine_id": f"{boot.strip()} {network}" if boot else None,
+        "boot_id": boot.strip() if boot else None,
         "user": os.environ.get("USER") or os.environ.get("LOGNAME") or str(os.getuid()),
         "is_root": os.getuid() == 0,
         "in_container": os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"),
@@ -242,10 +243,13 @@ def _collect_cpu() -> Facts:
         model = (run_program(["sysctl", "-n", "machdep.cpu.brand_string"]) or "").strip() or None
         output = (run_program(["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]) or "").strip()
         are_flags_known, flags = output != "", {"bf16"} if output == "1" else set()
+    quota = _read_cpu_quota()
     units = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
     return {
         "cpu": model,
-        "cores": _count_usable_cores(),
+        "cores": max(1, min(count_allowed_cpus(), int(quota))) if quota else count_allowed_cpus(),
+        "allowed_cpus": sorted(os.sched_getaffinity(0)) if LINUX else None,
+        "cpu_quota": quota,
         "cores_installed": os.cpu_count(),
         "bf16_units": units if are_flags_known else None,
         "cpu_max_MHz": _parse_kilo(read_text("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")),
@@ -253,8 +257,8 @@ def _collect_cpu() -> Facts:
     }
 
 
-def _count_usable_cores() -> int:
-    """Return the cores that a process may use here: the affinity mask, limited by the tightest cgroup quota; min. 1."""
+def _read_cpu_quota() -> float | None:
+    """Return the tightest CPU quota of our cgroups, in cores; None: no limit."""
     quotas = []
     for folder in _cgroup_folders("cpu"):
         fields = (read_text(folder + "/cpu.max") or "").split()
@@ -266,7 +270,7 @@ def _count_usable_cores() -> int:
         quota, period = _parse_number(fields[0]), _parse_number(fields[1])
         if quota and period and quota > 0:
             quotas.append(quota / period)
-    return max(1, min([count_allowed_cpus()] + [int(quota) for quota in quotas]))
+    return min(quotas, default=None)
 
 
 def _cgroup_folders(controller: str) -> list[str]:

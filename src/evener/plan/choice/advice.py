@@ -107,6 +107,7 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
         advice += advise_on_memory(prediction)
     elif len(cluster.host_names) > 1:
         advice += break_even_advice(prediction, links or LinkSearch(prediction.job, cluster))
+    advice += _advise_on_shared_cores(prediction)
     advice += advise_on_sync(prediction)
     advice += advise_on_loss_budget(prediction)
     if any(host.memory_bytes is None for host in cluster.hosts.values()):
@@ -228,6 +229,14 @@ def _advise_strategy(prediction: Prediction, best: PlanOption, more: str = "") -
         f"{format_loss_penalty(best)}.{more}"
     )
     return Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)
+
+
+def _advise_on_shared_cores(prediction: Prediction) -> list[Advice]:
+    taking_part = [host for host in prediction.cluster.host_names if prediction.cluster.hosts[host].shares_cores_with]
+    if not taking_part:
+        return []
+    return [Advice(text=f"{join_names(taking_part)} compute on the same cores of one machine: their rates together are "
+                   "not those measured, and this prediction does not hold.")]  # fmt: skip
 
 
 def _advise_on_unknown_memory(prediction: Prediction) -> Advice:

@@ -314,6 +314,7 @@ def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapp
         bound_by=_bound_by(rate, job, dtypes[0], slowest),
         watts=_watts(host, hardware, len(set(devices)), assumed),
         price_per_h=host.price_per_h,
+        shares_cores_with=rate.shares_cores_with,
         basis=_basis(rate, job),
     ), assumed  # fmt: skip
 
