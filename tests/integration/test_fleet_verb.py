@@ -14,6 +14,7 @@ import pytest
 
 from evener.cli import fleet, fleet_prompts
 from evener.core.cluster.fleet_file import HostConfig, load_fleet
+from evener.sources.import_hosts import local_host_name
 
 from ..in_process import run_verb
 from ..tiers import seeds
@@ -145,7 +146,7 @@ def test_invalid_host_list_leaves_no_fleet_file(folder, seed):
 def test_local_host_gets_valid_name(monkeypatch):
     for name, called in [("Desk.lan", "Desk"), ("localhost", "here"), ("", "here"), ("büro", "buro")]:
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        assert fleet.local_host_name() == called
+        assert local_host_name() == called
 
 
 def ask(folder, *lines, status=0, end="\n"):

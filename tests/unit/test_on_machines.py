@@ -9,6 +9,8 @@ from evener.core.base.errors import EvenerError, UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostLink, ModelRate, Rates, load_fleet
 from evener.core.cluster.fleet_update import update_fleet_file
+from evener.sources.import_hosts import local_host_name
+from tests.in_process import run_verb
 
 MISSING = Finding(check="version.python", severity="error", host="laptop", evidence="no python", fix="evener setup")
 BLOCKED = Finding(check="net.blocked", severity="error", host="laptop", evidence="blocked", fix="sudo nft …")
@@ -28,7 +30,7 @@ def machines(tmp_path, monkeypatch):
         return verb_of_probe
 
     rates = Rates(models={"tiny": ModelRate(tokens_per_s=1000.0)})
-    names = [on_machines.fleet.local_host_name(), "laptop"]
+    names = [local_host_name(), "laptop"]
     links = {a: {b: HostLink(goodput_Bps=1e8, rtt_s=1e-3)} for a, b in (names, names[::-1])}
     monkeypatch.setattr(on_machines, "_blocking_findings", lambda known: found.pop(0) if found else [])
     monkeypatch.setattr(on_machines.setup, "setup", lambda **options: done.append("setup"))
@@ -100,3 +102,22 @@ def test_dry_run_installs_and_measures_nothing(machines, capfd):
 def test_no_machine_is_an_error(machines):
     with pytest.raises(UsageError, match="--on ,: which machines"):
         on_machines.fleet_of_machines(",", "tiny", trust=False, may_install=False)
+
+
+@pytest.mark.parametrize("verb", ["doctor", "plan", "probe wire", "launch x.py", "bench", "runs"])
+def test_verbs_of_a_fleet_take_the_machines_by_name(verb, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    name, *more = verb.split()
+    done = run_verb(
+        name, *more[: name == "probe"], "--on", "local,laptop", "--fleet", "lab.toml", *more[name == "probe" :]
+    )
+    assert done.stderr.startswith("error: --on local,laptop: --fleet lab.toml says which machines")
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_on_machines_asks_for_what_is_missing_by_their_fleet_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    done = run_verb("plan", "--on", "local,laptop", "--model", "tiny", "--link", "1GbE")
+    path = tmp_path / "evener" / "fleets" / "local+laptop.toml"
+    assert f"hint:  evener probe host --fleet {path} --model tiny measures it" in done.stderr
+    assert list(load_fleet(path).hosts) == [local_host_name(), "laptop"]

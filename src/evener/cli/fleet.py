@@ -104,6 +104,7 @@ def _read_sources(
     from evener.core.base.errors import UsageError
     from evener.sources.ansible_inventory import import_inventory
     from evener.sources.hostfile import import_hostfile, parse_host_arguments
+    from evener.sources.import_hosts import local_host_name
     from evener.sources.ssh_config import import_ssh_config
 
     for name in names:
@@ -127,23 +128,13 @@ def _prompt_hosts(out: Path) -> HostList:
             hint=f"evener fleet init local laptop=192.168.1.28; or {SOURCE_FLAGS}",
         )
     from evener.cli.fleet_prompts import prompt_hosts
+    from evener.sources.import_hosts import local_host_name
 
     try:
         return prompt_hosts(out, local_host_name())
     except (KeyboardInterrupt, EOFError):
         print_escaped("\nnothing was written", file=sys.stderr)
         raise typer.Abort from None
-
-
-def local_host_name() -> str:
-    """Return the name of this machine for the fleet file: its own host name."""
-    import socket
-
-    from evener.core.cluster.fleet_file import sanitize_host_name
-    from evener.sources.import_hosts import LOCALHOST_NAMES
-
-    host = socket.gethostname().partition(".")[0]
-    return "here" if host.lower() in ("", *LOCALHOST_NAMES) else sanitize_host_name(host)
 
 
 def _print_result(out: Path, text: str, host_list: HostList, fleet: Fleet, advice: list[str]) -> None:
@@ -172,6 +163,8 @@ def _import_warnings(host_list: HostList) -> list[str]:
 
 def _hints(fleet: Fleet) -> list[str]:
     """Return hints about a fleet that does not contain this machine."""
+    from evener.sources.import_hosts import local_host_name
+
     if any(host.is_local for host in fleet.hosts.values()):
         return []
     local_name = local_host_name()

@@ -5,6 +5,7 @@ Not typer's boxes: their five columns leave too little for words, and rich's Mar
 
 from __future__ import annotations
 
+import functools
 import inspect
 import shutil
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ METAVARS = {
     "rate_up": "RATE", "run": "RUN", "seconds": "SECONDS", "shares": "SHARES", "sort": "COLUMN", "sync": "STRATEGY",
     "val_fraction": "SHARE", "words": "WORD",
 }  # fmt: skip
+ON_HELP = "machines as ssh knows them, instead of --fleet; local: this one"
 BUILTIN_OPTION_HELP = {  # help of the options that typer adds
     "help": "print this and exit",
     "install_completion": "have this shell complete what you type, and exit",
@@ -145,7 +147,7 @@ class CliGroup(TyperGroup):
 
 
 class CliApp(typer.Typer):
-    """A Typer app that uses `CliCommand` and `CliGroup`."""
+    """A Typer app that uses `CliCommand` and `CliGroup`. Its verbs with --fleet have --on too."""
 
     def __init__(self, **settings: Any) -> None:
         names = {"help_option_names": ["-h", "--help"]}
@@ -153,4 +155,37 @@ class CliApp(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
         """Register a command as typer does, with `CliCommand` as its class."""
-        return super().command(name, cls=CliCommand, **settings)
+        register = super().command(name, cls=CliCommand, **settings)
+
+        def register_verb(verb: Callable[..., Any]) -> Callable[..., Any]:
+            register(_with_on(verb))
+            return verb
+
+        return register_verb
+
+
+def _with_on(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a verb that takes --fleet with the option --on, which names the machines instead; others as they are."""
+    parameters = inspect.signature(verb, eval_str=True).parameters
+    if "fleet" not in parameters or "on" in parameters:
+        return verb
+
+    @functools.wraps(verb)
+    def verb_on(on: str | None, fleet: str | None, **values: Any) -> Any:
+        if on is None:
+            return verb(fleet=fleet, **values)
+        from evener.cli.kept_fleets import kept_fleet_file
+        from evener.core.base.errors import UsageError
+
+        if fleet is not None:
+            raise UsageError(f"--on {on}: --fleet {fleet} says which machines", hint="one of them")
+        return verb(fleet=str(kept_fleet_file(on)), **values)
+
+    option = typer.Option(None, "--on", metavar="NAME,…", help=ON_HELP)
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    on = inspect.Parameter("on", inspect.Parameter.KEYWORD_ONLY, default=option, annotation=str | None)
+    named.insert([*parameters].index("fleet") + 1, on)
+    del verb_on.__wrapped__
+    verb_on.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    verb_on.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
+    return verb_on

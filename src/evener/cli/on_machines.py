@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from evener.cli import doctor, fleet, probe, setup
+from evener.cli import doctor, probe, setup
+from evener.cli.kept_fleets import kept_fleet_file, write_fleet_file
 from evener.cli.run_output import print_status
 from evener.cli.terminal import is_interactive, make_console, print_findings
 from evener.cli.trust import approve_fleet, confirm
-from evener.core.base.errors import EvenerError, UsageError
-from evener.core.base.file_io import write_atomic
+from evener.core.base.errors import EvenerError
 from evener.core.base.shell import quote_command
 from evener.core.cluster.finding import Finding
-from evener.core.cluster.fleet_file import Fleet, fleets_folder, load_fleet, local_fleet_path
+from evener.core.cluster.fleet_file import Fleet, load_fleet, local_fleet_path
 from evener.doctor.preflight import run_preflight
 from evener.ssh.session import connect
 
@@ -35,8 +34,7 @@ def measure_this_machine(models: Sequence[str], *, is_dry: bool = False) -> Flee
     """
     path = local_fleet_path()
     if not path.exists():
-        _make_folder(path.parent)
-        write_atomic(path, b'[hosts.here]\naddress = "local"\n')
+        write_fleet_file(path, '[hosts.here]\naddress = "local"\n')
     _measure(path, load_fleet(path), models, is_dry=is_dry)
     return load_fleet(path)
 
@@ -50,15 +48,7 @@ def fleet_of_machines(
     installs anything. `is_dry`: nothing is installed or measured; the commands are printed. Raise EvenerError if a
     machine cannot take part.
     """
-    words = [name.strip() for name in names.split(",") if name.strip()]
-    if not words:
-        raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
-    path = fleets_folder() / f"{_file_name(words)}.toml"
-    if not path.exists():
-        _make_folder(path.parent)
-        _show("fleet", "init", *words, "--out", path)
-        with _quiet():
-            fleet.init(names=words, out=path)
+    path = kept_fleet_file(names)
     known = approve_fleet(load_fleet(path), trust)
     _show("doctor", "--fleet", path, "--quick")
     findings = _blocking_findings(known)
@@ -71,10 +61,6 @@ def fleet_of_machines(
         raise EvenerError("these machines cannot train together yet", hint=f"mend it, and repeat; the hosts: {path}")
     _measure(path, known, models, is_dry=is_dry)
     return str(path)
-
-
-def _file_name(words: list[str]) -> str:
-    return "+".join(re.sub(r"[^\w.@=-]+", "_", word) for word in words)
 
 
 def _show(*words: object) -> None:
@@ -101,15 +87,6 @@ def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
         status = setup.setup(fleet=str(path), hosts=hosts, more=None, carry=False, trust=False, as_json=False)
     if status:
         raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
-
-
-def _make_folder(folder: Path) -> None:
-    """Make the folder of a fleet file. Raise EvenerError if it cannot be made."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        hint = "XDG_CONFIG_HOME=FOLDER before the command puts it elsewhere"
-        raise EvenerError(f"cannot write {folder}: {error.strerror}", hint=hint) from None
 
 
 def _measure(path: Path, known: Fleet, models: Sequence[str], *, is_dry: bool) -> None:

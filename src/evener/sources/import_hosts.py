@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import resource
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -113,6 +114,12 @@ def run_list_reader(
 def _limit_memory() -> None:
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (READER_MEMORY_BYTES, READER_MEMORY_BYTES))
+
+
+def local_host_name() -> str:
+    """Return the name of this machine for a fleet file: its own host name."""
+    host = socket.gethostname().partition(".")[0]
+    return "here" if host.lower() in ("", *LOCALHOST_NAMES) else sanitize_host_name(host)
 
 
 def parse_ssh_target(text: str) -> HostConfig | None:

@@ -72,13 +72,13 @@ def build_cluster(
     `slots` are the rank slots detected on the hosts; by default they are derived from the devices in the fleet file.
     Raise NotMeasuredError that names the host or link without figures and the command that measures them.
     """
-    assumed = AssumptionLog()
+    assumed, flag = AssumptionLog(), fleet.cli_flag
     kinds = _host_kinds(fleet)
     first = {kind: name for name, kind in reversed(kinds.items())}
     of_kind = {kind: _known_rates(fleet.hosts[name], fleet.rates.get(name, {})) for kind, name in first.items()}
     rates = {name: of_kind[kind] for name, kind in kinds.items()}
     if slots is None:
-        slots = [slot for name, host in fleet.hosts.items() for slot in _rank_slots(name, host, rates[name], job)]
+        slots = [slot for name, host in fleet.hosts.items() for slot in _rank_slots(name, host, rates[name], job, flag)]
     common_dtypes = dict(zip((slot.host for slot in slots), choose_dtypes(slots, job.spec.model.dtype), strict=True))
     of_host: defaultdict[str, list[RankSlot]] = defaultdict(list)
     for slot in slots:
@@ -91,7 +91,7 @@ def build_cluster(
         devices = tuple(slot.device for slot in of_host[name])
         key = (kinds[name], devices, dtypes)
         if key not in alike:
-            alike[key] = _host_rates(name, host, devices, rates[name], job, dtypes)
+            alike[key] = _host_rates(name, host, devices, rates[name], job, dtypes, flag)
         hosts[name], texts = alike[key]
         for text in texts:
             assumed.add(text, name)
@@ -223,7 +223,7 @@ def _gpu_rates(rates: Mapping[str, Rates]) -> list[Rates]:
     return [rate for device, rate in rates.items() if device != "cpu"]
 
 
-def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Job) -> list[RankSlot]:
+def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Job, flag: str) -> list[RankSlot]:
     """Return the rank slots on the devices of a host.
 
     A device on which training was measured has bf16 if it trained in bf16. Any other GPU has bf16 unless it has matmul
@@ -231,11 +231,11 @@ def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Jo
     """
     gpus = _gpu_rates(rates)
     if requested_device(host, job.spec.machine) == "cuda" and not gpus:
-        raise _not_measured_error(name, "GPUs", job)
+        raise _not_measured_error(name, "GPUs", job, flag)
     is_apple = any(device.startswith("mps") for device in rates)
     slots = []
     for device in rank_devices(name, host, len(gpus), job.spec.machine):
-        rate = _rates_of_device(name, device, rates, job)
+        rate = _rates_of_device(name, device, rates, job, flag)
         model_rate = rate.models.get(job.model) or next(iter(rate.models.values()), None)
         dtype = model_rate.dtype if model_rate else ""
         has_bf16 = dtype == "bf16" if dtype else device != "cpu" and "bf16" in (rate.matmul_flops or ("bf16",))
@@ -244,21 +244,24 @@ def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Jo
     return slots
 
 
-def _rates_of_device(name: str, device: str, rates: Mapping[str, Rates], job: Job) -> Rates:
+def _rates_of_device(name: str, device: str, rates: Mapping[str, Rates], job: Job, flag: str) -> Rates:
     """Return the rates of a device; a GPU with a higher index than any GPU with rates gets those of the last one.
 
     Raise NotMeasuredError if the host has no rates of a processor or of GPUs, whichever `device` is.
     """
     known = [rates["cpu"]] if device == "cpu" and "cpu" in rates else _gpu_rates(rates) if device != "cpu" else []
     if not known:
-        raise _not_measured_error(name, "processor" if device == "cpu" else "GPUs", job)
+        raise _not_measured_error(name, "processor" if device == "cpu" else "GPUs", job, flag)
     return known[0] if device == "cpu" else known[min(int(device.partition(":")[2]), len(known) - 1)]
 
 
-def _not_measured_error(name: str, what: str, job: Job) -> NotMeasuredError:
-    return NotMeasuredError(
-        f"{name}: nobody measured its {what}", hint=f"evener probe host --model {_nearest_preset(job)} measures it"
-    )
+def _not_measured_error(name: str, what: str, job: Job, flag: str) -> NotMeasuredError:
+    return NotMeasuredError(f"{name}: nobody measured its {what}", hint=_how_to_measure(job, flag))
+
+
+def _how_to_measure(job: Job, flag: str) -> str:
+    """Return the command that measures the job's model; `flag` selects the fleet, see `Fleet.cli_flag`."""
+    return f"evener probe host{flag} --model {_nearest_preset(job)} measures it"
 
 
 def _nearest_preset(job: Job) -> str:
@@ -271,20 +274,22 @@ def _nearest_preset(job: Job) -> str:
 
 
 def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapping[str, Rates], job: Job,
-          dtypes: Sequence[Dtype]) -> tuple[HostRates, list[str]]:  # fmt: skip
+          dtypes: Sequence[Dtype], flag: str) -> tuple[HostRates, list[str]]:  # fmt: skip
     """Return a host's rates and the assumptions behind them.
 
     `dtypes` are the dtype of its ranks in a run on all hosts and, if it differs, in a run on this host alone.
     """
     assumed: list[str] = []
-    probed = [_rates_of_device(name, device, rates, job) for device in dict.fromkeys(devices)]
+    probed = [_rates_of_device(name, device, rates, job, flag) for device in dict.fromkeys(devices)]
     num_sharing = -(-len(devices) // len(probed))  # ranks that share a device
     if num_sharing > 1:
         assumed.append(f"{num_sharing} ranks share a device, so each is assumed to be {num_sharing} times as slow")
     speeds = {}
     for dtype in dtypes:
         log = assumed if dtype == dtypes[0] else []  # a host alone may compute in the dtype that it was measured in
-        speeds[dtype] = min((_model_rate(name, rate, job, dtype, log) for rate in probed), key=lambda r: r.tokens_per_s)
+        speeds[dtype] = min(
+            (_model_rate(name, rate, job, dtype, flag, log) for rate in probed), key=lambda r: r.tokens_per_s
+        )
     slowest, rate = speeds[dtypes[0]], probed[0]
     update_s = slowest.update_s
     if update_s is None and rate.copy_Bps and (rate.measured or not rate.models):
@@ -372,7 +377,7 @@ def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bottlene
     return roof.bound_by((speed.pass_s or 0.0) + tokens / speed.tokens_per_s)
 
 
-def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[str]) -> ModelRate:
+def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, flag: str, assumed: list[str]) -> ModelRate:
     """Return the device's rates for this job, by FLOPs from the measured model that is this one or nearest to it.
 
     If no model was measured, derive them from the matmul rate. Raise NotMeasuredError if that is missing, too.
@@ -389,7 +394,7 @@ def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[s
         ratio = work ** -(1.0 if known else _flops_exponent(rates, job, model))
         if not known:
             assumed.append(f"its rate of {job.model} follows from that of {model}, by FLOPs; "
-                           f"evener probe host --model {_nearest_preset(job)} measures it")  # fmt: skip
+                           f"{_how_to_measure(job, flag)}")  # fmt: skip
         elif not _is_same_but_vocab(shape, job.shape):
             assumed.append(f"its rate of this {model} follows from that of the preset, by FLOPs")
         if rate.dtype not in ("", dtype):
@@ -408,7 +413,7 @@ def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, assumed: list[s
     if matmul_flops is None:
         raise NotMeasuredError(
             f"{name}: nobody measured how fast it trains",
-            hint=f"evener probe host --model {_nearest_preset(job)} measures it",
+            hint=_how_to_measure(job, flag),
         )
     assumed.append(f"{ASSUMED_MFU:.0%} of the matrix products' speed is assumed for the whole model")
     return ModelRate(tokens_per_s=ASSUMED_MFU * matmul_flops / job.shape.flops_per_token())
@@ -453,7 +458,7 @@ def _link_models(fleet: Fleet, assumed: AssumptionLog) -> tuple[LinkModel | None
         source, target = next((a, b) for a in names for b in names if a != b and (a, b) not in pairs)
         raise NotMeasuredError(
             f"{source} → {target}: nobody measured this link",
-            hint="evener probe wire measures it; --link 1GbE assumes one",
+            hint=f"evener probe wire{fleet.cli_flag} measures it; --link 1GbE assumes one",
         )
     if common is not None and len(pairs) < len(names) * (len(names) - 1):
         assumed.add(common.assumption)

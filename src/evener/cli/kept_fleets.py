@@ -1,0 +1,41 @@
+"""`--on laptop,attic`: the fleet file of machines that are given by name, written at the first use and kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from evener.cli.run_output import print_status
+from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.file_io import write_atomic
+from evener.core.base.shell import quote_command
+from evener.core.cluster.fleet_file import fleets_folder, format_fleet
+from evener.sources.hostfile import parse_host_arguments
+from evener.sources.import_hosts import local_host_name, merge_host_lists
+
+
+def kept_fleet_file(names: str) -> Path:
+    """Return the fleet file of these machines, separated by commas; write it at the first use.
+
+    Raise UsageError if no machine is named, and EvenerError if the file cannot be written.
+    """
+    words = [name.strip() for name in names.split(",") if name.strip()]
+    if not words:
+        raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
+    file_name = "+".join(re.sub(r"[^\w.@=-]+", "_", word) for word in words)
+    path = fleets_folder() / f"{file_name}.toml"
+    if not path.exists():
+        print_status(f"$ {quote_command(['evener', 'fleet', 'init', *words, '--out', str(path)])}")
+        hosts, _ = merge_host_lists([parse_host_arguments(words, local_host_name())])
+        write_fleet_file(path, format_fleet(hosts, f"The machines of --on {names}. Edit it as you like."))
+    return path
+
+
+def write_fleet_file(path: Path, text: str) -> None:
+    """Write a fleet file, and its folder if that is not there. Raise EvenerError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    except OSError as error:
+        hint = "XDG_CONFIG_HOME=FOLDER before the command puts it elsewhere"
+        raise EvenerError(f"cannot write {path}: {error.strerror}", hint=hint) from None
