@@ -177,16 +177,22 @@ def test_budget_of_tokens_is_that_many_steps(tmp_path):
 
 
 def test_plan_and_train_choose_the_same_for_a_budget(tmp_path, measured):
-    corpus = run_verb("data", "text", "long.txt", "--out", "corpus", cwd=tmp_path)
-    assert corpus.returncode == 0, corpus.stderr
-    planned = run_verb("plan", "--for", "2h", "--data", "corpus", cwd=tmp_path)
-    trained = run_verb("train", "corpus", "--for", "2h", "--dry-run", cwd=tmp_path)
+    planned = run_verb("plan", "long.txt", "--for", "2h", cwd=tmp_path)
+    trained = run_verb("train", "long.txt", "--for", "2h", "--dry-run", cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     (line,) = (line for line in trained.stderr.splitlines() if line.startswith("2h: "))
     assert line in " ".join(planned.stdout.split())
 
 
-def test_mistaken_budget_is_said_before_the_text_is_prepared(tmp_path, cache):
-    done = run_verb("train", "my.txt", "--for", "soon", cwd=tmp_path)
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_mistaken_budget_is_said_before_the_text_is_prepared(tmp_path, cache, verb):
+    done = run_verb(verb, "my.txt", "--for", "soon", cwd=tmp_path)
     assert done.stderr.splitlines() == ["error: --for soon: expected a time", "hint:  30min, 8h or 2d"]
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("more", [["--data", "my.txt"], ["--from", "run"]])
+def test_plan_of_a_text_has_no_other_data(tmp_path, cache, more):
+    done = run_verb("plan", "my.txt", *more, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "hint:  one of them")
     assert not cache.exists()

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -36,9 +37,9 @@ from evener.corpus.prepare_corpus import prepare
 from evener.corpus.stdlib_source import stdlib_documents
 from evener.corpus.token_check import check_token_ids
 from evener.corpus.tokenizer import (
-    BpeTokenizer,
     ByteTokenizer,
     CharTokenizer,
+    LibraryTokenizer,
     Tokenizer,
     encode_documents,
     load_tokenizer,
@@ -79,7 +80,7 @@ def nanogpt_folder(folder: Path, *, chars: str = "") -> Path:
 
 
 @pytest.fixture(scope="module")
-def bpe() -> BpeTokenizer:
+def bpe() -> LibraryTokenizer:
     return train_bpe([TEXT], len(TEXT.encode()), 400)
 
 
@@ -193,7 +194,7 @@ def test_byte_round_trips_any_text(text: str) -> None:
 
 @settings(max_examples=num_examples(50, 200), deadline=None)
 @given(text=st.one_of(st.text(), st.text(" \t\n\r\x85\u3000aé'<|endoftext|>1")))
-def test_bpe_round_trips_any_text(bpe: BpeTokenizer, text: str) -> None:
+def test_bpe_round_trips_any_text(bpe: LibraryTokenizer, text: str) -> None:
     assert bpe.decode(bpe.encode(text)) == text
 
 
@@ -208,7 +209,9 @@ def test_bpe_round_trips_any_text(bpe: BpeTokenizer, text: str) -> None:
     ),
     seed=st.integers(0, 99),
 )
-def test_streamed_encoding_equals_whole_encoding(bpe: BpeTokenizer, pieces: list[tuple[str, str]], seed: int) -> None:
+def test_streamed_encoding_equals_whole_encoding(
+    bpe: LibraryTokenizer, pieces: list[tuple[str, str]], seed: int
+) -> None:
     text = "".join(word + space for word, space in pieces)
     rng = random.Random(seed)
     cuts = sorted(rng.randrange(len(text) + 1) for _ in range(4))
@@ -220,13 +223,13 @@ def test_streamed_encoding_equals_whole_encoding(bpe: BpeTokenizer, pieces: list
     assert np.concatenate(parts).tolist() == [*bpe.encode(text), bpe.end_of_text]
 
 
-def test_long_run_without_spaces_round_trips(bpe: BpeTokenizer) -> None:
+def test_long_run_without_spaces_round_trips(bpe: LibraryTokenizer) -> None:
     text = "ab" * 40_000 + " " * 40_000
     ids = np.concatenate(list(encode_documents(bpe, [([text], False)])))
     assert bpe.decode(ids) == text
 
 
-def test_tokenizer_loads_without_corpus(tmp_path: Path, bpe: BpeTokenizer) -> None:
+def test_tokenizer_loads_without_corpus(tmp_path: Path, bpe: LibraryTokenizer) -> None:
     for tokenizer in (ByteTokenizer(), CharTokenizer("ab\n"), bpe):
         (tmp_path / "tokenizer.json").write_bytes(tokenizer.serialize())
         loaded: Tokenizer = load_tokenizer(tmp_path)
@@ -579,7 +582,76 @@ def test_changed_content_is_detected_by_checksum(tmp_path: Path, monkeypatch: py
     assert hash_content(folder, sampled=True) != sampled.content_hash
 
 
-def test_a_prompt_outside_the_vocabulary_is_named(bpe: BpeTokenizer) -> None:
+@pytest.fixture(scope="module")
+def unigram_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json as models of Hugging Face have it: Unigram with SentencePiece's spaces, ends with </s>."""
+    engine = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    engine.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    engine.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    engine.train_from_iterator([TEXT], trainer)
+    file = tmp_path_factory.mktemp("model") / "tokenizer.json"
+    engine.save(str(file))
+    return file
+
+
+def test_tokenizer_file_of_a_model_is_embedded(tmp_path: Path, unigram_file: Path) -> None:
+    theirs = tokenizers.Tokenizer.from_file(str(unigram_file))
+    for name in (unigram_file, unigram_file.parent):  # the file, the model's folder
+        corpus = prepare(tmp_path / name.name, splits(TEXT), tokenizer=str(name)).corpus
+        assert (corpus.tokenizer, corpus.vocab_size) == ("unigram", theirs.get_vocab_size())
+        train, val = ("".join(map("".join, map(read_text, parts))) for parts in (splits().train, splits().val))
+        assert tokens(corpus, "train") == theirs.encode(train, add_special_tokens=False).ids
+        assert tokens(corpus, "val") == [*theirs.encode(val, add_special_tokens=False).ids, theirs.token_to_id("</s>")]
+        assert load_tokenizer(corpus.path).decode(tokens(corpus, "val")[:9]) == theirs.decode(tokens(corpus, "val")[:9])
+    assert (tmp_path / "tokenizer.json" / "tokenizer.json").read_bytes() == unigram_file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{}", "not a tokenizer of the `tokenizers` library"),
+        ("\xff", "not a tokenizer of the `tokenizers` library"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_file_that_is_no_tokenizer_is_named(tmp_path: Path, content: str | None, says: str) -> None:
+    (tmp_path / "model").mkdir()
+    if content is not None:
+        (tmp_path / "model" / "tokenizer.json").write_text(content, "latin-1")
+    with pytest.raises(DataError, match=re.escape(says)) as raised:
+        prepare(tmp_path / "c", splits(TEXT), tokenizer=str(tmp_path / "model"))
+    assert str(raised.value).startswith(f"--tokenizer {tmp_path / 'model'}: ")
+    assert not (tmp_path / "c").exists()
+
+
+def test_nanogpt_folder_of_uint32_needs_its_tokenizer(tmp_path: Path) -> None:
+    """Ids above 65,535, as of Llama 3 or Qwen: 200 tokens, of which half are beyond."""
+    folder = tmp_path / "n"
+    folder.mkdir()
+    ids = (np.arange(200) * 701 % 70_000).astype(np.uint32)
+    for split in ("train", "val"):
+        ids.tofile(folder / f"{split}.bin")
+    with pytest.raises(DataError, match=r"train\.bin is of uint32, and nothing says which tokenizer made it"):
+        load_corpus(folder)
+    vocabulary = {f"t{index}": index for index in range(69_998)}
+    added = [{"id": 69_999, "content": "</s>"}]
+    description = {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": added}
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    corpus = load_corpus(folder)
+    assert (corpus.tokenizer, corpus.vocab_size, corpus.dtype, corpus.train_tokens) == ("bpe", 70_000, "uint32", 200)
+    check_token_ids(corpus)
+    np.array([*ids[:7], 70_000], np.uint32).tofile(folder / "val.bin")
+    with pytest.raises(DataError, match="holds token id 70000 at position 7"):
+        check_token_ids(load_corpus(folder))
+    (folder / "tokenizer.json").write_text('{"kind": "byte"}')  # of a corpus whose meta.json is lost
+    with pytest.raises(DataError, match=r"meta\.json is missing"):
+        load_corpus(folder)
+
+
+def test_a_prompt_outside_the_vocabulary_is_named(bpe: LibraryTokenizer) -> None:
     with pytest.raises(DataError, match="the corpus has no character 'é': its char vocabulary is 'abc'"):
         CharTokenizer("abc").encode("abéc")
     for tokenizer in (ByteTokenizer(), CharTokenizer("abc"), bpe):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import polars
@@ -11,6 +13,7 @@ import pyarrow
 import pytest
 
 from evener.core.base.errors import DataError, UsageError
+from evener.corpus import prepare_corpus
 from evener.corpus.documents import read_text, whole_document
 from evener.corpus.text_cache import choose_tokenizer, prepare_texts
 from evener.corpus.text_sources import TextSources, find_texts
@@ -193,3 +196,24 @@ def test_own_runs_and_corpora_are_no_texts(tmp_path, monkeypatch):
 )
 def test_tokenizer_follows_the_size_of_the_text(num_bytes, num_chars, expected):
     assert choose_tokenizer(num_bytes, num_chars) == expected
+
+
+def test_text_that_another_process_prepares_is_awaited_and_shared(tmp_path, monkeypatch):
+    (tmp_path / "my.txt").write_text("one text for two runs. " * 500)
+    is_waiting, write_files = threading.Event(), prepare_corpus._write_files
+
+    def write_when_awaited(*args):
+        assert is_waiting.wait(60)
+        write_files(*args)
+
+    def note_waiting(doing, done, total):
+        if doing == "another process prepares this text":
+            is_waiting.set()
+
+    monkeypatch.setattr(prepare_corpus, "_write_files", write_when_awaited)
+    with ThreadPoolExecutor(2) as threads:  # flock keeps threads apart as it does processes
+        both = [threads.submit(prepare_texts, [tmp_path / "my.txt"], progress=note_waiting) for _ in range(2)]
+        first, second = (one.result(120) for one in both)
+    assert first.folder == second.folder
+    assert sorted([first.was_written, second.was_written]) == [False, True]
+    assert [path.name for path in first.folder.parent.iterdir()] == [first.folder.name]  # nothing is left behind

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 app = CliApp(help="Prepare a corpus: text in, a folder with train.bin, val.bin, meta.json and tokenizer.json out.")
 
 COLUMN_HELP = "column of tables that holds the text [text]"
-Tokenizer = Annotated[str, typer.Option(metavar="byte|char|bpe|gpt2", help="bpe is trained on this text")]
+TOKENIZER_HELP = "bpe is trained on this text; FILE: a tokenizer.json, or the folder of a model with one"
+Tokenizer = Annotated[str, typer.Option(metavar="byte|char|bpe|gpt2|FILE", help=TOKENIZER_HELP)]
 VocabSize = Annotated[int | None, typer.Option(help="size of bpe's vocabulary [8192]")]
 ValFraction = Annotated[float, typer.Option(help="share of the text for validation")]
 Force = Annotated[bool, typer.Option("--force", help="prepare again, replacing another corpus in the folder")]

@@ -1,15 +1,17 @@
-"""Options of `train` and `plan`, generated from the leaves of RunSpec."""
+"""Options of `train` and `plan`, generated from the leaves of RunSpec, and their arguments."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING
 
 import typer
 
 from evener.cli.help import METAVARS
+from evener.core.base.errors import UsageError
 
 if TYPE_CHECKING:
     from typer.models import ArgumentInfo, OptionInfo
@@ -64,6 +66,20 @@ def command_signature(options: Sequence[CommandParameter]) -> inspect.Signature:
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
          for name, default, annotation in options]
     )  # fmt: skip
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return (specification, texts): a name that ends in .toml is a specification, all others are texts."""
+    specs = [argument for argument in arguments if argument.endswith(".toml")]
+    if len(specs) > 1:
+        raise UsageError(f"{specs[1]}: one specification is enough: {specs[0]}")
+    return (Path(specs[0]) if specs else None), [argument for argument in arguments if argument not in specs]
+
+
+def check_names_data_once(paths: Sequence[str], texts: Mapping[str, str]) -> None:
+    """Raise UsageError if both the arguments and --data say what to train on."""
+    if paths and "data" in texts:
+        raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
 
 
 def explicit_values(flags: Mapping[str, str | bool | None]) -> dict[str, str]:

@@ -12,11 +12,12 @@ EXAMPLES = (
     "evener plan --model gpt2-760m --nodes 2 --link 1GbE --compute-tokens-per-s 500\n"
     "evener plan --gpu 4090,3090 --link 2.5GbE --tokens 2.5B --rent 1xh100@2.5\n"
     "evener plan --scale 1,8,64 --link 10GbE --compute-tokens-per-s 9000\n"
+    "evener plan my.txt --for 2d --on local,laptop\n"
     "evener plan --fleet fleet.toml --model char\n"
     "evener plan --from runs/mine --link 100Mbit"
 )
 
-SPEC_FILE = typer.Argument(None, metavar="SPEC.toml", help="a run as TOML, as for train; flags override it")
+ARGUMENTS = typer.Argument(None, metavar="TEXT", help="what to train on, and a run as TOML, as for train")
 SOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {  # parameter: (flag, type)
     "fleet": (typer.Option(None, "--fleet", metavar="FILE", help="hosts and their measured rates [fleet.toml if here]"),
               str | None),
@@ -73,19 +74,18 @@ NOT_WITH_SCALE = ("nodes", "hosts", "watts", "price_per_h", *COST_OPTIONS)
 REAL_HOST_FLAGS = ("ranks", "threads")  # flags of train without meaning for hypothetical machines
 
 
-def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None, values: dict[str, Any]) -> int:
+def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str | None, values: dict[str, Any]) -> int:
     """Predict step time and cost before a run, the best sync strategy, and whether each machine is worth including.
 
     From what `evener probe` measured, or from a short description (--nodes, --gpu, --link, --compute-tokens-per-s).
-    Answers at once: starts nothing and contacts no host. The flags below mean the same as those of `train`. Mixtures of
-    experts, fp8 and optimizer states in bf16 are not supported.
+    Answers at once: starts nothing and contacts no host; only a new text is prepared first. The flags below mean the
+    same as those of `train`. Mixtures of experts, fp8 and optimizer states in bf16 are not supported.
     """
     import json
-    from pathlib import Path
 
     from evener.cli import plan_output
     from evener.cli.budget import parse_budget, request_for_budget
-    from evener.cli.flags import explicit_values
+    from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
     from evener.core.base.errors import UsageError
     from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
     from evener.plan.choice.plan_request import PlanRequest, answer_request
@@ -105,9 +105,16 @@ def plan(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None,
         raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
                          hint="one of them")  # fmt: skip
     _check_scale_flags(scale, of_scale, machines | {"hosts": of_what["hosts"]} | of_bill, texts)
-    file = Path(spec_file) if spec_file else None
+    file, paths = split_arguments(arguments or [])
+    if paths and source_run:
+        raise UsageError(f"--from {source_run} has its own data; so does {paths[0]}", hint="one of them")
+    check_names_data_once(paths, texts)
+    budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], given_fields(file, texts))
+    if paths:
+        from evener.cli.text_data import prepared_folder
+
+        texts["data"] = prepared_folder(paths)
     given = given_fields(file, texts)
-    budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], given)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
         if budget is not None:
@@ -174,15 +181,15 @@ def register(app: typer.Typer) -> None:
     """Add `plan`, with one option for every leaf of RunSpec."""
     from evener.cli.flags import CommandParameter, command_signature, spec_options
 
-    options: list[CommandParameter] = [("spec_file", SPEC_FILE, str | None)]
+    options: list[CommandParameter] = [("arguments", ARGUMENTS, list[str] | None)]
     for group in (SOURCE_OPTIONS, MACHINE_OPTIONS, COST_OPTIONS):
         options += [(name, option, kind) for name, (option, kind) in group.items()]
     options.append(("scale", SCALE_FLAG, str | None))
     options += [(name, option, kind) for name, (option, kind) in SIMULATION_OPTIONS.items()]
     options += [("is_long", ALL, bool), ("as_json", AS_JSON, bool), *spec_options()]
 
-    def command(spec_file: str | None, as_json: bool, is_long: bool, scale: str | None, **values: Any) -> int:
-        return plan(spec_file, as_json, is_long, scale, values)
+    def command(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str | None, **values: Any) -> int:
+        return plan(arguments, as_json, is_long, scale, values)
 
     command.__doc__ = plan.__doc__
     command.__signature__ = command_signature(options)  # type: ignore[attr-defined]

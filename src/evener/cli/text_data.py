@@ -16,16 +16,8 @@ from evener.corpus.text_cache import is_prepared, prepare_texts
 from evener.corpus.text_sources import STDIN
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Return (specification, texts): a name that ends in .toml is a specification, all others are texts."""
-    specs = [argument for argument in arguments if argument.endswith(".toml")]
-    if len(specs) > 1:
-        raise UsageError(f"{specs[1]}: one specification is enough: {specs[0]}")
-    return (Path(specs[0]) if specs else None), [argument for argument in arguments if argument not in specs]
-
-
-def prepared_folder(paths: Sequence[str], tokenizer: str | None, vocab_size: int | None, column: str | None, *,
-                    is_default: bool) -> str:  # fmt: skip
+def prepared_folder(paths: Sequence[str], tokenizer: str | None = None, vocab_size: int | None = None,
+                    column: str | None = None, *, is_default: bool = False) -> str:  # fmt: skip
     """Return the folder of the corpus: the one that is named, or that of the texts, which are prepared in the cache.
 
     `is_default`: nobody named any data. The verb corpus is made then, if it is not there.

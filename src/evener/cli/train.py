@@ -33,7 +33,10 @@ ARGUMENTS = typer.Argument(
     "evener data or nanoGPT prepared. A name that ends in .toml is a run as TOML ([train] steps = 100), and flags win.",
 )  # fmt: skip
 TOKENIZER = typer.Option(
-    None, "--tokenizer", metavar="byte|char|bpe|gpt2", help="of texts [char or byte for small ones, else bpe]"
+    None,
+    "--tokenizer",
+    metavar="byte|char|bpe|gpt2|FILE",
+    help="of texts; FILE: a tokenizer.json, or the folder of a model with one [char or byte for small ones, else bpe]",
 )
 VOCAB_SIZE = typer.Option(None, "--vocab-size", help="of --tokenizer bpe [by the size of the text]")
 COLUMN = typer.Option(None, "--column", metavar="NAME", help=COLUMN_HELP)
@@ -75,9 +78,8 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
 
     from evener.cli import follow_output, logger_processes, run_output
     from evener.cli.budget import limit_resumed, models_to_measure, parse_budget, spec_for_budget
-    from evener.cli.flags import explicit_values
+    from evener.cli.flags import explicit_values, split_arguments
     from evener.cli.on_machines import fleet_of_machines
-    from evener.cli.text_data import split_arguments
     from evener.cli.trust import approve_fleet, approve_run
     from evener.core.run.resolve import resolve
     from evener.core.run.run_spec import given_fields
@@ -191,14 +193,14 @@ def _make_spec(
     import msgspec
 
     from evener.cli import run_output
+    from evener.cli.flags import check_names_data_once
     from evener.cli.text_data import prepared_folder
     from evener.core.base.errors import UsageError
     from evener.core.run.run_spec import make_spec
 
     if resumed is not None and (file or paths or "out" in texts):
         raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
-    if paths and "data" in texts:
-        raise UsageError(f"--data {texts['data']}: {paths[0]} is what to train on", hint="one of them")
+    check_names_data_once(paths, texts)
     base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
     spec = make_spec(file, texts, base)
     if resumed is None:

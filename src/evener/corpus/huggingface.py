@@ -5,26 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from evener.corpus.tokenizer import BpeTokenizer, ByteTokenizer, CharTokenizer, Tokenizer
-
-END_OF_TEXT = "<|endoftext|>"
+from evener.corpus.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, block_size: int) -> None:
     """Write tokenizer.json and tokenizer_config.json; for GPT-2's own tokens only the latter, which names them."""
     config: dict[str, object] = {"model_max_length": block_size, "clean_up_tokenization_spaces": False}
-    if isinstance(tokenizer, BpeTokenizer | ByteTokenizer | CharTokenizer):
+    if isinstance(tokenizer, LibraryTokenizer | ByteTokenizer | CharTokenizer):
         (folder / "tokenizer.json").write_bytes(_tokenizer_json(tokenizer))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        if tokenizer.end_of_text is not None:
-            config |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)
+        if isinstance(tokenizer, LibraryTokenizer) and tokenizer.end_of_text_name is not None:
+            config |= dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_of_text_name)
     else:
         config["tokenizer_class"] = "GPT2Tokenizer"
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _tokenizer_json(tokenizer: BpeTokenizer | ByteTokenizer | CharTokenizer) -> bytes:
-    if isinstance(tokenizer, BpeTokenizer):
+def _tokenizer_json(tokenizer: LibraryTokenizer | ByteTokenizer | CharTokenizer) -> bytes:
+    if isinstance(tokenizer, LibraryTokenizer):
         return tokenizer.serialize()
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Engine

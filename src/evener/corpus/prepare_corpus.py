@@ -46,11 +46,17 @@ from evener.corpus.tokenizer import (
     Tokenizer,
     check_tokenizer_options,
     encode_documents,
+    load_tokenizer_file,
+    read_tokenizer_file,
     train_bpe,
 )
 
 _CORPUS_FILES = {"train.bin", "val.bin", "meta.json", "tokenizer.json", "train.jsonl", "val.jsonl"}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class BeingPreparedError(DataError):
+    """Raised when another process prepares the same folder."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,9 @@ def prepare(
 ) -> PreparedCorpus:
     """Write the corpus folder `out` from `splits`, with additional files `extra`, unless it already is this corpus.
 
-    `vocab_size` is only for bpe. `force` replaces another corpus, but never touches a folder with files that evener did
-    not write. Raise DataError or UsageError, and leave `out` unchanged then.
+    `tokenizer` is one of TOKENIZERS or the path of a tokenizer.json; `vocab_size` is only for bpe. `force` replaces
+    another corpus, but never touches a folder with files that evener did not write. Raise DataError or UsageError, and
+    leave `out` unchanged then.
     """
     extra = extra or {}
     check_tokenizer_options(tokenizer, vocab_size)
@@ -85,16 +92,19 @@ def prepare(
         Gpt2Tokenizer()  # before the long work: its vocabulary may be missing
     if tokenizer == "bpe" and vocab_size is None:
         vocab_size = BPE_VOCAB_SIZE
+    description = read_tokenizer_file(tokenizer)
+    ready = None if description is None else load_tokenizer_file(tokenizer, description)
 
     scan = scan_text(splits, collect_chars=tokenizer == "char", progress=progress)
-    recipe: dict[str, str | int] = {"text": scan.source_hash, "tokenizer": tokenizer, "vocab_size": vocab_size or 0}
+    named = tokenizer if description is None else hash_bytes(description)
+    recipe: dict[str, str | int] = {"text": scan.source_hash, "tokenizer": named, "vocab_size": vocab_size or 0}
     recipe |= {name: hash_bytes(content) for name, content in extra.items()}
     if not force and (existing := _load_existing(out, recipe, extra)):
         _remove_stale(out)
         return PreparedCorpus(existing, was_written=False)
 
     with _build_folder(out, may_replace=force or _is_nonempty(out)) as partial:
-        engine = _make_tokenizer(tokenizer, vocab_size, scan.chars, splits, progress)
+        engine = ready or _make_tokenizer(tokenizer, vocab_size, scan.chars, splits, progress)
         _write_files(partial, out, splits, engine, recipe, extra, progress)
     return PreparedCorpus(load_corpus(out), was_written=True)
 
@@ -182,7 +192,7 @@ def _build_folder(out: Path, *, may_replace: bool) -> Iterator[Path]:
             yield partial
             fsync_path(partial)
             if _is_nonempty(out) and not may_replace:
-                raise DataError(f"another run has just prepared {out}", hint="run it again")
+                raise BeingPreparedError(f"another run has just prepared {out}", hint="run it again")
             _replace_folder(partial, Path(os.path.realpath(out)))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -223,8 +233,20 @@ def _lock(partial: Path, out: Path) -> int:
             pass
         except BlockingIOError:
             os.close(descriptor)
-            raise DataError(f"{out} is being prepared by another process", hint="wait until it is done") from None
+            raise BeingPreparedError(
+                f"{out} is being prepared by another process", hint="wait until it is done"
+            ) from None
         os.close(descriptor)
+
+
+def wait_until_unlocked(out: Path) -> None:
+    """Return when no other process prepares the folder `out`."""
+    with contextlib.suppress(OSError):  # it is done: the partial folder is renamed or removed
+        descriptor = os.open(_partial_path(out), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
 
 
 def _remove_stale(out: Path) -> None:

@@ -18,9 +18,9 @@ from evener.core.base.errors import DataError
 from evener.core.base.file_io import make_folder
 from evener.core.model.corpus import Corpus, hash_bytes
 from evener.corpus.documents import ProgressCallback, scan_text, split_by_fraction
-from evener.corpus.prepare_corpus import prepare
+from evener.corpus.prepare_corpus import BeingPreparedError, prepare, wait_until_unlocked
 from evener.corpus.text_sources import STDIN, find_texts
-from evener.corpus.tokenizer import check_tokenizer_options
+from evener.corpus.tokenizer import check_tokenizer_options, read_tokenizer_file
 
 VAL_FRACTION = 0.1
 # Characters, or bytes, up to this size of text: a BPE vocabulary needs more text than that. *Assumption*
@@ -83,9 +83,17 @@ def prepare_texts(
         is_chosen = tokenizer is None
         if tokenizer is None:
             tokenizer, vocab_size = choose_tokenizer(splits.num_bytes, len(scan.chars))
-        key = hash_bytes(f"{scan.source_hash} {tokenizer} {vocab_size}".encode()).partition(":")[2][:8]
+        description = read_tokenizer_file(tokenizer)
+        named = tokenizer if description is None else hash_bytes(description)
+        key = hash_bytes(f"{scan.source_hash} {named} {vocab_size}".encode()).partition(":")[2][:8]
         folder = root / f"{_name(paths)}-{key}"
-        found = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, progress=progress)
+        found = None
+        while found is None:
+            try:
+                found = prepare(folder, splits, tokenizer=tokenizer, vocab_size=vocab_size, progress=progress)
+            except BeingPreparedError:  # the same text, by another process: its folder is as good
+                progress("another process prepares this text", 0, splits.num_bytes)
+                wait_until_unlocked(folder)
     return CachedCorpus(folder, found.corpus, found.was_written, splits.num_bytes, is_chosen, texts.notes())
 
 

@@ -6,8 +6,9 @@
 | char | the characters of the corpus, sorted | small corpora of one script, as nanoGPT's shakespeare_char |
 | bpe | trained on the corpus, byte-level, GPT-2's word boundaries | larger corpora |
 | gpt2 | GPT-2's 50,257 tokens, by tiktoken | comparison with GPT-2, its weights |
+| FILE | that of a tokenizer.json, as the `tokenizers` library and Hugging Face's models have | a model of those |
 
-bpe and gpt2 end every document with an end-of-text token; byte and char have none, and their documents are
+bpe, gpt2 and most files end every document with an end-of-text token; byte and char have none, and their documents are
 concatenated. "<|endoftext|>" in a text stays text.
 """
 
@@ -37,6 +38,13 @@ from evener.core.model.corpus import (
 
 BPE_VOCAB_SIZE = 8192
 _END_OF_TEXT = "<|endoftext|>"
+_ENDS_OF_TEXT = (
+    _END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[SEP]",
+)  # GPT-2's, Llama 3's, Llama 2's, Gemma's, BERT's
 _MIN_BPE_VOCAB_SIZE = 257  # the bytes and end of text
 _SAMPLE_BYTES, _SAMPLE_CHARS, _DISTINCT_WORD_BYTES = 16_000_000, 4096, 2_000_000
 _PIECE_CHARS = 16 * 1024
@@ -123,10 +131,11 @@ class CharTokenizer:
         return describe_tokenizer(self.kind, self.chars)
 
 
-class BpeTokenizer:
-    """Byte-level BPE of the `tokenizers` library; tokenizer.json is in its format, which transformers reads too."""
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library: byte-level BPE trained here, or any other one that a file describes.
 
-    kind = "bpe"
+    tokenizer.json is in the library's format, which transformers reads too.
+    """
 
     def __init__(self, description: bytes) -> None:
         from tokenizers import Tokenizer as Engine
@@ -136,8 +145,11 @@ class BpeTokenizer:
         except Exception as error:  # the library raises bare Exceptions
             raise DataError(f"not a tokenizer of the `tokenizers` library: {error}") from None
         self._engine.encode_special_tokens = True  # "<|endoftext|>" in a text is text
-        self.vocab_size: int = self._engine.get_vocab_size()
-        self.end_of_text: int | None = self._engine.token_to_id(_END_OF_TEXT)
+        self.kind = type(self._engine.model).__name__.lower()
+        vocabulary: dict[str, int] = self._engine.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values(), default=0)
+        self.end_of_text_name = next((name for name in _ENDS_OF_TEXT if name in vocabulary), None)
+        self.end_of_text = vocabulary.get(self.end_of_text_name or "")
         self._description = description
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
@@ -200,8 +212,9 @@ class Gpt2Tokenizer:
 
 def check_tokenizer_options(kind: str, vocab_size: int | None) -> None:
     """Raise UsageError for an unknown tokenizer, or a vocabulary size that it cannot have."""
-    if kind not in TOKENIZERS:
-        raise UsageError(f'--tokenizer "{kind}" is not known', hint=did_you_mean(kind, TOKENIZERS))
+    if kind not in TOKENIZERS and not Path(kind).exists():
+        files = "a tokenizer.json, or the folder of a model that has one, is named by its path"
+        raise UsageError(f'--tokenizer "{kind}" is not known', hint=did_you_mean(kind, TOKENIZERS) or files)
     if vocab_size is not None and kind != "bpe":
         raise UsageError(f"--vocab-size is for --tokenizer bpe; {kind} has a vocabulary of its own")
     if vocab_size is not None and vocab_size < _MIN_BPE_VOCAB_SIZE:
@@ -209,6 +222,29 @@ def check_tokenizer_options(kind: str, vocab_size: int | None) -> None:
             f"--vocab-size {vocab_size} is too small: bpe begins with the 256 bytes and end of text",
             hint=f"for example: --vocab-size {BPE_VOCAB_SIZE}",
         )
+
+
+def read_tokenizer_file(name: str) -> bytes | None:
+    """Return the content of the tokenizer.json at a path, or in a folder; None if `name` is one of TOKENIZERS.
+
+    Raise DataError if there is none.
+    """
+    if name in TOKENIZERS:
+        return None
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        return read_file(path)
+    except OSError as error:
+        hint = "name a tokenizer.json, as the tokenizers library saves it"
+        raise DataError(f"--tokenizer {name}: {path}: {error.strerror}", hint=hint) from None
+
+
+def load_tokenizer_file(name: str, description: bytes) -> LibraryTokenizer:
+    """Load the tokenizer that `read_tokenizer_file` has read."""
+    try:
+        return LibraryTokenizer(description)
+    except DataError as error:
+        raise DataError(f"--tokenizer {name}: {error}", hint=f"or one of {', '.join(TOKENIZERS)}") from None
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
@@ -239,7 +275,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         return Gpt2Tokenizer()
     if kind == "bpe":
         try:
-            return BpeTokenizer(content)
+            return LibraryTokenizer(content)
         except DataError as error:
             raise DataError(f"{path} is damaged: {error}", hint="prepare the corpus again") from None
     raise DataError(f"{path} is damaged: no tokenizer of the kind {kind!r}", hint="prepare the corpus again")
@@ -250,7 +286,7 @@ def load_run_tokenizer(run: Path, corpus: Corpus) -> Tokenizer:
     return load_tokenizer(run if any((run / name).exists() for name in TOKENIZER_FILES) else corpus.path)
 
 
-def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeTokenizer:
+def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> LibraryTokenizer:
     """Train byte-level BPE on at most 16 MB of `texts`, which have `text_bytes` bytes.
 
     Of a longer text the sample is every n-th piece of 4,096 characters from its beginning to its end: the same in every
@@ -271,7 +307,7 @@ def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> BpeToke
         show_progress=False,
     )
     engine.train_from_iterator(_sample(texts, text_bytes), trainer)
-    return BpeTokenizer(engine.to_str().encode())
+    return LibraryTokenizer(engine.to_str().encode())
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[str], bool]]) -> Iterator[TokenIds]:

@@ -6,7 +6,7 @@
       tokenizer.json      from text to ids and back
 
 nanoGPT's folders are read as they are: train.bin and val.bin of uint16, with `meta.pkl` for characters and without it
-for GPT-2's tokens.
+for GPT-2's tokens. With the tokenizer.json of another vocabulary beside them, they are of uint16 or uint32.
 
 What is checked, and when:
 
@@ -52,6 +52,7 @@ _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _MAX_PICKLE_BYTES = 64 * 1024 * 1024
 _SAMPLED_ABOVE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
+_DTYPE_SAMPLE_BYTES, _MIN_DTYPE_SAMPLE = 1024 * 1024, 256
 _DISTINCT_SAMPLE_BLOCKS = 256
 _PREPARE_HINT = "evener train FILE trains on a text of your own; evener data verbs makes an example"
 
@@ -61,7 +62,7 @@ class CorpusMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     format: int
     name: str
-    tokenizer: Literal["byte", "char", "bpe", "gpt2"]
+    tokenizer: Literal["byte", "char", "bpe", "gpt2", "unigram", "wordpiece", "wordlevel"]
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
     train_tokens: int
@@ -285,29 +286,72 @@ def _from_nanogpt(root: Path) -> Corpus:
     if not any((root / f"{split}.bin").exists() for split in SPLITS):
         prepare = f"to train on the texts in it: evener data text {quote_word(root)}"
         raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=prepare)
-    if (root / "tokenizer.json").exists():  # not a nanoGPT folder
-        raise DataError(f"{root / 'meta.json'} is missing", hint="prepare the corpus again, or copy it again")
     sizes = {split: _size_of(root / f"{split}.bin") for split in SPLITS}
+    dtype = "uint32" if _looks_like_uint32(root / "train.bin") else "uint16"
     for split, size in sizes.items():
-        if size % _ITEM_BYTES["uint16"]:
+        if size % _ITEM_BYTES[dtype]:
             raise DataError(
-                f"{root / f'{split}.bin'} is truncated: {size} bytes are not a whole number of uint16 tokens",
+                f"{root / f'{split}.bin'} is truncated: {size} bytes are not a whole number of {dtype} tokens",
                 hint="copy it again from where it came",
             )
-    pickled = root / "meta.pkl"
-    chars = read_nanogpt_chars(pickled) if pickled.exists() else ""
-    kind = "char" if chars else "gpt2"
+    kind, vocab_size, tokenizer_hash = _tokenizer_of_nanogpt(root, dtype)
     return Corpus(
         path=str(root.absolute()),
         name=root.absolute().name,
         tokenizer=kind,
-        vocab_size=len(chars) or GPT2_VOCAB_SIZE,
-        dtype="uint16",
-        train_tokens=sizes["train"] // _ITEM_BYTES["uint16"],
-        val_tokens=sizes["val"] // _ITEM_BYTES["uint16"],
+        vocab_size=vocab_size,
+        dtype=dtype,
+        train_tokens=sizes["train"] // _ITEM_BYTES[dtype],
+        val_tokens=sizes["val"] // _ITEM_BYTES[dtype],
         content_hash=hash_content(root, sampled=sum(sizes.values()) > _SAMPLED_ABOVE_BYTES),
-        tokenizer_hash=hash_bytes(describe_tokenizer(kind, chars)),
+        tokenizer_hash=tokenizer_hash,
     )
+
+
+def _tokenizer_of_nanogpt(root: Path, dtype: str) -> tuple[str, int, str]:
+    """Return (kind, vocabulary size, hash) of the tokenizer of a nanoGPT folder. Raise DataError if it is not known."""
+    library, pickled = root / "tokenizer.json", root / "meta.pkl"
+    if library.exists():
+        content = read_file(library)
+        kind, vocab_size = _read_library_vocabulary(library, content)
+        return kind, vocab_size, hash_bytes(content)
+    if dtype == "uint32":
+        raise DataError(
+            f"{root / 'train.bin'} is of uint32, and nothing says which tokenizer made it",
+            hint=f"put its tokenizer.json, of the tokenizers library, into {quote_word(root)}",
+        )
+    chars = read_nanogpt_chars(pickled) if pickled.exists() else ""
+    kind = "char" if chars else "gpt2"
+    return kind, len(chars) or GPT2_VOCAB_SIZE, hash_bytes(describe_tokenizer(kind, chars))
+
+
+def _read_library_vocabulary(path: Path, content: bytes) -> tuple[str, int]:
+    """Return the kind of model and the vocabulary size in a tokenizer.json of the `tokenizers` library."""
+    try:
+        record = from_json(content, dict[str, Any])
+        model = record["model"]
+        vocab = model["vocab"]
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in record.get("added_tokens") or ()]
+        return str(model.get("type") or "bpe").lower(), 1 + max(map(int, ids))
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} is damaged: {error}", hint="copy it again from where it came") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DataError(
+            f"{path} is no tokenizer of the tokenizers library, and {path.with_name('meta.json')} is missing",
+            hint="prepare the corpus again, or copy it again",
+        ) from None
+
+
+def _looks_like_uint32(path: Path) -> bool:
+    """Return whether every second uint16 of a file is the empty upper half of a token id below 2^24.
+
+    Of uint16, every second token would be below 256, and not all others: that is no text, unless it is short.
+    """
+    with open_file(path) as file:
+        sample = file.read(_DTYPE_SAMPLE_BYTES)
+    halves = array("H", sample[: len(sample) // 4 * 4])
+    return len(halves) >= _MIN_DTYPE_SAMPLE and max(halves[1::2]) < 256 <= max(halves[::2])
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
