@@ -15,7 +15,7 @@ None, or its key is missing.
                    Bridges for two cards, which are sold separately (RTX 3090, RTX A6000, A100 and H100 PCIe), do not
                    count.
 
-Apple's devices are for planning only: `evener train` uses the CPU there, not yet the GPU.
+Apple's and Intel's devices are for planning only: `evener train` uses the CPU there, not yet the GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Literal
 import msgspec
 
 from evener.core.base.errors import UsageError, did_you_mean
+from evener.core.cluster.gpu_cards import read_cards
 
 # GB/s in one direction. PCIe ×16 from its transfer rate, less 2 of 130 bits for line coding; the cards' generations are
 # from TechPowerUp. NVLink of V100, A100, H100 and H200, B200 is half of NVIDIA's figure for both directions.
@@ -39,7 +40,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True):
     """The published data of one device. Rates are peaks; None: no source."""
 
     name: str  # the manufacturer's
-    kind: Literal["cuda", "mps", "cpu"]  # PyTorch's device type; AMD's GPUs are "cuda" there
+    kind: Literal["cuda", "mps", "xpu", "cpu"]  # PyTorch's device type; AMD's GPUs are "cuda" there, Intel's "xpu"
     memory_bytes: int | None
     matmul_flops: dict[str, float]  # by dtype ("fp32", "bf16", "fp16"), floating-point operations a second
     copy_Bps: float | None  # memory bandwidth, bytes read and written
@@ -64,13 +65,13 @@ def _gpu(name: str, *, gb: int, fp32: float, half: float, memory: float, local: 
     )
 
 
-def _mac(name: str, *, tflops: float, memory: float, source: str) -> Hardware:
+def _mac(name: str, *, tflops: float | None, memory: float, source: str) -> Hardware:
     """Return the row of an Apple GPU, as fast in fp16 as in fp32. Memory sizes vary, and the power is not published."""
     return Hardware(
         name=name,
         kind="mps",
         memory_bytes=None,
-        matmul_flops={"fp32": tflops * 1e12, "fp16": tflops * 1e12},
+        matmul_flops=dict.fromkeys(("fp32", "fp16"), tflops * 1e12) if tflops is not None else {},
         copy_Bps=memory * 1e9,
         intra_node_Bps=None,
         watts=None,
@@ -91,6 +92,9 @@ A100 = f"NVIDIA A100 datasheets 1758950-r4 and 2188504, by way of {COMPOSER}, {M
 V100 = f"NVIDIA V100 datasheet 1165301-r5, by way of {COMPOSER}"
 V100_SXM = f"{V100}; memory, NVLink, power: Dell EMC Ready Solutions for AI, reference guide v1.0"
 V100_PCIE = f"{V100}; memory: {TECHPOWERUP}; power: hwupgrade.it on NVIDIA's announcement (2017)"
+APPLE_NEWS = "memory: Apple's newsroom on this chip"
+ULTRA = "Apple's newsroom, M1 Ultra (2022-03), M2 Ultra (2023-06)"
+BY_CORES = f"256 FLOP a clock and core as in {METAL_BENCHMARKS}; clock: hmc-tech.com; {APPLE_NEWS}"
 APPLE = f"{METAL_BENCHMARKS}; memory: Apple, by way of MacRumors (2023-01-18)"
 
 HARDWARE: dict[str, Hardware] = {  # by the short name for --gpu
@@ -202,11 +206,42 @@ HARDWARE: dict[str, Hardware] = {  # by the short name for --gpu
     ),
     "m2-pro": _mac("Apple M2 Pro", tflops=6.8, memory=200, source=APPLE),
     "m2-max": _mac("Apple M2 Max", tflops=13.6, memory=400, source=APPLE),
+    "m1-ultra": _mac("Apple M1 Ultra", tflops=21.2, memory=800, source=f"two M1 Max; memory: {ULTRA}"),
+    "m2-ultra": _mac("Apple M2 Ultra", tflops=27.2, memory=800, source=f"two M2 Max; memory: {ULTRA}"),
+    "m3": _mac("Apple M3", tflops=3.6, memory=100, source=f"10 cores at 1398 MHz, {BY_CORES}"),
+    "m3-pro": _mac("Apple M3 Pro", tflops=6.4, memory=150, source=f"18 cores at 1398 MHz, {BY_CORES}"),
+    "m3-ultra": _mac("Apple M3 Ultra", tflops=28.6, memory=819, source=f"80 cores at 1398 MHz, {BY_CORES}"),
+    "m4": _mac("Apple M4", tflops=3.8, memory=120, source=f"10 cores at 1470 MHz, {BY_CORES}"),
+    "m4-pro": _mac("Apple M4 Pro", tflops=None, memory=273, source=f"no rate of its 20 cores; {APPLE_NEWS}"),
+    "m4-max": _mac("Apple M4 Max", tflops=17.2, memory=546, source=f"40 cores at 1678 MHz, {BY_CORES}"),
+    "m5": _mac("Apple M5", tflops=None, memory=153, source=f"no rate of its 10 cores; {APPLE_NEWS}"),
     "m3-max": _mac(  # with 40 cores; Apple publishes no rate, others publish 14.2 to 16.4
         "Apple M3 Max", tflops=14.2, memory=400,
         source="huggingface.js, tasks/src/hardware.ts, approximate; fp16: hmc-tech.com; memory: radargit.com (2025-03)",
     ),
 }  # fmt: skip
+
+
+def _card_rows() -> dict[str, Hardware]:
+    """Return the rows of the cards in `gpu_cards`; a second memory size of a name adds it: 4060-ti, 4060-ti-16gb."""
+    rows: dict[str, Hardware] = {}
+    for card in read_cards():
+        short = "-".join(card.name.lower().split()[3 if card.name.startswith(("NVIDIA", "AMD")) else 2 :])
+        generation, lanes = card.pcie
+        row = _gpu(
+            card.name, gb=card.gb, fp32=round(card.tflops_fp32, 1), half=round(card.tflops_half, 1),
+            bf16=card.has_bf16, memory=card.memory_GBps,
+            local={3: PCIE_3, 4: PCIE_4, 5: PCIE_5}[generation] * lanes / 16, watts=card.watts,
+            source=f"units, clock, memory, power: {TECHPOWERUP}; operations a clock: see gpu_cards",
+        )  # fmt: skip
+        unsized = re.sub(r"-\d+gb$", "", short)
+        short = unsized if unsized not in rows else short
+        is_arc = card.name.startswith("Intel")
+        rows[short] = msgspec.structs.replace(row, kind="xpu", intra_node_Bps=None) if is_arc else row
+    return rows
+
+
+HARDWARE |= _card_rows()
 
 # Of one core: half of what `evener probe host` *measured* on 2 cores of an AMD EPYC (Zen 4, AVX-512) together, on an
 # idle machine, 2026-11-23, PyTorch 2.13: 188 GFLOP/s in fp32, 409 in bf16, 27.3 GB/s. That N cores are N times as fast
@@ -232,7 +267,8 @@ def _cpu(num_cores: int) -> Hardware:
 
 # Words that do not distinguish devices; "sxm4" before "80gb" matches its own digit only.
 IGNORED_WORDS_PATTERN = re.compile(
-    r"nvidia|geforce|rtx|tesla|amd|instinct|oam|apple|hbm\d?e?|sxm[2-6]?(?=\d\d|\D|$)|(?<=\d)\s*gb|[\s_-]"
+    r"nvidia|geforce|rtx|tesla|amd|radeon|instinct|oam|apple|intel|\(r\)|\(tm\)|arc|graphics|rx|hbm\d?e?|"
+    r"sxm[2-6]?(?=\d\d|\D|$)|(?<=\d)\s*gb|[\s_-]"
 )
 
 

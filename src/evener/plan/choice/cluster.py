@@ -232,14 +232,14 @@ def _rank_slots(name: str, host: HostConfig, rates: Mapping[str, Rates], job: Jo
     gpus = _gpu_rates(rates)
     if requested_device(host, job.spec.machine) == "cuda" and not gpus:
         raise _not_measured_error(name, "GPUs", job, flag)
-    is_apple = any(device.startswith("mps") for device in rates)
+    kind = next((device.partition(":")[0] for device in rates if device != "cpu"), "cuda")
     slots = []
     for device in rank_devices(name, host, len(gpus), job.spec.machine):
         rate = _rates_of_device(name, device, rates, job, flag)
         model_rate = rate.models.get(job.model) or next(iter(rate.models.values()), None)
         dtype = model_rate.dtype if model_rate else ""
         has_bf16 = dtype == "bf16" if dtype else device != "cpu" and "bf16" in (rate.matmul_flops or ("bf16",))
-        name_on_host = device.replace("cuda", "mps") if is_apple else device
+        name_on_host = device.replace("cuda", kind)  # "mps", "xpu": see core.cluster.hardware
         slots.append(RankSlot(host=name, device=name_on_host, name=rate.name, has_bf16=has_bf16))
     return slots
 
@@ -299,7 +299,7 @@ def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapp
         )
     elif update_s is None:
         assumed.append("the weight update is assumed to be part of the tokens/s")
-    if devices[0].startswith("mps"):
+    if devices[0].startswith(("mps", "xpu")):
         assumed.append("evener trains on its processor for now; the prediction is for its GPU")
     if rate.sync_Bps is None and devices[0] == "cpu":
         assumed.append("communication and compression are assumed to take no processor time")
