@@ -31,16 +31,16 @@ test-all: lint
 	$(PYTEST) $(PARALLEL) $$(($(WORKERS) + 1)) --exhaustive -m 'not alone'
 	$(PYTEST) --exhaustive -m alone
 
-lint: .venv/installed
+lint: .venv/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/installed
+format: .venv/tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/installed
+bench: .venv/tools
 	$(BIN)/python bench/throughput_vs_ddp.py
 	$(BIN)/python bench/recorder_overhead.py
 	$(BIN)/python bench/corpus_preparation.py
@@ -55,26 +55,34 @@ else
 	@echo "left out: what is measured beside nanoGPT; with a checkout of it: make bench NANOGPT=FOLDER"
 endif
 
-dist: .venv/installed
+dist: .venv/tools
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
 
-docs: .venv/installed
+docs: .venv/tools
 	$(BIN)/zensical serve
 
-docs-build: .venv/installed
+docs-build: .venv/tools
 	$(BIN)/zensical build --clean --strict
 
-docs-generate: .venv/installed
+docs-generate: .venv/tools
 	$(BIN)/python docs/generate/reference.py
 	$(BIN)/python docs/generate/published.py
 	$(BIN)/python docs/generate/fast.py
 	$(BIN)/python docs/generate/log.py
 
+# Without bytecode, which a first import makes: of most of the modules nobody imports any.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
+
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) '.[lab]'
+	@touch $@
+
+# What the tests, the linters and the documentation need besides
+.venv/tools: .venv/installed
+	$(BIN)/python $(PIP_INSTALL) '.[dev]'
 	@touch $@
 
 clean:

@@ -528,6 +528,7 @@ def stopped_run(fleet: Fleet, corpus: Path, name: str) -> RunDir:
     return fleet.rundir(name)
 
 
+@exhaustive
 def test_stop_saves_a_checkpoint(fleet: Fleet, corpus: Path) -> None:
     rundir = stopped_run(fleet, corpus, "runs/long")
     assert rundir.manifest().verdict == "stopped"

@@ -30,7 +30,7 @@ def test_text_and_two_machines_become_a_trained_model(make_lab, tmp_path):
     manifest = RunDir(str(tmp_path / "run")).manifest()
     assert (manifest.verdict, manifest.roster.hosts) == ("finished", ["a", "b"])
     assert manifest.spec.train.sync == "auto"
-    argv[-1] = "--out=other"
+    argv[-1:] = ["--out=other", "--dry-run"]
     again = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=env)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "$ evener probe" not in again.stderr

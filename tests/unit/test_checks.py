@@ -688,6 +688,11 @@ FIREWALLS = [
     ("iptables", "ip filter INPUT", False, "on laptop: sudo iptables -I INPUT -s 192.168.1.36 -j ACCEPT"),
     ("firewalld", None, True,
      "on laptop: firewall-cmd --permanent --zone=trusted --add-source=192.168.1.36 && firewall-cmd --reload"),
+    ("wsl-nat", None, False, "it is WSL2 behind Windows' address translation. In Windows 11: the lines [wsl2] and "
+     "networkingMode=mirrored in %UserProfile%\\.wslconfig, then wsl --shutdown"),
+    ("hyper-v", None, False, "in Windows, as administrator: New-NetFirewallHyperVRule -Name evener -DisplayName evener "
+     "-Direction Inbound -VMCreatorId '{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}' -RemoteAddresses 192.168.1.36 -Action "
+     "Allow"),
 ]  # fmt: skip
 
 

@@ -36,6 +36,7 @@ STALE = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.9.9.9", "MASTER_PORT
          "TORCHELASTIC_USE_AGENT_STORE": "True", "SLURM_PROCID": "3", "EVENER_WORLD": "/old"}  # fmt: skip
 
 
+@exhaustive
 def test_left_out_variables_and_hostile_run_folder_do_not_break_a_run(tmp_path, corpus, monkeypatch):
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL ranks ended by SIGSEGV. The printed command for the report can be typed."""
     for name, value in (STALE | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).items():
@@ -69,7 +70,8 @@ with evener.join(evener.parse_args(sys.argv[1:])) as run:
 """
 
 
-@pytest.mark.parametrize("debug", ["DETAIL", *exhaustively(("INFO",))])
+@exhaustive
+@pytest.mark.parametrize("debug", ["DETAIL", "INFO"])
 def test_torchrun_with_distributed_debug_trains(tmp_path, torchrun, monkeypatch, debug):
     monkeypatch.setitem(ENV, "TORCH_DISTRIBUTED_DEBUG", debug)
     done = torchrun(JOINED, "--steps", "2", "--batch", "8", "--threads", "1", "--out", str(tmp_path / "run"), ranks=2)

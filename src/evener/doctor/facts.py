@@ -186,7 +186,7 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     sysctls: dict[str, str] = {}  # that TCP throughput may depend on, by name; only those that the system has
     has_infiniband: bool = False
     neighbours: list[Neighbour] = []  # without routers
-    firewall: Literal["ufw", "firewalld", "nftables", "iptables", "macos"] | None = None
+    firewall: Literal["ufw", "firewalld", "nftables", "iptables", "macos", "hyper-v", "wsl-nat"] | None = None
     firewall_chain: str | None = None
     port: int
     port_holder: HostProcess | None = None

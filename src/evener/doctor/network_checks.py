@@ -29,6 +29,7 @@ from evener.doctor.hostname_checks import (
 from evener.doctor.interfaces import KIND_LABELS, KIND_PREFERENCE, NAMED_IN_FLEET_FILE, SocketInterface
 
 STRANGERS_CHECK = "net.strangers"
+WSL_CREATOR_ID = "{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}"  # of all WSL machines  [learn.microsoft.com, WSL networking]
 GROUP_FINDINGS_FROM = 3  # peers: from so many on, they share one finding
 
 
@@ -375,6 +376,16 @@ def _allow_command(context: CheckContext, target: str, pairs: Sequence[PairConne
     family = "ip6" if ":" in source else "ip"
     source = quote_word(source)
     sudo = context.sudo_prefix(target)
+    if facts.firewall == "wsl-nat":
+        return (
+            "it is WSL2 behind Windows' address translation. In Windows 11: the lines [wsl2] and "
+            "networkingMode=mirrored in %UserProfile%\\.wslconfig, then wsl --shutdown"
+        )
+    if facts.firewall == "hyper-v":
+        return (
+            "in Windows, as administrator: New-NetFirewallHyperVRule -Name evener -DisplayName evener -Direction "
+            f"Inbound -VMCreatorId '{WSL_CREATOR_ID}' -RemoteAddresses {source} -Action Allow"
+        )
     if facts.firewall == "ufw":
         command = f"{sudo}ufw allow from {source}"
     elif facts.firewall == "firewalld":

@@ -806,7 +806,10 @@ def _detect_firewall() -> Facts:
     running = set()
     for path in glob.glob("/proc/[0-9]*/comm"):
         running.add((read_text(path) or "").strip())
-    if re.search(r"^ENABLED=yes", read_text("/etc/ufw/ufw.conf") or "", re.MULTILINE):
+    if "microsoft" in os.uname().release.lower():  # WSL2: Windows decides what reaches it
+        mode = (run_program(["wslinfo", "--networking-mode"]) or "nat").strip().lower()
+        kind = "hyper-v" if mode in ("mirrored", "bridged") else "wsl-nat"
+    elif re.search(r"^ENABLED=yes", read_text("/etc/ufw/ufw.conf") or "", re.MULTILINE):
         kind = "ufw"
     elif "firewalld" in running or os.path.isdir("/run/firewalld"):
         kind = "firewalld"
