@@ -5,9 +5,9 @@
 Trains the chosen size and its neighbours in the list of sizes, and the chosen size with other batches, each with the
 same budget of time on this machine. Every run adds a line to bench/budget.jsonl; runs that are there are not repeated,
 and --minutes ends the bench between two runs. The runs are timed: nothing else may run meanwhile. With --untimed each
-choice trains the steps that the plan gives it for the budget, however long they take: other work on the machine then
-changes nothing, but an error of the predicted throughput stays in. At the end the losses of 131,072 tokens of the
-validation split stand beside each other.
+choice trains the steps that the plan gives it for the budget, on one thread, however long they take: other work on the
+machine, such as another corpus, then changes nothing, but an error of the predicted throughput stays in. At the end the
+losses of 131,072 tokens of the validation split stand beside each other.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def where(options: argparse.Namespace) -> list[str]:
 
 def train(options: argparse.Namespace, model: str, batch: int) -> dict[str, Any]:
     """Train for the budget, or the steps that it buys by the plan; return steps, seconds and losses."""
-    budget = planned(options, model=model, batch=batch) if options.untimed else {
+    budget = planned(options, model=model, batch=batch) | {"threads": "1"} if options.untimed else {
         "model": model, "batch": batch, "for": options.time}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
