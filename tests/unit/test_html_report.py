@@ -19,7 +19,7 @@ from evener.core.cluster.host_vitals import Vitals
 from evener.core.run.rundir import RunDir
 from evener.core.run.step_cost import PHASES, StepCost
 from evener.report.draw import run_charts
-from evener.report.draw.svg_charts import ChartLine, LineChart, render_svg
+from evener.report.draw.svg_charts import ChartLine, LineChart, render_svg, y_bounds
 from evener.report.pages import bench_report
 from evener.report.pages.html_report import run_page, write_report
 from evener.report.pages.html_template import render_document
@@ -119,8 +119,14 @@ def test_chart_points_match_axis_coordinates():
 
 def test_huge_values_are_clamped_to_chart_edge():
     """Twice the largest of float64 is none any more, and a difference of two of them is needed for each place."""
-    text = str(render_svg(loss_chart([1, 6, 11], [4.0, 1.7e308, -1.7e308])))
-    assert 'd="M0 5000L5000 0L10000 10000"' in text
+    text = str(render_svg(loss_chart([1, 6, 11], [1.7e308, 4.0, -1.7e308])))
+    assert 'd="M0 0L5000 5000L10000 10000"' in text
+
+
+def test_spike_of_two_steps_goes_beyond_the_edge():
+    losses = [4.0, 3.5, 3.2, 3.0, 90.0, 70.0, 2.8, 2.7, 2.6, 2.5]
+    assert y_bounds(loss_chart(range(1, 11), losses))[1] < 5
+    assert y_bounds(loss_chart(range(1, 11), [4.0, 3.0, *[90.0] * 8]))[1] > 90  # it diverged
 
 
 def test_stacked_parts_sum_to_step_time(run):

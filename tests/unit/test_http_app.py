@@ -19,6 +19,7 @@ from evener.core.base.file_io import write_atomic
 from evener.watch.auth import SECURITY_HEADERS, AuthMiddleware, user_token
 from evener.watch.dashboard import Dashboard, PageView
 from evener.watch.http_app import DashboardApp, RunActions
+from evener.watch.page_fragments import TabStatus, combined_status
 from evener.watch.run_reader import RunReader
 
 from ..conftest import wait_until
@@ -266,6 +267,30 @@ def test_runs_are_listed_and_compared(serve):
     assert client.get("/compare?run=nothing").status_code == 404
 
 
+def test_runs_of_a_bench_are_folded(serve, tmp_path):
+    client, _, _ = serve("alone", "bench/one", "bench/two", verdict="finished")
+    (tmp_path / "bench" / "bench.json").write_text("{}")
+    text = let_in(client).get("/").text
+    own, bench = text.split("<details", 1)
+    assert 'href="/runs/alone"' in own
+    assert "bench: 2 runs of a bench, 2 finished" in bench
+    assert [f'href="/runs/{name}"' in bench for name in ("one", "two", "alone")] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("states", "title"),
+    [
+        (["failed", "finished", "healthy"], "▶ 1 healthy · evener"),
+        (["failed", "slow", "healthy"], "⚠ 1 slow, 1 healthy · evener"),
+        (["failed", "finished"], "■ no run goes on · evener"),
+    ],
+)
+def test_title_of_all_runs_is_of_those_that_go_on(states, title):
+    status = combined_status({str(i): TabStatus("", "", state, "") for i, state in enumerate(states)})
+    assert status.title == title
+    assert status.state.startswith("1 failed, ")  # a change of it is read aloud
+
+
 def test_comparison_shows_only_differing_settings(serve, tmp_path, write_run):
     client, _, (_, b) = serve("a", "b")
     manifest = json.loads(b.manifest_path.read_text())
@@ -300,7 +325,7 @@ def test_generated_samples_are_shown_escaped_newest_first(serve):
         return f"written after step {step}"
 
     client, hub, _ = serve(actions=RunActions(sample=sample, can_sample=lambda reader: True))
-    assert "let it write" in let_in(client).get("/runs/one").text
+    assert "write a sample" in let_in(client).get("/runs/one").text
     for step in (200, 100):
         answer = client.post("/runs/one/sample", headers={"x-evener": "1", "origin": BASE})
         assert answer.json()["message"] == f"written after step {step}"

@@ -114,6 +114,18 @@ def test_slowdown_names_rank_and_part(run):
     assert "2.2 times as long as the run's average (138 ms)" in found.message
 
 
+def test_slow_run_stays_slow_until_it_is_clearly_faster(run):
+    """Steps between 1.15 and 1.3 times the expected time would flip the state from one step to the next."""
+    predict(run, step_s=0.083)  # its steps take 0.105: 1.27 times
+    assert assess_health(read(run), SOON).state == "healthy"
+    add_steps(run, 12, compute_s=0.12)
+    assert assess_health(read(run), SOON + 3).state == "slow"
+    add_steps(run, 12, compute_s=0.1)
+    assert assess_health(read(run), SOON + 5).state == "slow"
+    add_steps(run, 12, compute_s=0.07)
+    assert assess_health(read(run), SOON + 6).state == "healthy"
+
+
 def test_run_slower_than_predicted_is_slow(run):
     predict(run, step_s=0.05)
     found = assess_health(read(run), SOON)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from evener.core.base.units import format_count, format_seconds
 from evener.report.draw.run_charts import COMPARISON_CHARTS, SERIES_COLOURS, comparison_charts
 from evener.report.draw.svg_charts import render_svg
+from evener.report.pages import bench_report, compare_setups
 from evener.report.pages.compare_runs import breakdown, comparison_table, differences, outcome_rows
 from evener.report.read.recorded_run import val_losses
 from evener.report.read.run_state import MARK_SYMBOLS
@@ -26,8 +28,14 @@ def overview_fragments(readers: Mapping[str, RunReader], now: float) -> Fragment
     """Render one row per run, newest first."""
     rows = [overview_row(key, reader, now) for key, reader in readers.items()]
     rows.sort(key=lambda row: -row["began"])
+    benches: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        benches.setdefault(row["bench"], []).append(row)
+    alone = benches.pop("", [])
+    folded = [(name, count_states([row["health"].state for row in of_bench]), of_bench)
+              for name, of_bench in benches.items()]  # fmt: skip
     return {
-        "runs": render_template("runs.html", rows=rows),
+        "runs": render_template("runs.html", rows=alone, benches=folded),
         "counts": count_states([row["health"].state for row in rows]),
     }
 
@@ -38,8 +46,11 @@ def overview_row(key: str, reader: RunReader, now: float) -> dict[str, Any]:
     last, loss = reader.curves.last_record, run_view.newest_loss(reader)
     best = min((val_loss for _, val_loss in val_losses(manifest, reader.events)), default=None)
     began = manifest.started if manifest else next((float(event["time"]) for event in reader.events), now)
+    folder = Path(reader.rundir.path).parent
+    is_of_bench = any((folder / index).is_file() for index in (bench_report.FILE_NAME, compare_setups.FILE_NAME))
     return {
         "key": key,
+        "bench": folder.name if is_of_bench else "",  # its rows are folded
         "health": run_health,
         "sign": MARK_SYMBOLS[run_health.mark],
         "began": began,

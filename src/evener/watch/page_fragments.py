@@ -24,7 +24,7 @@ from evener.report.draw.run_charts import (
 from evener.report.draw.svg_charts import PATH_UNITS, Figure, LineChart, render_svg
 from evener.report.pages.html_report import read_step_gantt
 from evener.report.pages.html_template import template_environment
-from evener.report.read.run_state import MARK_SYMBOLS, STATE_MARKS
+from evener.report.read.run_state import ENDED_STATES, MARK_SYMBOLS, STATE_MARKS
 from evener.watch import run_view
 from evener.watch.run_health import assess_health
 from evener.watch.run_reader import RunReader
@@ -206,11 +206,17 @@ def comparison_page(status: TabStatus, names: Sequence[str], pieces: Fragments, 
 
 
 def combined_status(statuses: Mapping[str, TabStatus]) -> TabStatus:
-    """Return the tab status of several runs: the mark of the worst state, and the number of runs in each state."""
-    counts = count_states([status.state for status in statuses.values()])
-    states = {status.state for status in statuses.values()}
-    mark = next((mark for state, mark in STATE_MARKS.items() if state in states), "idle")
-    return TabStatus(f"{MARK_SYMBOLS[mark]} {counts} · evener", mark, counts, counts)
+    """Return the tab status of several runs.
+
+    Title and mark are of the runs that go on: what failed last week is told on the page. The state, whose changes are
+    read aloud, counts all runs.
+    """
+    states = [status.state for status in statuses.values()]
+    current = [state for state in states if state not in ENDED_STATES]
+    mark = next((mark for state, mark in STATE_MARKS.items() if state in current), "idle")
+    counts = count_states(states)
+    title = count_states(current) if current else "no run goes on"
+    return TabStatus(f"{MARK_SYMBOLS[mark]} {title} · evener", mark, counts, counts)
 
 
 def count_states(states: Iterable[str]) -> str:

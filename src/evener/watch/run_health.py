@@ -12,10 +12,11 @@ from evener.core.run.prediction import PlanOption
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
 from evener.report.read.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
-from evener.report.read.run_state import STATE_MARKS, RunState, is_unresponsive
+from evener.report.read.run_state import ENDED_STATES, STATE_MARKS, RunState, is_unresponsive
 from evener.watch.run_reader import RunReader
 
 SLOW_RATIO = 1.3  # assumption: step time over the expected one; less may be noise or prediction error
+SLOW_UNTIL = 1.15  # below this ratio a slow run is no longer slow: one between them would flip with every step
 SLOW_STEPS = 10  # newest steps over which the ratio is taken
 ROOT_CAUSE_GRACE_S = 8.0  # until a host reports why its rank ended; the rank's peers report the lost connection sooner
 MIN_BASELINE_STEPS = 50  # fewer steps do not give a reliable average
@@ -39,7 +40,7 @@ class RunHealth:
     @property
     def is_over(self) -> bool:
         """Return whether the run has ended and will not continue by itself."""
-        return self.state in ("failed", "stopped", "finished")
+        return self.state in ENDED_STATES
 
 
 def assess_health(reader: RunReader, now: float) -> RunHealth:
@@ -154,21 +155,39 @@ def current_prediction(reader: RunReader) -> PlanOption | None:
 def _slow_reason(reader: RunReader, manifest: Manifest) -> str:
     """Return how slow the run is, against its own average or the prediction, and in which phase; "" if it is not."""
     curves, num = reader.curves, max(SLOW_STEPS, manifest.roster.sync.every)
-    walls_s = [record.wall_s for record in curves.leader_records][-num:]
+    walls_s = [record.wall_s for record in curves.leader_records]
     if len(walls_s) < SLOW_STEPS:
         return ""
-    now_s = sum(walls_s) / len(walls_s) if manifest.roster.sync.every > 1 else median(walls_s) or 0.0
     before_s, option = curves.shared_series["wall_s"].mean, current_prediction(reader)
-    if before_s is not None and curves.steps_done >= MIN_BASELINE_STEPS and now_s > SLOW_RATIO * before_s:
+    windows_s = [_step_time(walls_s[end - num : end], manifest) for end in range(num, len(walls_s) + 1)]
+    now_s = windows_s[-1] if windows_s else _step_time(walls_s, manifest)
+    if before_s is not None and curves.steps_done >= MIN_BASELINE_STEPS and _is_slow(windows_s, before_s):
         costs = {rank: curves.mean_cost(rank) for rank in curves.phase_series}
         than = f"as the run's average ({format_seconds(before_s)})"
         return _slowest_phase_text(reader, manifest, costs, now_s / before_s, num, than)
-    if option is not None and now_s > SLOW_RATIO * option.step_s:
+    if option is not None and _is_slow(windows_s or [now_s], option.step_s):
         costs = {member.rank: cost.cost for member, cost in zip(option.roster.members, option.ranks, strict=True)}
         return _slowest_phase_text(
             reader, manifest, costs, now_s / option.step_s, num, f"as predicted ({format_seconds(option.step_s)})"
         )
     return ""
+
+
+def _step_time(walls_s: Sequence[float], manifest: Manifest) -> float:
+    """Return the typical time of some steps: with an exchange every few steps their mean, else their median."""
+    return sum(walls_s) / len(walls_s) if manifest.roster.sync.every > 1 else median(walls_s) or 0.0
+
+
+def _is_slow(windows_s: Sequence[float], expected_s: float) -> bool:
+    """Return whether the last of these step times is slow, where slowness ends below SLOW_UNTIL only.
+
+    >>> _is_slow([1.0, 1.4, 1.2], 1.0), _is_slow([1.0, 1.4, 1.1, 1.2], 1.0)
+    (True, False)
+    """
+    is_slow = False
+    for step_s in windows_s:
+        is_slow = step_s > (SLOW_UNTIL if is_slow else SLOW_RATIO) * expected_s
+    return is_slow
 
 
 def _slowest_phase_text(

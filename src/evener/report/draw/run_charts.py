@@ -12,7 +12,7 @@ import numpy as np
 from evener.core.base.units import format_count, format_seconds, percentile
 from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
 from evener.core.run.step_statistics import min_sync_s
-from evener.report.draw.smoothing import kernel_average, local_linear_fit
+from evener.report.draw.smoothing import kernel_average, local_linear_fit, without_spikes
 from evener.report.draw.svg_charts import BarChart, ChartBand, ChartLine, ChartSelector, LineChart, ScatterPlot
 from evener.report.read.downsampled_series import CurvePoints
 from evener.report.read.recorded_run import RecordedRun
@@ -79,7 +79,7 @@ def loss_chart(run: RecordedRun, axis: str = "step") -> LineChart | None:
     x, points = CurveAxis(axis, [run]), run.curves.shared_series["loss"].points()
     bands, lines = _raw_layers(run, "loss", points, x, SERIES_COLOURS[0])
     if len(points):
-        smooth = local_linear_fit(points.means)
+        smooth = local_linear_fit(without_spikes(points.means))
         lines.append(ChartLine("training, smoothed", SERIES_COLOURS[0], x.positions(run, points.steps), smooth))
     if run.val_losses:
         lines.append(_validation_line("validation", SERIES_COLOURS[1], run, x))
@@ -221,7 +221,7 @@ def comparison_charts(runs: Mapping[str, RecordedRun], axis: str) -> dict[str, L
     for number, (label, run) in enumerate(runs.items()):
         colour, dashed = SERIES_COLOURS[number % len(SERIES_COLOURS)], number >= len(SERIES_COLOURS)
         if len(points := run.curves.shared_series["loss"].points()):
-            smooth = local_linear_fit(points.means)
+            smooth = local_linear_fit(without_spikes(points.means))
             lines["loss"].append(ChartLine(label, colour, x.positions(run, points.steps), smooth, dashed=dashed))
         if run.val_losses:
             lines["validation"].append(_validation_line(label, colour, run, x, dashed=dashed))

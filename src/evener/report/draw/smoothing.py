@@ -31,6 +31,16 @@ def local_linear_fit(values: Sequence[float]) -> list[float]:
     return [float(value) for value in np.clip(fitted, y.min(initial=np.inf), y.max(initial=-np.inf))]
 
 
+def without_spikes(values: Sequence[float]) -> list[float]:
+    """Return the running median of five values, which a spike of one or two steps does not move; the ends stay.
+
+    >>> without_spikes([9.0, 5.0, 4.0, 80.0, 3.0, 2.0])
+    [9.0, 7.0, 5.0, 4.0, 3.5, 2.0]
+    """
+    middle = [float(np.median(values[max(0, i - 2) : i + 3])) for i in range(1, len(values) - 1)]
+    return [*values[:1], *middle, *values[-1:]] if len(values) > 1 else list(values)
+
+
 def kernel_average(values: Sequence[float], span: float | None = None) -> list[float]:
     """Smooth by the weighted mean of all points: for values with outliers and little slope.
 

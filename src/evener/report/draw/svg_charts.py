@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup
 
 from evener.core.base.units import format_count, format_seconds, percentile
+from evener.report.draw.smoothing import without_spikes
 from evener.report.read.downsampled_series import MAX_PLOTTABLE
 
 PATH_UNITS = 10_000  # SVG coordinates along either axis
@@ -181,9 +182,14 @@ def _fraction(value: float, bounds: tuple[float, float]) -> float:
     return (value - low) / (high - low) if high > low else 0.5
 
 
+def y_bounds(chart: LineChart) -> tuple[float, float]:
+    """Return the range of a chart's y axis. A spike of a step or two goes beyond its edge."""
+    return _scale_of(chart).y
+
+
 def _scale_of(chart: LineChart) -> _AxisScale:
     xs = [x for line in chart.lines for x in line.x] or [0.0]
-    ys = [y for line in chart.lines for y in line.y] or [0.0, 1.0]
+    ys = [y for line in chart.lines for y in (line.y if line.dots else without_spikes(line.y))] or [0.0, 1.0]
     ys += [percentile(of_band, part) for band in chart.bands if band.x
            for of_band, part in ((band.low, 1 - BAND_QUANTILE), (band.high, BAND_QUANTILE))]  # fmt: skip
     low, high = (min(MAX_PLOTTABLE, max(-MAX_PLOTTABLE, y)) for y in (min(ys), max(ys)))

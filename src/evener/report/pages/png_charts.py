@@ -21,6 +21,7 @@ from evener.report.draw.run_charts import (
     measured_points,
     tradeoff_points,
 )
+from evener.report.draw.svg_charts import y_bounds
 from evener.report.read.recorded_run import RecordedRun
 from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import fastest_rank
@@ -156,6 +157,8 @@ def comparison_png(runs: Mapping[str, RecordedRun], path: str | Path) -> None:
     for line in dotted:
         name = None if run is None else line.name
         axes.plot(line.x, line.y, "o", markersize=7, markeredgecolor="white", color=line.colour, label=name)
+    if lines:
+        axes.set_ylim(*y_bounds(charts["loss"]))
     title = "loss" if run is None else f"{only}: loss"
     dots = ", validation as dots" if run is None and dotted else ""
     axes.set_title(title + dots, loc="left", fontsize=14, color=INK, pad=12)

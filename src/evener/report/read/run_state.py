@@ -9,6 +9,7 @@ STATE_MARKS: dict[RunState, str] = {
     "failed": "bad", "hung": "bad", "unresponsive": "warn", "slow": "warn", "healthy": "good", "starting": "idle",
     "stopped": "idle", "finished": "done",
 }  # fmt: skip
+ENDED_STATES: tuple[RunState, ...] = ("failed", "stopped", "finished")  # such a run does not go on by itself
 MARK_SYMBOLS = {"good": "▶", "warn": "⚠", "bad": "✗", "idle": "■", "done": "✓"}
 
 # A run that should train has lost its processes or its host if it writes nothing for so many seconds and steps.
