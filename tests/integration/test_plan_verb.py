@@ -171,7 +171,8 @@ def test_plan_reads_hosts_links_and_rates_from_fleet_file(tmp_path):
         (["--model", "char"], "no fleet.toml here"),
     ],
 )
-def test_invalid_argument_is_a_one_line_error_with_hint(tmp_path, args, told):
+def test_invalid_argument_is_a_one_line_error_with_hint(tmp_path, monkeypatch, args, told):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))  # where nothing is measured
     done = run_verb("plan", *args, cwd=tmp_path)
     assert done.returncode == 2
     error, *rest = done.stderr.splitlines()

@@ -352,7 +352,7 @@ def test_hsdp_speed_does_not_depend_on_host_order():
     speeds = []
     for gpus in ("h100,4090", "4090,h100"):
         words = MachineFlags(per_node=8, gpus=gpus, link="400GbE")
-        found = answer_request(asked(words, "--batch=64", "--loss-budget=0", params="1b"))
+        found = answer_request(asked(words, "--batch=64", "--loss-budget=0", "--sync=hsdp", params="1b"))
         speeds.append(found.option("hsdp").tokens_per_s)
     assert speeds[0] == pytest.approx(speeds[1])
 

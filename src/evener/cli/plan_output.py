@@ -333,11 +333,8 @@ def _format_rate(tokens_per_s: float) -> str:
 
 
 def _sorted_options(prediction: Prediction) -> list[PlanOption]:
-    """Sort options: the recommended one, those that train can run, the rest; each group fastest first."""
-    return sorted(
-        prediction.options,
-        key=lambda option: (option.name != prediction.recommended, not option.is_built, -option.tokens_per_s),
-    )
+    """Sort options: the recommended one, then the others, fastest first."""
+    return sorted(prediction.options, key=lambda option: (option.name != prediction.recommended, -option.tokens_per_s))
 
 
 def _print_step_times(screen: Console, prediction: Prediction) -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, join_names, pluralize
 from evener.core.run.prediction import PlanOption, Prediction
-from evener.core.run.roster import NO_SYNC, requested_sync
+from evener.core.run.roster import NO_SYNC, parse_sync, requested_sync
 from evener.core.run.step_cost import token_multiplier
 from evener.plan.choice.break_even import (
     Advice,
@@ -35,8 +35,10 @@ from evener.plan.choice.options import (
     why_option_rejected,
     why_strategy_rejected,
 )
+from evener.plan.cost.cost_model import predict_step
 from evener.plan.cost.penalty import format_loss
 
+SHARDED_STRATEGIES = ("fsdp", "hsdp", "zero1")  # that divide weights and optimizer states among the ranks
 COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # the one that gains most is reported
 
 
@@ -95,7 +97,7 @@ def format_loss_change(option: PlanOption) -> str:
 
 
 def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> list[Advice]:
-    """Collect advice on the straggler, the break-even link and batch, memory, and strategies that train cannot run yet.
+    """Collect advice on the straggler, the break-even link and batch, memory, and other strategies.
 
     `links` holds the job's predictions over other links; they are computed if it is None.
     """
@@ -114,18 +116,6 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
         advice.append(_advise_on_unknown_memory(prediction))
     if prediction.job.noise_tokens is not None and fits_in_memory(chosen, cluster):
         advice.append(_advise_on_larger_batch(prediction, prediction.job.noise_tokens))
-    faster = [option for option in prediction.options
-              if not option.is_built and option.is_exact and fits_in_memory(option, cluster)]  # fmt: skip
-    top = max(faster, key=option_throughput, default=None)
-    recommended = prediction.recommended and prediction.option(prediction.recommended)
-    if top and recommended and top.tokens_per_s > MIN_GAIN * recommended.tokens_per_s:
-        gain = top.tokens_per_s / recommended.tokens_per_s
-        advice.append(
-            Advice(
-                text=f"{top.name} would train {format_throughput(top.tokens_per_s)}, {gain:.2f} times as much, and "
-                "exactly the same model; train cannot run it yet."
-            )
-        )
     return [*advice, *(Advice(text=note) for note in prediction.notes)]
 
 
@@ -164,7 +154,10 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
         return [max(advice, key=lambda a: a.tokens_per_s or 0.0)]
     held = 16 * job.shape.num_params()  # weights, gradients, AdamW's two moments, in fp32
     text = f"No micro-batch fits: weights, gradients and AdamW's moments alone are {format_bytes(held)} on every rank."
-    sharded = [option for option in prediction.options if option.is_exact and fits_in_memory(option, cluster)]
+    roster = prediction.option(prediction.chosen).roster
+    sharded = [predict_step(job, cluster, msgspec.structs.replace(roster, sync=parse_sync(name)), name)
+               for name in SHARDED_STRATEGIES]  # fmt: skip
+    sharded = [option for option in sharded if fits_in_memory(option, cluster)]
     if sharded:
         best = max(sharded, key=option_throughput)
         need = max(rank.memory_bytes or 0 for rank in best.ranks)

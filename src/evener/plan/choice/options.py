@@ -29,8 +29,7 @@ from evener.plan.cost.sync_traffic import BUCKET_BYTES, COMPRESSED_BUCKET_BYTES,
 from evener.plan.shares.initial_shares import MAX_MEMORY_FRACTION, initial_roster_by_speed
 
 BASE_STRATEGIES = [
-    parse_sync(name)
-    for name in dict.fromkeys(("ddp", "packed", *(row.sync for row in LOSS_MEASUREMENTS), "fsdp", "hsdp", "zero1"))
+    parse_sync(name) for name in dict.fromkeys(("ddp", "packed", *(row.sync for row in LOSS_MEASUREMENTS)))
 ]
 CANDIDATE_STRATEGIES = tuple(msgspec.structs.replace(strategy, sparse=sparse) for strategy in BASE_STRATEGIES
                    for sparse in ((False, True) if strategy.has_buckets else (False,)))  # fmt: skip

@@ -54,7 +54,7 @@ def what_if_rows(alternatives: RunAlternatives) -> list[list[str]]:
 def _what_if_row(option: PlanOption, as_measured: PlanOption) -> list[str]:
     name = f"this run: {option.name}" if option is as_measured else option.name
     return [
-        name + ("" if option.is_built else ", not built yet"),
+        name,
         format_seconds(option.step_s),
         format_count(option.tokens_per_s),
         f"{option.tokens_per_s / as_measured.tokens_per_s:.2f}",
