@@ -28,6 +28,7 @@ test: check
 
 # Its tests wait for time-outs and lost links: one worker more than cores keeps the cores busy meanwhile.
 test-all: lint
+	$(BIN)/mypy --python-version 3.14
 	$(PYTEST) $(PARALLEL) $$(($(WORKERS) + 1)) --exhaustive -m 'not alone'
 	$(PYTEST) --exhaustive -m alone
 
