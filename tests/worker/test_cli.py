@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -172,6 +174,38 @@ def test_train_verify_sample_and_report_succeed_on_one_run(tmp_path, corpus):
     reported = evener(tmp_path, "report", "a run")
     assert reported.returncode == 0, reported.stderr
     assert Path(tmp_path, reported.stdout.strip()).read_text().startswith("<!")
+
+
+@exhaustive
+def test_commands_that_a_run_and_hints_print_do_what_they_say(tmp_path, corpus):
+    """Each is pasted as it was printed: a run's end, a fleet that nobody measured, a mistyped name."""
+
+    def paste(line: str) -> subprocess.CompletedProcess[str]:
+        verb, *words = shlex.split(line)
+        assert verb == "evener"
+        done = evener(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    trained = evener(tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "4", "--out", "a run")
+    printed = dict(re.findall(r"^(go on|report|talk): +(evener .*)$", trained.stderr, re.M))
+    assert printed.keys() == {"go on", "report", "talk"}
+    paste(printed["go on"])
+    manifest = RunDir(tmp_path / "a run").manifest()
+    assert (manifest.verdict, manifest.result.steps) == ("finished", 8)
+    assert Path(tmp_path, paste(printed["report"]).stdout.strip()).exists()
+
+    (tmp_path / "one.toml").write_text('[hosts.here]\naddress = "local"\n')
+    plan = ("plan", "--fleet", "one.toml", "--model", "tiny")
+    refused = evener(tmp_path, *plan)
+    hint = re.search(r"^hint:  (evener probe host .*) measures it$", refused.stderr, re.M)
+    paste(f"{hint[1]} --seconds 1")
+    assert evener(tmp_path, *plan).stdout.startswith("here with 1 rank trains")
+
+    (tmp_path / "notes.txt").write_text("a text of one's own. " * 200)
+    mistyped = evener(tmp_path, "train", "note.txt", *TINY, "--steps", "1", "--out", "typed")
+    name = re.search(r"^hint:  did you mean (.*)\?$", mistyped.stderr, re.M)[1]
+    paste(f"evener train {name} --model tiny --steps 1 --out typed")
 
 
 def test_each_line_typed_on_a_terminal_is_continued(tmp_path, corpus):
