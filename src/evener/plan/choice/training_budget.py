@@ -10,9 +10,9 @@ A text that is read again teaches less each time: D = U + U·R_D·(1 − e^(−R
 tokens are needed for the same loss: 1 + batch / noise scale times as many [McCandlish et al. 2018]. The noise scale
 grows with about the root of the tokens read, at any size [Zhang et al. 2024].
 
-A short run is further from what its size can learn than the law says, so small models are better there: 2 minutes on
-two cores are best spent on 0.1M parameters (docs/log). So A is a third of the published one up to 1e13 FLOPs, and rises
-to it with their logarithm until 1e17. That makes losses comparable at equal FLOPs only.
+A short run is further from what its size can learn than the law says, so small models are better there: on two cores
+0.1M parameters are best for 2 minutes, and 0.4M for 10 (docs/log). So A is 0.7 of the published one up to 1e13 FLOPs,
+and rises to it with their logarithm until 1e17. That makes losses comparable at equal FLOPs only.
 
 The sizes are presets: the shapes of nanoGPT's character model with up to 10 layers, then GPT-2's.
 """
@@ -38,7 +38,7 @@ DEFAULT_SECONDS = 180.0
 TIME_SHARE = 0.88  # of the time budget is planned: evaluations and checkpoints take some, and a step may be slower
 # [Besiroglu et al. 2024], who fitted the data of Hoffmann et al. again: theirs do not give their own table's sizes
 A, ALPHA, B, BETA = 482.01, 0.3478, 2085.43, 0.3658
-FEW_FLOPS, MANY_FLOPS, FEW_FLOPS_FACTOR = 1e13, 1e17, 1 / 3  # of A; between them by the logarithm of the FLOPs
+FEW_FLOPS, MANY_FLOPS, FEW_FLOPS_FACTOR = 1e13, 1e17, 0.7  # of A; between them by the logarithm of the FLOPs
 REPEATS_D = 15.4  # [Muennighoff et al. 2023, section 5]
 MAX_PARAMS_PER_TOKEN = 11.0  # of a text that is repeated: nanoGPT's character model has 10.7 on tiny Shakespeare
 MAX_EPOCHS = 60  # after 4 · REPEATS_D repetitions 98 % of what a text can teach is learned
