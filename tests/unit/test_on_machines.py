@@ -104,7 +104,7 @@ def test_no_machine_is_an_error(machines):
         on_machines.fleet_of_machines(",", "tiny", trust=False, may_install=False)
 
 
-@pytest.mark.parametrize("verb", ["doctor", "plan", "probe wire", "launch x.py", "bench", "runs"])
+@pytest.mark.parametrize("verb", ["doctor", "plan", "probe wire", "launch x.py", "bench", "runs", "setup"])
 def test_verbs_of_a_fleet_take_the_machines_by_name(verb, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     name, *more = verb.split()

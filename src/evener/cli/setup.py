@@ -19,7 +19,7 @@ EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
 
 
 def setup(
-    fleet: str = typer.Option("fleet.toml", help="hosts to set up"),
+    fleet: str | None = typer.Option(None, help="hosts to set up [fleet.toml]"),
     hosts: list[str] | None = typer.Option(None, "--host", metavar="HOST", help="only this; may be given again [all]"),
     more: list[str] | None = typer.Option(
         None, "--with", metavar="PACKAGE | FILE.txt", help="packages that your own scripts need; may be given again"
@@ -41,12 +41,13 @@ def setup(
 
     from evener.cli.trust import approve_fleet
     from evener.core.base.errors import EvenerError, UsageError, did_you_mean
-    from evener.core.cluster.fleet_file import load_fleet
+    from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
     from evener.ssh.session import connect
     from evener.transfer.host_setup import HostSetupResult, set_up_hosts
     from evener.transfer.wheels import parse_requirements
 
     packages = parse_requirements(more or [])
+    fleet = fleet or DEFAULT_FLEET
     whole = load_fleet(fleet)
     for name in hosts or []:
         if name not in whole.hosts:

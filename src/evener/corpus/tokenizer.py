@@ -144,12 +144,14 @@ class LibraryTokenizer:
             self._engine = Engine.from_str(description.decode())
         except Exception as error:  # the library raises bare Exceptions
             raise DataError(f"not a tokenizer of the `tokenizers` library: {error}") from None
+        self._engine.no_truncation()  # a file may have the settings of a model that reads short texts
+        self._engine.no_padding()
         self._engine.encode_special_tokens = True  # "<|endoftext|>" in a text is text
         self.kind = type(self._engine.model).__name__.lower()
         vocabulary: dict[str, int] = self._engine.get_vocab()
         self.vocab_size = 1 + max(vocabulary.values(), default=0)
         self.end_of_text_name = next((name for name in _ENDS_OF_TEXT if name in vocabulary), None)
-        self.end_of_text = vocabulary.get(self.end_of_text_name or "")
+        self.end_of_text = None if self.end_of_text_name is None else vocabulary[self.end_of_text_name]
         self._description = description
         self._dtype = np.dtype(token_dtype(self.vocab_size))
 
@@ -159,7 +161,11 @@ class LibraryTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         for text in texts:
             _encode_text(text)
-        encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions: of a character without a token
+            raise DataError(f"this {self.kind} tokenizer cannot encode the text: {error}",
+                            hint="another --tokenizer; bpe and byte encode any text") from None  # fmt: skip
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -161,7 +161,7 @@ def _slow_reason(reader: RunReader, manifest: Manifest) -> str:
     before_s, option = curves.shared_series["wall_s"].mean, current_prediction(reader)
     windows_s = [_step_time(walls_s[end - num : end], manifest) for end in range(num, len(walls_s) + 1)]
     now_s = windows_s[-1] if windows_s else _step_time(walls_s, manifest)
-    if before_s is not None and curves.steps_done >= MIN_BASELINE_STEPS and _is_slow(windows_s, before_s):
+    if before_s is not None and curves.steps_done >= MIN_BASELINE_STEPS and _is_slow(windows_s or [now_s], before_s):
         costs = {rank: curves.mean_cost(rank) for rank in curves.phase_series}
         than = f"as the run's average ({format_seconds(before_s)})"
         return _slowest_phase_text(reader, manifest, costs, now_s / before_s, num, than)

@@ -287,7 +287,8 @@ def _from_nanogpt(root: Path) -> Corpus:
         prepare = f"to train on the texts in it: evener data text {quote_word(root)}"
         raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=prepare)
     sizes = {split: _size_of(root / f"{split}.bin") for split in SPLITS}
-    dtype = "uint32" if _looks_like_uint32(root / "train.bin") else "uint16"
+    is_of_chars = (root / "meta.pkl").exists() and not (root / "tokenizer.json").exists()
+    dtype = "uint32" if not is_of_chars and _looks_like_uint32(root / "train.bin") else "uint16"
     for split, size in sizes.items():
         if size % _ITEM_BYTES[dtype]:
             raise DataError(
@@ -346,12 +347,13 @@ def _read_library_vocabulary(path: Path, content: bytes) -> tuple[str, int]:
 def _looks_like_uint32(path: Path) -> bool:
     """Return whether every second uint16 of a file is the empty upper half of a token id below 2^24.
 
-    Of uint16, every second token would be below 256, and not all others: that is no text, unless it is short.
+    Some of them must not be empty: of uint16, every second token would then be one of a few, and one of them rare.
     """
     with open_file(path) as file:
         sample = file.read(_DTYPE_SAMPLE_BYTES)
     halves = array("H", sample[: len(sample) // 4 * 4])
-    return len(halves) >= _MIN_DTYPE_SAMPLE and max(halves[1::2]) < 256 <= max(halves[::2])
+    upper = halves[1::2]
+    return len(halves) >= _MIN_DTYPE_SAMPLE and max(upper) < 256 <= max(halves[::2]) and 0 in upper
 
 
 class _RestrictedUnpickler(pickle.Unpickler):

@@ -8,6 +8,7 @@ import numpy as np
 
 MAX_POINTS = 512  # points: each pair has a weight
 SPAN_SHARE, MIN_SPAN = 0.02, 2.0  # share of a curve; points
+MIN_FILTERED = 10  # values: in fewer a peak is no spike
 FIRST_SPAN, SPAN_GROWTH = 0.5, 0.2  # points; growth per preceding point
 
 
@@ -34,11 +35,15 @@ def local_linear_fit(values: Sequence[float]) -> list[float]:
 def without_spikes(values: Sequence[float]) -> list[float]:
     """Return the running median of five values, which a spike of one or two steps does not move; the ends stay.
 
-    >>> without_spikes([9.0, 5.0, 4.0, 80.0, 3.0, 2.0])
-    [9.0, 7.0, 5.0, 4.0, 3.5, 2.0]
+    Of fewer than MIN_FILTERED values all stay.
+
+    >>> without_spikes([9.0, 5.0, 4.0, 80.0, 3.0, 2.0, 2.0, 2.0, 2.0, 1.0])
+    [9.0, 7.0, 5.0, 4.0, 3.0, 2.0, 2.0, 2.0, 2.0, 1.0]
     """
+    if len(values) < MIN_FILTERED:
+        return list(values)
     middle = [float(np.median(values[max(0, i - 2) : i + 3])) for i in range(1, len(values) - 1)]
-    return [*values[:1], *middle, *values[-1:]] if len(values) > 1 else list(values)
+    return [*values[:1], *middle, *values[-1:]]
 
 
 def kernel_average(values: Sequence[float], span: float | None = None) -> list[float]:

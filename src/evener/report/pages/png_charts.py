@@ -158,7 +158,8 @@ def comparison_png(runs: Mapping[str, RecordedRun], path: str | Path) -> None:
         name = None if run is None else line.name
         axes.plot(line.x, line.y, "o", markersize=7, markeredgecolor="white", color=line.colour, label=name)
     if lines:
-        axes.set_ylim(*y_bounds(charts["loss"]))
+        bounds = [y_bounds(chart) for name, chart in charts.items() if name in ("loss", "validation")]
+        axes.set_ylim(min(low for low, _ in bounds), max(high for _, high in bounds))
     title = "loss" if run is None else f"{only}: loss"
     dots = ", validation as dots" if run is None and dotted else ""
     axes.set_title(title + dots, loc="left", fontsize=14, color=INK, pad=12)
