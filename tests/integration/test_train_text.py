@@ -191,6 +191,12 @@ def test_mistaken_budget_is_said_before_the_text_is_prepared(tmp_path, cache, ve
     assert not cache.exists()
 
 
+@pytest.mark.parametrize("flag", [["--sync", "nonsense"], ["--nodes", "2", "--link", "1GbE", "--threads", "2"]])
+def test_mistaken_flag_of_plan_is_said_before_the_text_is_prepared(tmp_path, cache, flag):
+    assert run_verb("plan", "my.txt", *flag, cwd=tmp_path).returncode == 2
+    assert not cache.exists()
+
+
 @pytest.mark.parametrize("more", [["--data", "my.txt"], ["--from", "run"]])
 def test_plan_of_a_text_has_no_other_data(tmp_path, cache, more):
     done = run_verb("plan", "my.txt", *more, cwd=tmp_path)

@@ -36,6 +36,7 @@ from evener.doctor.interfaces import (
     order_candidates,
     single_host_interface,
 )
+from evener.doctor.machine_checks import hosts_on_same_cores
 from evener.launch import prepare_hosts, start_training
 from evener.node.remote.facts import TRAINING_MODULES
 
@@ -635,6 +636,11 @@ def test_checks_use_options_of_the_run_being_started():
     assert found(world, ranks=9) == [("cpu.oversubscribed", "warning")] * 2
     assert found(world, threads=16) == [("cpu.oversubscribed", "warning")] * 2
     assert found(world, ranks=64, threads=1).count(("limit.nofile", "warning")) == 2
+    facts = {name: msgspec.structs.replace(world.facts["laptop"], machine_id=name, boot_id="boot", cores=4,
+                                           allowed_cpus=[*range(8)], cpu_quota=4.0) for name in "abc"}  # fmt: skip
+    assert hosts_on_same_cores(facts) == {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}  # 12 cores' time of 8
+    facts["c"] = msgspec.structs.replace(facts["c"], boot_id="another")
+    assert hosts_on_same_cores(facts) == {"a": [], "b": [], "c": []}
     containers_on(world, [0, 1, 2, 3], [4, 5, 6, 7])  # each has its own cores
     assert found(world) == []
     containers_on(world, [*range(8)], [*range(8)], cpu_quota=4.0)  # a half of the cores' time each

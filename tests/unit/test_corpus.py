@@ -609,6 +609,37 @@ def test_tokenizer_file_of_a_model_is_embedded(tmp_path: Path, unigram_file: Pat
     assert (tmp_path / "tokenizer.json" / "tokenizer.json").read_bytes() == unigram_file.read_bytes()
 
 
+def test_truncation_of_a_tokenizer_file_does_not_cut_the_text(tmp_path: Path, bpe: LibraryTokenizer) -> None:
+    engine = tokenizers.Tokenizer.from_str(bpe.serialize().decode())
+    whole = engine.encode(TEXT).ids
+    engine.enable_truncation(16)
+    engine.enable_padding(length=32, pad_token="[PAD]")
+    assert list(LibraryTokenizer(engine.to_str().encode()).encode(TEXT)) == whole
+
+
+def test_tokenizer_that_drops_letters_is_refused(tmp_path: Path) -> None:
+    """A BPE without unknown token and bytes drops what it has no token for, and says nothing."""
+    tokenizers.Tokenizer(tokenizers.models.BPE({"e": 0, "h": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"it drops \d\d% of the letters of this text"):
+        prepare(tmp_path / "c", splits(TEXT), tokenizer=str(tmp_path))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0}, unk_token="[UNK]"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="cannot encode the text"):
+        prepare(tmp_path / "c", splits(TEXT), tokenizer=str(tmp_path))
+
+
+@pytest.mark.parametrize("pairs", [[500, 198], [300, 0, 501, 1]])
+def test_nanogpt_folder_of_characters_is_of_uint16(tmp_path: Path, pairs: list[int]) -> None:
+    """Pairs of a rare and a common character look as uint32 would."""
+    folder = nanogpt_folder(tmp_path / "n", chars="".join(map(chr, range(256, 858))))
+    for split in ("train", "val"):
+        np.array(pairs * 200, np.uint16).tofile(folder / f"{split}.bin")
+    assert (load_corpus(folder).dtype, load_corpus(folder).train_tokens) == ("uint16", 200 * len(pairs))
+    (folder / "meta.pkl").unlink()
+    if 0 not in pairs:
+        assert load_corpus(folder).dtype == "uint16"
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

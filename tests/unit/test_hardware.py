@@ -60,6 +60,9 @@ TYPED = {
     "Apple M2 Max": "m2-max",
     "m2max": "m2-max",
     "RTX 3080 12GB": "3080-12gb",
+    "RTX 3080 10GB": "3080",
+    "RX 7900 XTX 24GB": "7900-xtx",
+    "Arc A770 16GB": "a770",
     "rx 9070 xt": "9070-xt",
     "Arc B580": "b580",
 }
@@ -91,7 +94,8 @@ def test_ambiguous_hardware_name_is_refused_with_candidates(text, hint):
 OTHERS = ["NVIDIA H100 NVL", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "RTX 4080 SUPER Max-Q",
           "NVIDIA GeForce RTX 3060 Laptop GPU", "Radeon RX 7900M", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB",
           "NVIDIA GB200", "H100 96GB",
-          "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100S-PCIE-32GB", "MI300A", "m9 ultra", "2x4091"]  # fmt: skip
+          "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Tesla V100S-PCIE-32GB", "MI300A", "m9 ultra", "Tesla M4",
+          "RTX 3080 11GB", "2x4091"]  # fmt: skip
 JUNK = ["", " ", "-", "nvidia", "gb", "pcie", "gpu", "cpu", "cpu:", "cpu:x", "cpu:-1", "cpu:1.5", "cpu:٣", "h1.00",
         "cpu:" + "9" * 5000, "\0", "4090\n4090"]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.cli import on_machines
+from evener.cli.kept_fleets import kept_fleet_file
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostLink, ModelRate, Rates, load_fleet
@@ -113,6 +114,15 @@ def test_verbs_of_a_fleet_take_the_machines_by_name(verb, monkeypatch, tmp_path)
     )
     assert done.stderr.startswith("error: --on local,laptop: --fleet lab.toml says which machines")
     assert not list(tmp_path.iterdir())
+
+
+def test_machines_of_on_are_no_file_and_many_have_a_short_file_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "hosts.txt").write_text("a")
+    assert run_verb("plan", "--on", "hosts.txt", cwd=tmp_path).stderr.startswith("error: hosts.txt is a file")
+    path = kept_fleet_file(",".join(f"a-host-with-a-long-name-{number}" for number in range(30)))
+    assert path.name.startswith("30-hosts-")
+    assert len(load_fleet(path).hosts) == 30
 
 
 def test_plan_on_machines_asks_for_what_is_missing_by_their_fleet_file(monkeypatch, tmp_path):

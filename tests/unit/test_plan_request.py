@@ -322,6 +322,13 @@ def test_identical_hosts_cost_the_same_as_when_priced_one_by_one():
         assert predict_step(job, same, roster) == predict_step(job, one_by_one, roster)
 
 
+@pytest.mark.parametrize("gpu", ["4090", "a770", "m4-pro"])
+def test_described_rate_is_that_of_each_gpu(gpu):
+    """An Arc was two devices, one with the given rate and one from the table."""
+    found = answer_request(asked(MachineFlags(nodes=2, gpus=gpu, link="10GbE", rates="500"), "--model=gpt2"))
+    assert found.option("node1 alone").tokens_per_s == pytest.approx(500, rel=0.05)
+
+
 def test_at_most_16_host_sets_are_evaluated():
     for num in (4, 16, 64, 1000):
         machines = cluster_of(*[100.0] * num, wire=parse_link("1GbE").wire, names=[f"h{i}" for i in range(num)])

@@ -101,16 +101,11 @@ def _read_sources(
     group: str | None,
 ) -> list[HostList]:  # fmt: skip
     """Read the hosts of each given source."""
-    from evener.core.base.errors import UsageError
     from evener.sources.ansible_inventory import import_inventory
     from evener.sources.hostfile import import_hostfile, parse_host_arguments
     from evener.sources.import_hosts import local_host_name
     from evener.sources.ssh_config import import_ssh_config
 
-    for name in names:
-        if "=" not in name and os.path.isfile(name):
-            hint = f"--ssh-config, --hostfile or --inventory reads a file; for a host of this name: {name}={name}"
-            raise UsageError(f"{name} is a file", hint=hint)
     listings = [parse_host_arguments(names, local_host_name())] if names else []
     listings += [import_ssh_config()] if from_ssh_config else []
     listings += [import_ssh_config(ssh_config)] if ssh_config is not None else []

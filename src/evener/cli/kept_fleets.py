@@ -10,8 +10,11 @@ from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.file_io import write_atomic
 from evener.core.base.shell import quote_command
 from evener.core.cluster.fleet_file import fleets_folder, format_fleet
+from evener.core.model.corpus import hash_bytes
 from evener.sources.hostfile import parse_host_arguments
 from evener.sources.import_hosts import local_host_name, merge_host_lists
+
+MAX_NAME_BYTES = 200  # of a fleet file's name; file systems take 255
 
 
 def kept_fleet_file(names: str) -> Path:
@@ -23,10 +26,12 @@ def kept_fleet_file(names: str) -> Path:
     if not words:
         raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
     file_name = "+".join(re.sub(r"[^\w.@=-]+", "_", word) for word in words)
+    if len(file_name.encode()) > MAX_NAME_BYTES:
+        file_name = f"{len(words)}-hosts-{hash_bytes(names.encode())[-12:]}"
     path = fleets_folder() / f"{file_name}.toml"
     if not path.exists():
-        print_status(f"$ {quote_command(['evener', 'fleet', 'init', *words, '--out', str(path)])}")
         hosts, _ = merge_host_lists([parse_host_arguments(words, local_host_name())])
+        print_status(f"$ {quote_command(['evener', 'fleet', 'init', *words, '--out', str(path)])}")
         write_fleet_file(path, format_fleet(hosts, f"The machines of --on {names}. Edit it as you like."))
     return path
 

@@ -87,6 +87,7 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     from evener.cli.budget import parse_budget, request_for_budget
     from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
     from evener.core.base.errors import UsageError
+    from evener.core.run.roster import requested_sync
     from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
     from evener.plan.choice.plan_request import PlanRequest, answer_request
 
@@ -110,9 +111,14 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
         raise UsageError(f"--from {source_run} has its own data; so does {paths[0]}", hint="one of them")
     check_names_data_once(paths, texts)
     budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], given_fields(file, texts))
+    useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
+    if given_machines and useless:
+        raise UsageError(f"{useless[0]}: not for machines that are only described",
+                         hint="--per-node sets the ranks of each")  # fmt: skip
     if paths:
         from evener.cli.text_data import prepared_folder
 
+        requested_sync(make_spec(file, texts))  # reports mistakes before a long preparation
         texts["data"] = prepared_folder(paths)
     given = given_fields(file, texts)
     if source_run is not None:
@@ -121,10 +127,6 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
             request = request_for_budget(lambda _: request, request.job.spec, set(FLAGS), None, budget)
     else:
         spec = make_spec(file, texts)
-        useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
-        if given_machines and useless:
-            raise UsageError(f"{useless[0]}: not for machines that are only described",
-                             hint="--per-node sets the ranks of each")  # fmt: skip
         machines |= {"nodes": 2} if scale is not None else {}
 
         def make_request(spec: RunSpec) -> PlanRequest:

@@ -44,14 +44,17 @@ from evener.corpus.tokenizer import (
     CharTokenizer,
     Gpt2Tokenizer,
     Tokenizer,
+    check_keeps_letters,
     check_tokenizer_options,
     encode_documents,
     load_tokenizer_file,
     read_tokenizer_file,
+    tokenizer_identity,
     train_bpe,
 )
 
 _CORPUS_FILES = {"train.bin", "val.bin", "meta.json", "tokenizer.json", "train.jsonl", "val.jsonl"}
+SAMPLE_CHARS = 100_000  # of the text, on which a tokenizer from a file is tried
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -94,10 +97,12 @@ def prepare(
         vocab_size = BPE_VOCAB_SIZE
     description = read_tokenizer_file(tokenizer)
     ready = None if description is None else load_tokenizer_file(tokenizer, description)
+    if ready is not None:
+        check_keeps_letters(tokenizer, ready, next(read_text(splits.train[0]), "")[:SAMPLE_CHARS])
 
     scan = scan_text(splits, collect_chars=tokenizer == "char", progress=progress)
-    named = tokenizer if description is None else hash_bytes(description)
-    recipe: dict[str, str | int] = {"text": scan.source_hash, "tokenizer": named, "vocab_size": vocab_size or 0}
+    recipe: dict[str, str | int] = {"text": scan.source_hash, "tokenizer": tokenizer_identity(tokenizer),
+                                    "vocab_size": vocab_size or 0}  # fmt: skip
     recipe |= {name: hash_bytes(content) for name, content in extra.items()}
     if not force and (existing := _load_existing(out, recipe, extra)):
         _remove_stale(out)

@@ -20,7 +20,7 @@ from evener.core.model.corpus import Corpus, hash_bytes
 from evener.corpus.documents import ProgressCallback, scan_text, split_by_fraction
 from evener.corpus.prepare_corpus import BeingPreparedError, prepare, wait_until_unlocked
 from evener.corpus.text_sources import STDIN, find_texts
-from evener.corpus.tokenizer import check_tokenizer_options, read_tokenizer_file
+from evener.corpus.tokenizer import check_tokenizer_options, tokenizer_identity
 
 VAL_FRACTION = 0.1
 # Characters, or bytes, up to this size of text: a BPE vocabulary needs more text than that. *Assumption*
@@ -83,9 +83,8 @@ def prepare_texts(
         is_chosen = tokenizer is None
         if tokenizer is None:
             tokenizer, vocab_size = choose_tokenizer(splits.num_bytes, len(scan.chars))
-        description = read_tokenizer_file(tokenizer)
-        named = tokenizer if description is None else hash_bytes(description)
-        key = hash_bytes(f"{scan.source_hash} {named} {vocab_size}".encode()).partition(":")[2][:8]
+        identity = tokenizer_identity(tokenizer)
+        key = hash_bytes(f"{scan.source_hash} {identity} {vocab_size}".encode()).partition(":")[2][:8]
         folder = root / f"{_name(paths)}-{key}"
         found = None
         while found is None:

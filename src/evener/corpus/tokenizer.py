@@ -32,19 +32,16 @@ from evener.core.model.corpus import (
     TOKENIZERS,
     Corpus,
     describe_tokenizer,
+    hash_bytes,
     read_nanogpt_chars,
     token_dtype,
 )
 
 BPE_VOCAB_SIZE = 8192
 _END_OF_TEXT = "<|endoftext|>"
-_ENDS_OF_TEXT = (
-    _END_OF_TEXT,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "[SEP]",
-)  # GPT-2's, Llama 3's, Llama 2's, Gemma's, BERT's
+# GPT-2's, Llama 3's, Llama 2's, Gemma's, BERT's
+_ENDS_OF_TEXT = (_END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+_MAX_LOST_SHARE = 0.05  # of the letters of a text that a tokenizer from a file may drop: normalizers drop accents
 _MIN_BPE_VOCAB_SIZE = 257  # the bytes and end of text
 _SAMPLE_BYTES, _SAMPLE_CHARS, _DISTINCT_WORD_BYTES = 16_000_000, 4096, 2_000_000
 _PIECE_CHARS = 16 * 1024
@@ -243,6 +240,20 @@ def read_tokenizer_file(name: str) -> bytes | None:
     except OSError as error:
         hint = "name a tokenizer.json, as the tokenizers library saves it"
         raise DataError(f"--tokenizer {name}: {path}: {error.strerror}", hint=hint) from None
+
+
+def tokenizer_identity(name: str) -> str:
+    """Return what tells one tokenizer from another: the name, or the hash of the tokenizer.json at a path."""
+    description = read_tokenizer_file(name)
+    return name if description is None else hash_bytes(description)
+
+
+def check_keeps_letters(name: str, tokenizer: Tokenizer, sample: str) -> None:
+    """Raise DataError if a tokenizer drops letters of a text, as one without a token for them does silently."""
+    kept, letters = (sum(map(str.isalnum, text)) for text in (tokenizer.decode(tokenizer.encode(sample)), sample))
+    if kept < (1 - _MAX_LOST_SHARE) * letters:
+        raise DataError(f"--tokenizer {name}: it drops {1 - kept / letters:.0%} of the letters of this text",
+                        hint=f"one made for such text; or one of {', '.join(TOKENIZERS)}")  # fmt: skip
 
 
 def load_tokenizer_file(name: str, description: bytes) -> LibraryTokenizer:

@@ -5,7 +5,6 @@ Pure: facts in, findings out.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -220,11 +219,7 @@ def _check_cpu(context: CheckContext, name: str, facts: HostFacts, host: HostCon
 
 def _check_shared_cores(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
     """Check that no hosts are containers, or hosts of a lab, that compute on the same cores of one machine."""
-    machines: defaultdict[str | None, list[str]] = defaultdict(list)
-    for name, others in hosts_on_same_cores(facts).items():
-        if others:
-            machines[facts[name].boot_id].append(name)
-    for names in machines.values():
+    for names in _groups_on_same_cores(facts):
         yield finding_for_hosts(
             names, "cpu.oversubscribed", "warning",
             f"{join_names(names)} share the cores of one machine: together they are slower than the rates that each "
@@ -235,17 +230,26 @@ def _check_shared_cores(facts: Mapping[str, HostFacts]) -> Iterator[Finding]:
 
 
 def hosts_on_same_cores(facts: Mapping[str, HostFacts]) -> dict[str, list[str]]:
-    """Return, for each host, the other hosts that are on the same machine and may compute on the same cores."""
-    return {name: [other for other in facts if other != name and _share_cores(facts[name], facts[other])]
-            for name in facts}  # fmt: skip
+    """Return, for each host, the other hosts that are on the same machine and compute on the same cores."""
+    groups = _groups_on_same_cores(facts)
+    return {name: [other for group in groups if name in group for other in group if other != name] for name in facts}
 
 
-def _share_cores(first: HostFacts, second: HostFacts) -> bool:
-    if first.boot_id is None or first.boot_id != second.boot_id or first.machine_id == second.machine_id:
-        return False
-    cores, others = {*(first.allowed_cpus or ())}, {*(second.allowed_cpus or ())}
-    quotas = [host.cpu_quota or host.cores for host in (first, second)]
-    return bool(cores & others) and sum(quotas) > len(cores | others)
+def _groups_on_same_cores(facts: Mapping[str, HostFacts]) -> list[list[str]]:
+    """Return the groups of hosts whose cores overlap, where they may use more CPU time than these cores have."""
+    groups: list[tuple[list[str], set[int]]] = []
+    for name, host in facts.items():
+        names, cores = [name], {*(host.allowed_cpus or ())}
+        apart = []
+        for others, their_cores in groups:
+            if facts[others[0]].boot_id == host.boot_id is not None and cores & their_cores:
+                names, cores = [*others, *names], cores | their_cores
+            else:
+                apart.append((others, their_cores))
+        groups = [*apart, (names, cores)]
+    return [names for names, cores in groups
+            if len({facts[name].machine_id for name in names}) > 1  # of one machine_id: two names of one host
+            and sum(facts[name].cpu_quota or facts[name].cores for name in names) > len(cores)]  # fmt: skip
 
 
 def _throttling_finding(name: str, evidence: str, fix: str) -> Finding:

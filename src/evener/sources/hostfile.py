@@ -9,6 +9,7 @@ Slots are parsed, so that a file with them is valid, but they are not used.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +36,16 @@ SLOTS_NOTE = (
 
 
 def parse_host_arguments(arguments: Iterable[str], local_name: str = "here") -> HostList:
-    """Parse machines as typed: "attic=192.168.1.36", "ben@laptop:2222", "local", which is named `local_name`."""
+    """Parse machines as typed: "attic=192.168.1.36", "ben@laptop:2222", "local", which is named `local_name`.
+
+    Raise UsageError for what names no machine, or a file.
+    """
+    arguments = list(arguments)
+    for name in arguments:
+        if "=" not in name and os.path.isfile(name):
+            flags = "--ssh-config, --hostfile or --inventory of evener fleet init reads a file"
+            hint = f"{flags}; for a host of this name: {name}={name}"
+            raise UsageError(f"{name} is a file", hint=hint)
     return HostList(hosts=[parse_host_argument(word, local_name) for word in arguments])
 
 

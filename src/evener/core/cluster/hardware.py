@@ -286,6 +286,22 @@ SHORT_NAME_BY_KEY = {_key(word): short for short, row in HARDWARE.items() for wo
 SHORT_NAME_BY_KEY["mi250x/mi250"] = "mi250"  # ROCm's name for both: take the slower
 
 
+def _find(text: str) -> Hardware | None:
+    """Return the hardware of this name, also where its memory size is added to it; None if there is none."""
+    row = HARDWARE.get(SHORT_NAME_BY_KEY.get(_key(text), ""))
+    sized = re.fullmatch(r"(.*\D)(\d+)\s*gb", text.strip().lower())
+    if row is None and sized:
+        unsized = HARDWARE.get(SHORT_NAME_BY_KEY.get(_key(sized[1]), ""))
+        row = unsized if unsized is not None and _is_of_size(unsized, int(sized[2])) else None
+    if row is not None and row.kind == "mps" and re.search("nvidia|tesla|geforce", text.lower()):
+        return None  # a Tesla M4 is no Apple M4
+    return row
+
+
+def _is_of_size(row: Hardware, gb: int) -> bool:
+    return row.memory_bytes is not None and gb * 1e9 * (1 - ECC_SHARE) <= row.memory_bytes <= gb * 1e9
+
+
 def parse_hardware(text: str) -> Hardware:
     """Return the hardware of this name, as users type it or as torch.cuda.get_device_name prints it.
 
@@ -302,9 +318,10 @@ def parse_hardware(text: str) -> Hardware:
             raise UsageError(f"--gpu {text}: expected 1 to {MAX_CORES} cores", hint="--gpu cpu:8")
         return _cpu(int(cores[1]))
     key = _key(text)
-    if key in SHORT_NAME_BY_KEY:
-        return HARDWARE[SHORT_NAME_BY_KEY[key]]
-    sizes = [short for short in HARDWARE if _key(re.sub(r"-\d+", "", short)) == key]
+    found = _find(text)
+    if found is not None:
+        return found
+    sizes = [short for short in HARDWARE if _key(unsized := re.sub(r"-\d+", "", short)) == key and unsized != short]
     if sizes:
         raise UsageError(f"--gpu {text}: there are several", hint=" or ".join(f"--gpu {short}" for short in sizes))
     many = re.fullmatch(r"(\d{1,4})\s*[x×*]\s*(.+)", text.strip())

@@ -287,15 +287,20 @@ def _from_nanogpt(root: Path) -> Corpus:
         prepare = f"to train on the texts in it: evener data text {quote_word(root)}"
         raise DataError(f"{root} holds no corpus: neither meta.json nor train.bin", hint=prepare)
     sizes = {split: _size_of(root / f"{split}.bin") for split in SPLITS}
-    is_of_chars = (root / "meta.pkl").exists() and not (root / "tokenizer.json").exists()
-    dtype = "uint32" if not is_of_chars and _looks_like_uint32(root / "train.bin") else "uint16"
+    kind, vocab_size, tokenizer_hash = _tokenizer_of_nanogpt(root)
+    is_known = kind == "char" or vocab_size > 1 << 16
+    dtype = token_dtype(vocab_size) if is_known or not _looks_like_uint32(root / "train.bin") else "uint32"
+    if dtype == "uint32" and not (root / "tokenizer.json").exists():
+        raise DataError(
+            f"{root / 'train.bin'} is of uint32, and nothing says which tokenizer made it",
+            hint=f"put its tokenizer.json, of the tokenizers library, into {quote_word(root)}",
+        )
     for split, size in sizes.items():
         if size % _ITEM_BYTES[dtype]:
             raise DataError(
                 f"{root / f'{split}.bin'} is truncated: {size} bytes are not a whole number of {dtype} tokens",
                 hint="copy it again from where it came",
             )
-    kind, vocab_size, tokenizer_hash = _tokenizer_of_nanogpt(root, dtype)
     return Corpus(
         path=str(root.absolute()),
         name=root.absolute().name,
@@ -309,18 +314,13 @@ def _from_nanogpt(root: Path) -> Corpus:
     )
 
 
-def _tokenizer_of_nanogpt(root: Path, dtype: str) -> tuple[str, int, str]:
-    """Return (kind, vocabulary size, hash) of the tokenizer of a nanoGPT folder. Raise DataError if it is not known."""
+def _tokenizer_of_nanogpt(root: Path) -> tuple[str, int, str]:
+    """Return (kind, vocabulary size, hash) of the tokenizer of a nanoGPT folder; without any file it is GPT-2's."""
     library, pickled = root / "tokenizer.json", root / "meta.pkl"
     if library.exists():
         content = read_file(library)
         kind, vocab_size = _read_library_vocabulary(library, content)
         return kind, vocab_size, hash_bytes(content)
-    if dtype == "uint32":
-        raise DataError(
-            f"{root / 'train.bin'} is of uint32, and nothing says which tokenizer made it",
-            hint=f"put its tokenizer.json, of the tokenizers library, into {quote_word(root)}",
-        )
     chars = read_nanogpt_chars(pickled) if pickled.exists() else ""
     kind = "char" if chars else "gpt2"
     return kind, len(chars) or GPT2_VOCAB_SIZE, hash_bytes(describe_tokenizer(kind, chars))

@@ -225,11 +225,12 @@ def _advise_strategy(prediction: Prediction, best: PlanOption, more: str = "") -
 
 
 def _advise_on_shared_cores(prediction: Prediction) -> list[Advice]:
-    taking_part = [host for host in prediction.cluster.host_names if prediction.cluster.hosts[host].shares_cores_with]
-    if not taking_part:
+    hosts = prediction.cluster.hosts
+    sharing = [name for name in prediction.cluster.host_names if {*hosts[name].shares_cores_with} & hosts.keys()]
+    if not sharing:
         return []
-    return [Advice(text=f"{join_names(taking_part)} compute on the same cores of one machine: their rates together are "
-                   "not those measured, and this prediction does not hold.")]  # fmt: skip
+    return [Advice(text=f"{join_names(sharing)} compute on the same cores of one machine: how fast one is depends on "
+                   "what the others do meanwhile, and this prediction may not hold.")]  # fmt: skip
 
 
 def _advise_on_unknown_memory(prediction: Prediction) -> Advice:

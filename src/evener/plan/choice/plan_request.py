@@ -186,11 +186,12 @@ def fleet_from_flags(flags: MachineFlags, job: Job) -> Fleet:
     _check_ranks(nodes * flags.per_node, job)
     device = job.spec.machine.device
     is_gpu = device == "cuda" or (flags.per_node > 1 and device == "auto")
-    rates_by_value: dict[tuple[float, bool], dict[str, Rates]] = {}
+    rates_by_value: dict[tuple[float, str], dict[str, Rates]] = {}
     hosts, rates = {}, {}
     for i in range(nodes):
         rate, gpu = node_rates[i % len(node_rates)], gpus[i % len(gpus)]
-        has_gpus = is_gpu if gpu is None else parse_hardware(gpu).kind != "cpu"
+        kind = parse_hardware(gpu).kind if gpu is not None else "cuda" if is_gpu else "cpu"
+        has_gpus = kind != "cpu"
         name = f"node{i + 1}"
         hosts[name] = HostConfig(
             address=name,
@@ -204,9 +205,9 @@ def fleet_from_flags(flags: MachineFlags, job: Job) -> Fleet:
         )
         if rate is not None:
             model_rate = ModelRate(tokens_per_s=rate)
-            devices = [f"cuda:{k}" for k in range(flags.per_node)] if has_gpus else ["cpu"]
+            devices = [f"{kind}:{k}" for k in range(flags.per_node)] if has_gpus else ["cpu"]
             device_rates = Rates(models={job.model: model_rate})
-            rates[name] = rates_by_value.setdefault((rate, has_gpus), dict.fromkeys(devices, device_rates))
+            rates[name] = rates_by_value.setdefault((rate, kind), dict.fromkeys(devices, device_rates))
     if flags.link is not None:
         parse_link(flags.link)  # also where one node has no use for it
     return Fleet(hosts=hosts, link=flags.link, rates=rates)
