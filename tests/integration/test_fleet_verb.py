@@ -96,7 +96,7 @@ def test_many_hosts_are_summarized_in_file_message(folder):
         ((), "no machine is named, and there is no terminal to ask in", "--from-ssh-config, --hostfile FILE or"),
         (("a b",), "'a b' names no machine", "expected a name or an IP address"),
         (("x=",), "'x=' names no machine", "expected a name or an IP address"),
-        (("list",), "list is a file", "--hostfile or --inventory of evener fleet init reads a file; for a host of this name: list=list"),
+        (("list",), "list is a file", "evener fleet init reads a file; for a host of this name: list=list"),
         (("--from-ssh-config",), "no such file: ssh knows no hosts by name", "evener fleet init local laptop="),
         (("--hostfile", "lits"), "lits: no such file", "did you mean list?"),
         (("--hostfile", "no/x"), "no/x: no such file", "there is no folder no either"),
