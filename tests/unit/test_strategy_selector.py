@@ -95,6 +95,21 @@ def test_new_run_tries_plausible_strategies_and_takes_the_fastest():
         assert run.used[-1] == favoured
 
 
+def test_steps_before_a_change_of_shares_do_not_count_in_a_trial():
+    """They took ten times as long, with shares that did not fit the machines."""
+    slow = with_scaled_links(FAST, 0.12)
+    run, comparisons = Simulation(cluster=slow), []
+    undisturbed = Simulation(cluster=slow).go([1.0] * 60)
+    run.go([1.0] * 14, off=10.0)
+    run.selector.adopt_shares(run.step)
+    while not comparisons:
+        run.go([1.0])
+        comparisons = run.comparisons
+    assert comparisons == undisturbed.comparisons
+    assert run.selector._expected_s == pytest.approx(undisturbed.selector._expected_s)
+    assert run.num_trial_steps == undisturbed.num_trial_steps + 14
+
+
 def test_run_with_one_plausible_strategy_tries_nothing():
     run = Simulation(cluster=with_scaled_links(FAST, 100.0), job=changed(JOB, steps=150)).go([1.0] * 150)
     assert (set(run.used), run.comparisons) == ({"ddp"}, [])

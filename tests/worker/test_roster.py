@@ -242,12 +242,35 @@ def test_program_that_sets_its_weights_is_no_longer_rebalanced():
 
 def test_step_in_which_an_idle_rank_is_tried_measures_no_strategy():
     fixed, seen = fixed_of("--batch", "16"), []
-    fixed._selector = types.SimpleNamespace(observe_step=lambda step, *_: seen.append(step), is_trying=False)
+    fixed._selector = types.SimpleNamespace(observe_step=lambda step, *_: seen.append(step), is_undecided=False)
     fixed._balancer = types.SimpleNamespace(observe_step=lambda *_: None, is_trying=True)
     heard(fixed, range(3), 1.0, 1.0)
     fixed._balancer.is_trying = False
     heard(fixed, range(3, 5), 1.0, 1.0)
     assert seen == [3, 4]
+
+
+def test_shares_settle_while_strategies_are_compared():
+    """A probe was disturbed: both machines seemed alike, and one has half the speed. The comparison begins again."""
+    fixed, restarted = fixed_of("--batch", "16"), []
+    fixed.enable_balancing(fixed_micro_batch_size=False)
+    fixed._selector = types.SimpleNamespace(
+        observe_step=lambda *_: None, is_undecided=True, adopt_shares=restarted.append
+    )
+    assert heard(fixed, range(15), 1.0, 2.0).shares == [11, 5]
+    assert restarted == [fixed.roster.from_step]
+
+
+def test_change_between_strategies_that_exchange_every_step_keeps_what_is_known_of_ranks():
+    fixed = fixed_of("--batch", "16")
+    fixed.enable_balancing(fixed_micro_batch_size=False)
+    before = fixed._balancer
+    fixed.roster = fixed.roster.replace_sync(parse_sync("int8"))
+    fixed._rebuild_balancer()
+    assert fixed._balancer is before
+    fixed.roster = fixed.roster.replace_sync(parse_sync("diloco:10"))
+    fixed._rebuild_balancer()
+    assert fixed._balancer is not before
 
 
 def test_weights_of_drifting_replicas_apply_per_step_not_per_round():

@@ -110,6 +110,12 @@ class StrategySelector:
         first = candidates[0].roster
         return roster if first.sync == roster.sync else roster.replace_sync(first.sync, first.bucket_bytes)
 
+    def adopt_shares(self, next_step: int) -> None:
+        """Measure anew from `next_step` on, as the ranks then have other shares: a trial that is under way restarts."""
+        if self._trial is not None:
+            self._trial.restart()
+            self._measured, self._from_step, self._last_times = {}, next_step, None
+
     def observe_step(self, step: int, times: StepTimes, roster: Roster, next_step: int) -> StrategySwitch | None:
         """Observe a step; return the strategy from `next_step` on if it is another one."""
         if self._next is not None:

@@ -103,6 +103,12 @@ class StrategyTrial:
         """Return whether the next step follows a change, and is not measured."""
         return self._to_settle > 0
 
+    def restart(self) -> None:
+        """Measure all candidates anew, first the current one: the ranks have other shares than before."""
+        self._seen = {sync: [] for sync in self._seen}
+        self._queue = [option for option in self._candidates if option is not self.current]
+        self._begin_visit()
+
     def _begin_visit(self) -> None:
         sync = self.current.roster.sync
         self._to_settle, self._to_measure = _visit_steps(sync)

@@ -77,7 +77,7 @@ class LoadBalancer:
         members = roster.members
         shared_hosts = {member.host for member in members if sum(other.host == member.host for other in members) > 1}
         self._names = [f"rank {m.rank} on {m.host}" if m.host in shared_hosts else m.host for m in members]
-        self._every = every = 1 if share_unit else roster.sync.every
+        self.every = every = 1 if share_unit else roster.sync.every  # steps whose sequences a share counts
         self._unit, self._trial = share_unit or 1, share_unit or every
         self._micro_batches = [share_unit or member.micro_batch for member in members]
         self._shares = roster.round_shares or [every * share for share in roster.shares]
@@ -108,30 +108,35 @@ class LoadBalancer:
         return self._on_trial is not None
 
     def observe_step(
-        self, step: int, work_s: Sequence[float], update_s: Sequence[float], next_step: int
+        self,
+        step: int,
+        work_s: Sequence[float],
+        update_s: Sequence[float],
+        next_step: int,
+        is_comparing: bool = False,
     ) -> ShareChange | None:
         """Add one step: every rank's seconds of input, forward and backward (`work_s`) and of the update (`update_s`).
 
         Return new shares if they would clearly be faster. They are in force from `next_step`; steps before that are
-        ignored.
+        ignored. No idle rank is tried while `is_comparing`: while sync strategies are compared.
         """
         if self._from_step is None:  # the first step after a start is slower than others
             self._from_step = step + 1
         working = [rank for rank, share in enumerate(self._shares) if share]
         shares, since = self._in_force
-        in_step = step_shares(shares, self._every, step - since)
+        in_step = step_shares(shares, self.every, step - since)
         if step < self._from_step or not all(in_step[rank] and work_s[rank] > 0 for rank in working):
             return None
         for rank, num in enumerate(in_step):
             if num:  # with DiLoCo a rank without sequences in this step does not update
                 self._updates[rank].append(update_s[rank])
-        change = self._decide(working, in_step, work_s, next_step)
+        change = self._decide(working, in_step, work_s, next_step, is_comparing)
         if change is not None:
             self._in_force = change.shares, next_step
         return change
 
     def _decide(self, working: Sequence[int], in_step: Sequence[int], took_s: Sequence[float],
-                next_step: int) -> ShareChange | None:  # fmt: skip
+                next_step: int, is_comparing: bool) -> ShareChange | None:  # fmt: skip
         if self._on_trial is not None:
             return self._judge_trial(self._on_trial, took_s[self._on_trial], next_step)
         for rank in working:
@@ -139,7 +144,8 @@ class LoadBalancer:
             self._compare_times(rank)
         if any(len(self._windows[rank]) < WINDOWS[0] for rank in working):
             return None
-        return self._find_better_shares(working, next_step) or self._start_trial(next_step)
+        change = self._find_better_shares(working, next_step)
+        return change if change is not None or is_comparing else self._start_trial(next_step)
 
     def _find_better_shares(self, working: Sequence[int], next_step: int) -> ShareChange | None:
         """Return new shares with which the slowest rank would clearly be done sooner; None if there are none."""
@@ -252,10 +258,10 @@ class LoadBalancer:
     # --- time models of the ranks -----------------------------------------------------------------------------------
 
     def _fastest_shares(self, time_models: Sequence[RankTimeModel]) -> list[int]:
-        if self._every == 1:
+        if self.every == 1:
             return fastest_shares(sum(self._shares), time_models, unit=self._unit)
         # With less than one sequence a step a rank would be steps behind when it gets one, and the others would wait.
-        return fastest_shares_or_zero(sum(self._shares), time_models, min_share=self._every)
+        return fastest_shares_or_zero(sum(self._shares), time_models, min_share=self.every)
 
     def _time_models(self, size: int) -> list[RankTimeModel]:
         """Return the time model of every rank from the median of its last `size` steps."""
@@ -264,23 +270,23 @@ class LoadBalancer:
 
     def _time_model(self, rank: int, share: int, took_s: float) -> RankTimeModel:
         micro_batch, pass_sequences = self._micro_batches[rank], self._pass_sequences[rank]
-        passes = mean_num_micro_batches(share, micro_batch, self._every)
-        sequence_s = took_s / (passes * pass_sequences + share / self._every)
+        passes = mean_num_micro_batches(share, micro_batch, self.every)
+        sequence_s = took_s / (passes * pass_sequences + share / self.every)
         update_s = sample_median(self._updates[rank]) if self._updates[rank] else 0.0
         return RankTimeModel(
             sequence_s=sequence_s,
             micro_batch_overhead_s=pass_sequences * sequence_s,
             fixed_s=update_s,
             micro_batch=micro_batch,
-            num_steps=self._every,
+            num_steps=self.every,
         )
 
     def _times(self, rank: int) -> list[float]:
         """Return the seconds of a rank's last steps, each scaled to the mean step of a round."""
-        if self._every == 1:
+        if self.every == 1:
             return [took_s for _, took_s in self._windows[rank]]
         share, micro_batch, pass_sequences = self._shares[rank], self._micro_batches[rank], self._pass_sequences[rank]
-        in_round = mean_num_micro_batches(share, micro_batch, self._every) * pass_sequences + share / self._every
+        in_round = mean_num_micro_batches(share, micro_batch, self.every) * pass_sequences + share / self.every
         return [took_s * in_round / (num_micro_batches(num, micro_batch) * pass_sequences + num)
                 for num, took_s in self._windows[rank]]  # fmt: skip
 
@@ -289,7 +295,7 @@ class LoadBalancer:
         of its share or, with DiLoCo, in two successive steps.
         """
         window, ratios = self._windows[rank], self._ratios[rank]
-        if self._every > 1:
+        if self.every > 1:
             (few, few_s), (many, many_s) = sorted([window[-1], window[-2 if len(window) > 1 else -1]])
             if few == many:
                 return

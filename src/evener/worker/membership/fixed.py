@@ -117,8 +117,8 @@ class FixedMembership:
             self._rebuild_balancer()
 
     def _rebuild_balancer(self) -> None:
-        """Rebuild the load balancer: with another strategy shares may count the steps of a round."""
-        if self._balancer is not None:
+        """Rebuild the load balancer if shares count the sequences of another number of steps than before."""
+        if self._balancer is not None and self._balancer.every != self.roster.sync.every and not self._share_unit:
             self._balancer = LoadBalancer(self.roster, self._share_unit, previous=self._balancer)
 
     def take_comparison(self) -> StrategyComparison | None:
@@ -190,15 +190,19 @@ class FixedMembership:
                 )
                 self._rebuild_balancer()
                 return self.roster
-            if self._selector.is_trying:  # with the same shares
-                return None
         if self._balancer is None:
             return None
         change = self._balancer.observe_step(
-            step, [report.work_s for report in reports], [report.optimizer_s for report in reports], next_step
+            step,
+            [report.work_s for report in reports],
+            [report.optimizer_s for report in reports],
+            next_step,
+            self._selector is not None and self._selector.is_undecided,
         )
         if change is None:
             return None
+        if self._selector is not None:
+            self._selector.adopt_shares(next_step)
         self.roster = self.roster.with_shares(
             change.shares, next_step, self._share_unit, why=change.reason, is_trial=change.is_trial
         )
