@@ -25,6 +25,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "evener"
 # The public Python API: file, class or None for functions, names.
 PYTHON_API: list[tuple[str, str, str | None, str]] = [
     ("evener", "worker/train/run.py", None, "join"),
+    ("evener", "worker/script/program_log.py", None, "log"),
     ("evener", "core/run/run_spec.py", None, "parse_args"),
     ("evener", "report/export/dataframes.py", None, "read_run"),
     ("Run", "worker/train/run.py", "Run", "*"),

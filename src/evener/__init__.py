@@ -7,6 +7,7 @@ from evener.core.base.version import __version__ as __version__
 if TYPE_CHECKING:
     from evener.core.run.run_spec import parse_args as parse_args
     from evener.report.export.dataframes import read_run as read_run
+    from evener.worker.script.program_log import log as log
     from evener.worker.train.run import join as join
 
 
@@ -15,6 +16,10 @@ def __getattr__(name: str) -> Any:
         from evener.worker.train.run import join
 
         return join
+    if name == "log":
+        from evener.worker.script.program_log import log
+
+        return log
     if name == "parse_args":
         from evener.core.run.run_spec import parse_args
 

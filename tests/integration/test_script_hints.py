@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from evener.launch.script_hints import gpu_required_line, script_failure_hint
+from evener.launch.script.script_hints import gpu_required_line, script_failure_hint
 
 
 def last_words(code: str) -> list[str]:

@@ -556,3 +556,50 @@ def test_script_runs_on_eight_hosts(make_lab: MakeLab, tmp_path: Path) -> None:
     assert fleet.processes("runs/count") == {}
     assert fleet.printed("runs/count", "h", 7).startswith("sum 28 of 8 host h\n")
     lab.down()
+
+
+EVALUATES_ALONE = """
+import os
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+layer = torch.nn.Linear(10, 5)
+model = torch.nn.parallel.DistributedDataParallel(layer)
+for step in range(30):
+    model(torch.randn(20, 10)).sum().backward()
+    if step == 10 and dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1))
+"""
+OWN_RENDEZVOUS = """
+import os
+import torch.distributed as dist
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+"""
+ALONE = """
+import torch
+layer = torch.nn.Linear(10, 1)
+optimizer = torch.optim.AdamW(layer.parameters())
+for _ in range(9):
+    layer(torch.randn(4, 10)).sum().backward()
+    optimizer.step()
+"""
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        (EVALUATES_ALONE, r"rank 0 on a called all_reduce of 1 float32 at own.py:10 .*, while rank 1 called DDP's "
+                          r"all_reduce of 55 float32 at own.py:8"),
+        (OWN_RENDEZVOUS, r"the program sets MASTER_ADDR and MASTER_PORT itself, at own.py:4 in <module>"),
+        (ALONE, r"3 optimizer steps were taken, and the 2 ranks have no process group"),
+    ],
+    ids=["collective", "rendezvous", "no-group"],
+)  # fmt: skip
+def test_mistake_of_a_program_is_named_on_two_hosts(fleet: Fleet, program: str, error: str) -> None:
+    (fleet.folder / "own.py").write_text(program)
+    began = time.monotonic()
+    done = fleet.run("launch", "--out", "runs/own", "--", "python", "own.py")
+    assert done.returncode != 0
+    assert re.search(f"error: .*{error}", done.stderr), done.stderr
+    assert time.monotonic() - began < TIMEOUT_S / 2

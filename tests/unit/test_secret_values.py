@@ -47,7 +47,9 @@ def test_other_variable_is_copied_and_shown(name: str, value: str, monkeypatch: 
 def test_plan_holds_the_name_of_a_passed_variable_and_not_its_value() -> None:
     environment = {"HF_TOKEN": "sesame", "HF_HOME2": "sesame"}
     project = ScriptProject("/h", "c0de", "m")
-    [host] = script_plan(prepared([place("a")]), ["t.py"], environment, project, ["HF_TOKEN", "HF_HOME2"], key="").hosts
+    [host] = script_plan(
+        prepared([place("a")]), ["t.py"], environment, project, {}, ["HF_TOKEN", "HF_HOME2"], key=""
+    ).hosts
     assert host.passed_env == ["HF_TOKEN", "HF_HOME2"]
     assert "sesame" not in repr(host)
     assert 'HF_TOKEN="$HF_TOKEN" HF_HOME2="$HF_HOME2" /a/python' in host.shell_command()

@@ -21,7 +21,7 @@ from evener.core.run.roster import parse_sync
 from evener.core.run.run_plan import Plan, read_plan_if_present
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RunDir
-from evener.core.run.step_cost import StepRecord
+from evener.core.run.step_cost import PHASE_NAMES, StepRecord
 from evener.report.read.event_log import NOTICE_EVENTS, describe_notice
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ HEALTH_EVENTS = (
     "run.split-brain",
     "host.failed",
     "supervisor.lost",
+    "program.warning",
+    "program.waiting",
 )
 
 
@@ -153,6 +155,10 @@ def format_health_event(event: dict[str, Any]) -> str:
     """Return the text of a health event: the warning and its hint, or that the run recovered."""
     if event["event"] == "run.goes-on":
         return f"recovered {format_seconds(event['after_s'])} after that was reported"
+    if event["event"] == "program.waiting":
+        return f"waiting for rank {event['rank']}, which is in {event['where']}"
+    if event["event"] == "program.warning":
+        return f"warning: rank {event['rank']} on {event['host']}: {event['error']}\nhint:  {event['hint']}"
     return f"warning: {event['event']}: {event['error']}\nhint:  {event['hint']}"
 
 
@@ -238,6 +244,22 @@ def _loss_in_words(manifest: Manifest) -> str:
         return ""
     what = {"char": "characters", "byte": "bytes"}.get(manifest.corpus.tokenizer, "tokens")
     return f": it guesses each of the {what} as if among {math.exp(val_loss):.3g} equally likely ones"
+
+
+def print_measured_steps(summary: RunSummary) -> None:
+    """Print what was measured of a program that `evener launch` started: its steps and their phases."""
+    if not summary.num_steps or summary.step_p50_s is None:
+        return
+    rate = f", {format_count(summary.tokens_per_s)} {summary.unit}/s" if summary.tokens_per_s else ""
+    print_escaped(
+        f"{pluralize(summary.num_steps, 'step')} measured: {format_seconds(summary.step_p50_s)} each{rate}",
+        file=sys.stderr,
+    )
+    for rank in summary.ranks:
+        phases = {name: getattr(rank.typical, phase) for phase, name in PHASE_NAMES.items()}
+        shares = [f"{name} {seconds / summary.step_p50_s:.0%}" for name, seconds in phases.items() if seconds]
+        print_escaped(f"{summary.rank_label(rank)}: {', '.join(shares)}", file=sys.stderr)
+    print_escaped(f"report:  evener report {quote_word(summary.run_dir)}", file=sys.stderr)
 
 
 def _describe_gain(summary: RunSummary) -> str:

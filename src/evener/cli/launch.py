@@ -11,7 +11,6 @@ from evener.core.base.escaped_output import print_escaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from evener.core.run.run_plan import Plan
     from evener.core.run.rundir import RunDir
@@ -29,8 +28,16 @@ def launch(
         None, help="send this path even if git ignores it, or if it is a file or folder of secrets; may be given again"
     ),
     env: list[str] | None = typer.Option(
-        None, metavar="NAME", help="a variable set here to pass to the hosts, a secret too; may be given again"
+        None, metavar="NAME[=VALUE]", help="a variable for the ranks, a secret too; may be given again"
     ),
+    env_file: list[str] | None = typer.Option(
+        None, metavar="FILE", help="a file of such variables, one a line; may be given again"
+    ),
+    independent: bool = typer.Option(
+        False, "--independent", help="the ranks are meant to have nothing to do with each other, as in a sweep"
+    ),
+    no_compat: bool = typer.Option(False, "--no-compat", help="do not add to Gloo what programs for NCCL need"),
+    no_measure: bool = typer.Option(False, "--no-measure", help="do not measure the program's steps"),
     out: str | None = typer.Option(None, help="run directory [runs/DATE-SCRIPT]"),
     private: bool = typer.Option(
         False, "--private", help="start only if firewalls block all but the run's hosts from its ports"
@@ -47,8 +54,9 @@ def launch(
     so that scripts find the files that they wrote before; `evener fetch` copies these here. Files that may hold secrets
     (.env, keys, credentials) are not sent unless --include names them. Ranks get RANK, WORLD_SIZE, MASTER_ADDR, the
     right network interface, and the variables of NCCL, torch, Hugging Face and W&B that are set here. Variables that
-    may hold secrets are left out: --env NAME passes one, and its value is not written to the run directory. On this
-    machine Ctrl-C ends the run; on a fleet it only stops watching.
+    may hold secrets are left out: --env NAME passes one, and its value is not written to the run directory. `python`,
+    `torchrun`, `accelerate launch` or `deepspeed` before the script are left out with their options; `bash run.sh` runs
+    once a rank. On this machine Ctrl-C ends the run; on a fleet it only stops watching.
     """
     import contextlib
     import os
@@ -63,26 +71,34 @@ def launch(
     from evener.core.run.rundir import RunDir
     from evener.launch.follow_run import follow_run
     from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
+    from evener.launch.script.passed_variables import read_passed_variables
+    from evener.launch.script.program_arguments import parse_program
     from evener.launch.start_run import plan_script, started
     from evener.transfer.file_tree import ignored_file_sizes, summarize_largest
 
     path = fleet_path(fleet)
-    project, argv = _parse_program(program)
-    name = Path(argv[1] if argv[0] == "-m" else argv[0]).stem
-    rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+    parsed = parse_program(program, Path.cwd().resolve())
+    chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
+    options = [name for name, is_set in chosen.items() if is_set]
+    passed = read_passed_variables(env or [], env_file or [], os.environ)
+    if parsed.is_translated:
+        run_output.print_status(parsed.describe())
+    rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{parsed.name}")
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: exists already", hint="another --out")
     with contextlib.ExitStack() as attachment:
         with connect_hosts(None if path is None else approve_fleet(load_fleet(path), trust)) as hosts:
             machine = MachineSpec(private=private)
-            prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=project)
-            run = plan_script(prepared, rundir, project, argv, os.environ, include or [], env or [])
+            prepared = prepare_hosts(
+                hosts.with_ranks(ranks or parsed.ranks), rundir, machine, port=port, cwd=parsed.project
+            )
+            run = plan_script(prepared, rundir, parsed.project, parsed.argv, os.environ, include or [], passed, options)
             plan = run.plan
             run_output.print_warnings(run)
             if dry_run:
                 run_output.print_plan(plan, as_json)
                 return 0
-            if run.trees and (skipped := ignored_file_sizes(project, run.trees[0])):
+            if run.trees and (skipped := ignored_file_sizes(parsed.project, run.trees[0])):
                 run_output.print_status(
                     f"not sent, because git ignores it: {summarize_largest(skipped)}\nhint:  --include PATH sends it"
                 )
@@ -117,8 +133,9 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
 
     import msgspec
 
-    from evener.cli import run_output
+    from evener.cli import follow_output, run_output
     from evener.launch.root_cause import missing_gpu_message
+    from evener.report.read.run_summary import summarize_run
     from evener.transfer.script_outputs import find_outputs
 
     stopped = any(state.get("stopped") for state in states.values())
@@ -132,22 +149,6 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
             run_output.print_status(f"warning: the program succeeded, but printed: {line}\n"
                        "hint:  it expects GPUs; does it have an option for CPUs?")  # fmt: skip
         run_output.print_outputs(rundir, plan)
+        if rundir.is_run() and rundir.manifest().program is not None:
+            follow_output.print_measured_steps(summarize_run(rundir))
     return 130 if stopped else 0
-
-
-def _parse_program(argv: list[str]) -> tuple[Path, list[str]]:
-    """Return the project's folder, and the program's arguments for torchrun relative to it."""
-    from pathlib import Path
-
-    from evener.core.base.errors import UsageError
-
-    cwd = Path.cwd().resolve()
-    if argv[0] == "-m":
-        if len(argv) < 2:
-            raise UsageError("-m: expected a module after it", hint="evener launch -- -m package.module ARGS")
-        return cwd, argv
-    script = Path(argv[0]).resolve()
-    if not script.is_file():
-        raise UsageError(f"{argv[0]}: no such script", hint="evener launch -- SCRIPT.py ARGS")
-    project = cwd if script.is_relative_to(cwd) else script.parent
-    return project, [script.relative_to(project).as_posix(), *argv[1:]]

@@ -236,10 +236,11 @@ def _load_sound_row(rundir: RunDir) -> RunRow:
     if rundir.is_run():
         summary = summarize_run(rundir)
         manifest = summary.manifest
-        row.begun, row.model = manifest.started, manifest.spec.model.model if manifest.shape else "own"
+        row.begun = manifest.started
+        row.model = manifest.spec.model.model if manifest.shape else manifest.program or "own"
         row.data = manifest.corpus.name if manifest.corpus else None
-        row.ranks, row.steps, train = manifest.world_size, summary.num_steps, manifest.spec.train
-        row.asked_steps = train.steps
+        row.ranks, row.steps = manifest.world_size, summary.num_steps
+        row.asked_steps = manifest.planned_steps
         row.tokens_per_s, row.loss = summary.tokens_per_s, summary.last_loss
         losses = [val_loss for _, val_loss in evaluations(events)]
         if manifest.result and manifest.result.val_loss is not None:

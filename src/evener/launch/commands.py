@@ -10,6 +10,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
+from evener.core.collectives.call_ring import FIRST_RANK_VARIABLE, SCRIPT_VARIABLE
 from evener.core.run.membership_epoch import HOST_TIMEOUT_S, RUN_KEY_FILE, AgentSpec, HostEntry, make_run_key
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import (
@@ -235,15 +237,18 @@ def script_plan(
     program: Sequence[str],
     environment: Mapping[str, str],
     project: ScriptProject | None,
+    shown_env: Mapping[str, str] = MappingProxyType({}),
     passed_env: Sequence[str] = (),
     *,
+    script_options: Sequence[str] | None = None,
     key: str,
 ) -> Plan:
-    """Plan a user's program, ["train.py", …] or ["-m", "module", …], on all hosts, in its project's folder.
+    """Plan a user's program on all hosts, in its project's folder: its words as in `Program.argv`.
 
     `project` is None on this machine alone, where the program runs in place. Of `environment`, the controller's
-    variables, only a few are forwarded, and no secrets. The plan holds the names in `passed_env`, not their values. The
-    hosts authenticate each other with `key`.
+    variables, only a few are forwarded, and no secrets; of those that the user passes, the plan holds the values in
+    `shown_env` and the names in `passed_env`. With `script_options`, which may be empty, the program is instrumented
+    (see `evener.worker.script`). The hosts authenticate each other with `key`.
     """
     places = prepared.hosts
     counts = [len(place.rank_slots(MachineSpec())) for place in places]
@@ -252,9 +257,11 @@ def script_plan(
     hosts = []
     for i, place in enumerate(places):
         env = _host_env(place, place.host.threads or max(1, place.cores // counts[i]), forwarded)
-        env["EVENER_JOINED"] = posixpath.join(place.run_dir, JOINED_RUN_FILE)
+        env |= {"EVENER_JOINED": posixpath.join(place.run_dir, JOINED_RUN_FILE), **shown_env}
+        if script_options is not None:
+            env |= {SCRIPT_VARIABLE: ",".join(script_options), FIRST_RANK_VARIABLE: str(sum(counts[:i]))}
         host = _host_plan(prepared, counts, i, list(program), env, project)
-        hosts.append(msgspec.structs.replace(host, passed_env=[name for name in passed_env if name not in env]))
+        hosts.append(msgspec.structs.replace(host, passed_env=list(passed_env)))
     return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, key=key,
                 roster=None, grace_s=SCRIPT_GRACE_S, spec=None, project=project.folder if project else None,
                 fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
@@ -297,7 +304,8 @@ def _host_plan(
         "--shutdown-timeout=5",
         "--redirects=3",
         f"--log-dir={posixpath.join(place.run_dir, 'host', 'ranks')}",
-        *(["-m", "--", *program[1:]] if program[0] == "-m" else ["--", *program]),  # else torchrun takes its options
+        # after -- torchrun takes none of the program's options for its own
+        *([program[0], "--", *program[1:]] if program[0] in ("-m", "--no-python") else ["--", *program]),
     ]
     if len(prepared.hosts) > 1:
         env = env | {"EVENER_KEY_FILE": posixpath.join(place.run_dir, RUN_KEY_FILE)}

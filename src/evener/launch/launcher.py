@@ -214,7 +214,8 @@ def record_outcome(rundir: RunDir, plan: Plan, ended: Mapping[str, SupervisorSta
     """Record how the run ended, from the hosts' last states, and return its first failure."""
     failure = first_failure(rundir, plan, ended)
     if failure is None:
-        close_manifest(rundir, "stopped")
+        was_stopped = any(state.get("stopped") for state in ended.values())
+        close_manifest(rundir, "finished" if plan.kind == "launch" and not was_stopped else "stopped")
     else:
         _record_failure(rundir, plan, failure)
     return failure

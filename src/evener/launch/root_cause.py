@@ -18,18 +18,23 @@ from pathlib import Path
 import msgspec
 
 from evener.core.base import errors
+from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, RunError, UsageError
 from evener.core.base.file_io import open_file, read_last_lines
 from evener.core.base.shell import quote_word
+from evener.core.collectives.call_ring import RankCalls
+from evener.core.collectives.mismatch import SAME_CALL_HINT, find_mismatch
 from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, EXIT_TERMINATED
 from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
-from evener.launch.script_hints import gpu_required_line, script_failure_hint
+from evener.launch.script.python_traceback import PrintedException, last_exception
+from evener.launch.script.script_hints import gpu_required_line, script_failure_hint
 from evener.transfer.mirror import SupervisorState
 
 SHOWN_LINES = 15  # lines of a log that are shown
 TAIL_BYTES = 4 << 20  # of a log, in which its last lines are
+STDERR_LINES = 2000  # searched for a traceback: what a program had buffered for stdout follows it
 SEARCHED_LINES = 200  # a C++ stack is printed below its error message
 PARTITION_PATTERN = re.compile(r"^evener: ending the ranks on \S+: (nothing was heard of .*|the store on \S+ is gone)")
 # The line with which Python, libstdc++, or evener itself ends a program that failed.
@@ -62,8 +67,11 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def output(self) -> str:
-        """Return the last lines of its log; empty if a hint explains the failure."""
-        return "" if self.hint else "\n".join(tail_log(self.log, SHOWN_LINES, self.run_started_at))
+        """Return the traceback in its log, or else the last lines; empty if a hint explains the failure."""
+        if self.hint:
+            return ""
+        exception = _printed_exception(self.log, self.run_started_at)
+        return "\n".join(exception.traceback if exception else tail_log(self.log, SHOWN_LINES, self.run_started_at))
 
     def to_error(self, rundir: RunDir, plan: Plan) -> EvenerError:
         """Return the error to raise, with a hint on how to continue."""
@@ -91,11 +99,38 @@ def first_failure(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
     if reported := _reported_failure(rundir, plan, states):
         return reported
     first = min(failures, key=lambda failure: (not failure.is_independent, failure.time))
+    if plan.kind == "launch" and (mismatch := _collective_mismatch(rundir, plan, states, first)) is not None:
+        return mismatch
     is_explained = first.hint or (first.is_independent and first.rank is not None)
     if is_explained or (printed := _first_printed_error(rundir, plan, states)) is None:
         return first
     log, error = printed
     return msgspec.structs.replace(first, message=f"{first.message}; the first error, in {log.name}: {error}", log=log)
+
+
+def _collective_mismatch(
+    rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState], first: RunFailure
+) -> RunFailure | None:
+    """Return the failure of ranks that called different collectives, from what they called last; None if they agree.
+
+    A rank that ended its program explains a failure only of a rank that lost a peer.
+    """
+    calls: dict[int, RankCalls] = {}
+    for event in rundir.events():
+        if event["event"] == "collectives" and event["time"] >= min(map(_started_at, states.values())):
+            with contextlib.suppress(msgspec.MsgspecError):  # damaged
+                calls |= from_json(msgspec.json.encode(event.get("ranks")), dict[int, RankCalls])
+    mismatch = find_mismatch({rank: known for rank, known in calls.items() if 0 <= rank < plan.world_size})
+    if mismatch is None or (mismatch.other_call is None and first.is_independent):
+        return None
+    host = plan.host_of_rank(mismatch.rank).name
+    return msgspec.structs.replace(
+        first,
+        host=host,
+        rank=mismatch.rank,
+        message=f"rank {mismatch.rank} on {host} {mismatch.describe()}; {first.message}",
+        hint=SAME_CALL_HINT,
+    )
 
 
 def _first_printed_error(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState]) -> tuple[Path, str] | None:
@@ -152,6 +187,8 @@ def _rank_failures(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSt
             is_independent = not PEER_FAILURE_PATTERN.search("\n".join(tail_log(log, SEARCHED_LINES, since)))
             message = f"rank {failed['rank']} on {host} {_exit_description(failed['exitcode'], failed.get('signal'))}"
             hint = ""
+            if failed["exitcode"] > 0 and (exception := _printed_exception(log, since)) is not None:
+                message += f": {exception.text[:MAX_ERROR_CHARS]}{exception.where and f', at {exception.where}'}"
             if is_disk_full(state, failed["time"]) and is_independent:
                 message, hint = f"disk.space: {message}: the disk of {host} is full", _disk_space_hint(plan.host(host))
             elif (
@@ -303,13 +340,23 @@ def missing_gpu_message(rundir: RunDir, plan: Plan, states: Mapping[str, Supervi
 
 def tail_log(log: Path, num: int, since: float) -> list[str]:
     """Return the last `num` lines of a log that were written after `since` (the host's clock), without time stamps."""
+    return [text for _, text in _stamped_lines(log, num, since)]
+
+
+def _printed_exception(log: Path, since: float) -> PrintedException | None:
+    """Return the exception with which the program of a log ended in the run that began at `since`."""
+    return last_exception([text for stream, text in _stamped_lines(log, STDERR_LINES, since) if stream in "Ee"])
+
+
+def _stamped_lines(log: Path, num: int, since: float) -> list[tuple[str, str]]:
+    """Return (stream, text) of the last lines of a log that were written after `since`, the host's clock."""
     first = _format_timestamp(since)
     try:
         tail = read_last_lines(log, TAIL_BYTES)[-num:]
     except OSError:
         return []
-    lines = (line.decode(errors="replace").split(" ", 2) for line in tail)
-    return [line[-1] for line in lines if line[0] >= first]
+    lines = ([*line.decode(errors="replace").split(" ", 2), "", ""] for line in tail)
+    return [(line[1], line[2]) for line in lines if line[0] >= first]
 
 
 def _format_timestamp(at: float) -> str:

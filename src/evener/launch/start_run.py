@@ -43,6 +43,7 @@ from evener.launch.commands import (
     withheld_variables,
 )
 from evener.launch.launcher import Notify
+from evener.launch.script.passed_variables import PassedVariables
 from evener.node.remote.environment import rank_environment
 from evener.ssh.session import Sessions
 from evener.transfer.checkpoint_transfer import restore_to_hosts
@@ -98,19 +99,22 @@ def plan_script(
     program: list[str],
     environment: Mapping[str, str],
     include: Sequence[str] = (),
-    env_names: Sequence[str] = (),
+    passed: PassedVariables | None = None,
+    options: Sequence[str] = (),
 ) -> PlannedRun:
     """Plan a user's program on all hosts, to which its project's folder is sent.
 
     Files of the folder that `include` names are sent even if git ignores them or they may hold secrets, and so are the
-    variables in `env_names`. UsageError if one of these is not set.
+    variables in `passed`. `options` are those of `evener.worker.script`: "no-compat", "independent".
     """
-    passed_env = {name: _variable(environment, name) for name in env_names}
+    passed_env, shown = (dict(passed), passed.shown) if passed is not None else ({}, {})
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
     inherited = rank_environment(environment) if prepared.is_local_run else {}
-    passed_names = [name for name in passed_env if name not in inherited]
-    plan = script_plan(prepared, program, environment, project, passed_names, key=prepared.new_key())
+    unshown = [name for name in passed_env if name not in shown and inherited.get(name) != passed_env[name]]
+    plan = script_plan(
+        prepared, program, environment, project, shown, unshown, script_options=options, key=prepared.new_key()
+    )
     withheld = []
     if trees and trees[0].withheld:
         names = summarize_names(trees[0].withheld)
@@ -123,7 +127,12 @@ def plan_script(
     if prepared.is_local_run:  # this program's TORCH_… variables are forwarded to a script
         warnings = [finding for finding in warnings if finding.check != "env.debug"]
     return PlannedRun(
-        rundir=rundir, plan=plan, trees=trees, warnings=warnings, withheld=withheld, passed_env=passed_env
+        rundir=rundir,
+        plan=plan,
+        trees=trees,
+        warnings=warnings,
+        withheld=withheld,
+        passed_env={name: passed_env[name] for name in unshown},
     )
 
 
@@ -132,17 +141,6 @@ def withheld_data(folder: str, tree: FileTree) -> list[str]:
     names = summarize_names(tree.withheld)
     reason = "they are hidden or may hold secrets, and no rank reads them"
     return [f"not sent with {folder}: {names}: {reason}"] if names else []
-
-
-def _variable(environment: Mapping[str, str], name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        given = name.partition("=")[0]  # without a value, which would be shown
-        raise UsageError(
-            f"--env {given}: expected the name of a variable alone", hint=f"export {given}=…; --env {given}"
-        )
-    if name not in environment:
-        raise UsageError(f"--env {name}: it is not set here", hint=f"export {name}=…")
-    return environment[name]
 
 
 def project_name(folder: Path) -> str:

@@ -55,7 +55,8 @@ def overview_row(key: str, reader: RunReader, now: float) -> dict[str, Any]:
         "sign": MARK_SYMBOLS[run_health.mark],
         "began": began,
         "begun": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
-        "steps": f"{reader.curves.steps_done:,}" + (f" of {manifest.spec.train.steps:,}" if manifest else ""),
+        "steps": f"{reader.curves.steps_done:,}"
+        + (f" of {manifest.planned_steps:,}" if manifest and manifest.planned_steps else ""),
         "loss": "–" if loss is None else f"{loss:.4f}",
         "val_loss": "–" if best is None else f"{best:.4f}",
         "rate": "–" if rate is None else format_count(rate),

@@ -18,7 +18,7 @@ Gauge = tuple[str, str, Callable[[RunReader], float | None]]
 GAUGES: tuple[Gauge, ...] = (
     ("evener_steps", "Optimizer steps taken.", lambda reader: reader.curves.steps_done),
     ("evener_steps_wanted", "Optimizer steps requested.",
-     lambda reader: reader.manifest.spec.train.steps if reader.manifest else None),
+     lambda reader: reader.manifest.planned_steps if reader.manifest else None),
     ("evener_loss", "Training loss of the newest step.",
      lambda reader: reader.curves.last_record.loss if reader.curves.last_record else None),
     ("evener_validation_loss", "Newest loss of the validation split.",

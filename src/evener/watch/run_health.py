@@ -101,7 +101,8 @@ def _assess_running(reader: RunReader, manifest: Manifest, now: float, resume: s
         )
     if last is None:
         return RunHealth("starting", "no step has been taken yet.")
-    message = f"step {curves.steps_done:,} of {manifest.spec.train.steps:,}."
+    planned = f" of {manifest.planned_steps:,}" if manifest.planned_steps else ""
+    message = f"step {curves.steps_done:,}{planned}."
     slow = _slow_reason(reader, manifest)
     return RunHealth("slow", f"{message} {slow}") if slow else RunHealth("healthy", message)
 

@@ -86,12 +86,12 @@ def communication_share(reader: RunReader) -> float | None:
 def time_left_s(reader: RunReader) -> float | None:
     """Return the estimated seconds until the run ends; None if unknown or over."""
     manifest, last, each_s = reader.manifest, reader.curves.last_record, typical_step_s(reader)
-    if manifest is None or last is None or each_s is None or reader.is_over:
+    if manifest is None or last is None or each_s is None or reader.is_over or manifest.planned_steps is None:
         return None
     began = [float(event["time"]) for event in reader.events if event.get("event") == "start"]
     spent_s = last.ended - (began[-1] if began else manifest.started)
     train = manifest.spec.train
-    return seconds_left(each_s, max(0, train.steps - reader.curves.steps_done), train.max_s, spent_s)
+    return seconds_left(each_s, max(0, manifest.planned_steps - reader.curves.steps_done), train.max_s, spent_s)
 
 
 def newest_loss(reader: RunReader) -> float | None:
@@ -143,11 +143,11 @@ def _rank_summary(reader: RunReader, index: int, rank: int) -> RankSummary:
 def progress_share(reader: RunReader) -> float:
     """Return the share of the run that is done, by steps or by its time limit, whichever is greater."""
     manifest, last = reader.manifest, reader.curves.last_record
-    if manifest is None or last is None:
+    if manifest is None or last is None or manifest.planned_steps is None:
         return 0.0
     remaining_s = time_left_s(reader)
     spent_s = reader.curves.train_time_s
-    by_steps = reader.curves.steps_done / manifest.spec.train.steps
+    by_steps = reader.curves.steps_done / manifest.planned_steps
     if manifest.spec.train.max_s is None or remaining_s is None:
         return min(1.0, by_steps)
     return min(1.0, max(by_steps, spent_s / (spent_s + remaining_s) if spent_s else 0.0))

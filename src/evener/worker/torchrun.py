@@ -1,4 +1,4 @@
-"""Start and monitor one host's ranks: torchrun with a failure detector and four other additions.
+"""Start and monitor one host's ranks: torchrun with a failure detector and five other additions.
 
     EVENER_KEY_FILE=FILE python -m evener.worker.torchrun --nnodes=2 --rdzv-backend=evener
                                      --rdzv-endpoint=ADDRESS:PORT --rdzv-conf=rank=1 -m X
@@ -12,12 +12,14 @@
 - The first host, which hosts the store, stays until no other needs it, however much longer the others' ranks take.
 - If torch has no accelerator, accelerate is told to use the CPU, as by `accelerate launch --cpu`: otherwise each rank
   would silently train a model alone, in a world of size 1.
+- The ranks of a user's program are instrumented (`evener.worker.script`). When they wait in different collectives, all
+  are ended with what each called.
 
 Keys in the store, under evener/RUN:
 
     node/RANK        number of agents that joined as this node   beat/RANK   heartbeat: a counter, as long as it runs
     node/RANK/host   name of the (first) host that did           left/RANK   the agent has ended, or knows of a failure
-    failed           the first failure: host and reason
+    calls/RANK      the newest collectives of its ranks      failed      the first failure: host and reason
 """
 
 from __future__ import annotations
@@ -50,11 +52,15 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
 from evener.core.base.errors import CheckpointError
+from evener.core.collectives.call_ring import FIRST_RANK_VARIABLE, SCRIPT_VARIABLE
 from evener.core.run.membership_epoch import EXIT_TERMINATED, read_run_key
 from evener.node.agent.store_tunnel import LOOPBACK, StoreGate, StoreProxy
 from evener.node.remote.sockets import listen
 from evener.worker.rank.process_groups import exit_immediately, open_store
+from evener.worker.script.collective_watch import CollectiveWatch
+from evener.worker.script.report import run_folder
 
+STARTUP_FOLDER = Path(__file__).with_name("script") / "startup"
 FAILURE_KEY = "failed"
 NODE_HEARTBEAT_INTERVAL_S = 0.5
 JOIN_TIMEOUT_S = 180.0  # for all hosts to join: Python and torch may load from a cold, slow disk
@@ -87,11 +93,18 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         self._refused_since: float | None = None
         self._reported_failure: str | None = None  # of another host, from the store
         self.stop_reason: str | None = None  # why this host's ranks are ended
+        self.collective_watch: CollectiveWatch | None = None  # of a user's program
         # on the first host: the others' last counter, and when it grew
         self._heartbeats: dict[int, tuple[int, float]] = {}
 
     def get_backend(self) -> str:
         return "evener"
+
+    def watch_collectives(self, num_ranks: int) -> None:
+        """Watch the collectives of this host's ranks, of which every host has as many; on the first host, of all."""
+        if (folder := run_folder()) is not None:
+            first_rank = int(os.environ.get(FIRST_RANK_VARIABLE, "0"))
+            self.collective_watch = CollectiveWatch(folder, first_rank, num_ranks, self.rank, self.world_size)
 
     def start(self) -> None:
         """Start the store or connect to it, then start the heartbeats and the failure detector."""
@@ -210,6 +223,9 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
                 store.add(f"beat/{self.rank}", 1)
                 if self.rank == 0:
                     self._detect_silent_nodes(store)
+                if self.collective_watch is not None and (mismatch := self.collective_watch.observe(store)):
+                    self.collective_watch.record_mismatch(mismatch)
+                    _publish_failure(store, _host_name(), f"rank {mismatch.rank} {mismatch.describe()}")
                 if store.check([FAILURE_KEY]):
                     first = _parse_failure(store.get(FAILURE_KEY))
                     store.set(f"left/{self.rank}", "")
@@ -276,6 +292,10 @@ def main() -> int:
         address, port, int(settings["rank"]), num_nodes, args.rdzv_id, timeout_s, key
     )
     handler_registry.register("evener", lambda parameters: rendezvous)
+    if SCRIPT_VARIABLE in os.environ:
+        python_path = [str(STARTUP_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
+        rendezvous.watch_collectives(int(args.nproc_per_node))
     if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     _let_signals_through_logging()
@@ -293,6 +313,9 @@ def main() -> int:
         status, why = 1, f"{type(error).__name__}: {error}".splitlines()[0]
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)  # it is ending
+    if status and rendezvous.collective_watch is not None:
+        with contextlib.suppress(OSError):  # a full disk
+            rendezvous.collective_watch.record_calls()
     rendezvous.close(why)
     return status
 

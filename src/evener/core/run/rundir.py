@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -92,6 +92,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     started: float  # Unix time
     ended: float | None = None
     argv: list[str]
+    program: str | None = None  # the name of a program that `evener launch` started and measured
+    unit: Literal["tokens", "samples", "steps"] | None = None  # that records count, where it is not the usual one
     versions: dict[str, str]  # evener, torch, python
     spec: RunSpec
     shape: GPTShape | None  # None for a user's own model
@@ -111,6 +113,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return self.roster.world_size
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Optimizer steps that the run is to take; None if only its program knows."""
+        return self.spec.train.steps if self.program is None else None
 
     @property
     def was_time_up(self) -> bool:

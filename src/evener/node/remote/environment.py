@@ -15,7 +15,7 @@ from typing import Mapping  # noqa: UP035  python 3.8
 LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_|CROSS_)?(RANK|WORLD_SIZE)|ROLE_NAME|NPROC_PER_NODE|NNODES|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|(PMI|PMIX|MPI|I_MPI|HYDRA|HYDI|MV2|PALS|FLUX|JSM|PRTE)_\w+"
-    r"|EVENER_(AGENT|FAILURES|JOINED|KEY_FILE|ROSTER|SAYINGS|WORLD)"
+    r"|EVENER_(AGENT|FAILURES|FIRST_RANK|JOINED|KEY_FILE|RANK_PID|ROSTER|SAYINGS|SCRIPT|WORLD)"
 )
 # Other values of TORCH_DISTRIBUTED_DEBUG keep ranks from starting: DETAIL wraps process groups, which ends ranks that
 # exchange gradients in hooks by SIGSEGV, and hangs if only some hosts set it; an unknown value ends `import torch`.

@@ -121,15 +121,19 @@ def explain_bottleneck(summary: RunSummary) -> str:
 
 
 def _explain_throughput(summary: RunSummary) -> str:
-    num = len(summary.ranks)
+    num, step_s = len(summary.ranks), summary.step_p50_s
+    size = "" if summary.unit == "steps" else f"trains on {summary.tokens_per_step:,} {summary.unit} and "
     text = (
-        f"A step trains on {summary.tokens_per_step:,} {summary.unit} and takes {format_seconds(summary.step_p50_s)} "
+        f"A step {size}takes {format_seconds(step_s)} "
         f"(p50; p95 {format_seconds(summary.step_p95_s)}): {format_count(summary.tokens_per_s)} {summary.unit}/s."
     )
     if summary.manifest.window_text:
         text += f" These figures are{summary.manifest.window_text}."
     if num == 1:
         return text
+    if summary.manifest.program is not None:  # how it divides its work is its own affair
+        sent = max(rank.bytes or 0 for rank in summary.ranks)
+        return f"{text} A rank sends {format_bytes(sent)} a step in collectives of torch.distributed."
     sync = summary.manifest.roster.sync
     if sync.drifts:
         return (

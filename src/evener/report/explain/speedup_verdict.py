@@ -51,7 +51,7 @@ def _multi_host_verdict(
     who = join_names(hosts) if len(hosts) <= MAX_NAMED_HOSTS else f"{len(hosts)} hosts"
     trained = f"{who} trained {format_throughput(tokens_per_s, summary.unit)}"
     if alternatives is None or alternatives.best_single_host is None:
-        return SpeedupVerdict(f"{trained} together; what one of them alone would have trained is not known.")
+        return SpeedupVerdict(_verdict_by_own_work(summary, trained))
     alone = alternatives.best_single_host
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
     link = format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)
@@ -65,6 +65,29 @@ def _multi_host_verdict(
     else:
         verdict = f"It was not worth it: {rates}: {name} alone is {1 / ratio:.2f} times as fast."
     return _with_recommendation(summary, alternatives, verdict)
+
+
+def _verdict_by_own_work(summary: RunSummary, trained: str) -> str:
+    """Judge a run of which nothing was predicted by what its ranks did while they neither exchanged nor waited.
+
+    A host alone would train its ranks' shares in that time: on the same cores, at the same batch of each rank.
+    """
+    rates: dict[str, float] = {}
+    for rank in summary.ranks:
+        cost = rank.typical
+        work_s = (cost.data_s or 0.0) + (cost.compute_s or 0.0) + (cost.optimizer_s or 0.0)
+        if not rank.tokens or not work_s or cost.compute_s is None:
+            return f"{trained} together; what one of them alone would have trained is not known."
+        host = summary.manifest.roster.members[rank.rank].host
+        rates[host] = rates.get(host, 0.0) + rank.tokens / work_s
+    name = max(rates, key=rates.__getitem__)
+    ratio, alone = (summary.tokens_per_s or 0.0) / rates[name], format_throughput(rates[name], summary.unit)
+    by = f"{name} alone, without exchanging and waiting, would have trained {alone}"
+    if ratio >= MIN_SPEEDUP:
+        return f"It was worth it: {trained}; {by}: together they are {ratio:.2f} times as fast."
+    if ratio > 1 / MIN_SPEEDUP:
+        return f"It made no difference: {trained}; {by}."
+    return f"It was not worth it: {trained}; {by}: {1 / ratio:.2f} times as fast as together."
 
 
 def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, message: str) -> SpeedupVerdict:
@@ -84,14 +107,19 @@ def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, mes
 
 
 def _own_command(summary: RunSummary) -> str:
-    """Return the script and its arguments, with another run directory."""
-    words, argv = [], iter(summary.manifest.argv)
+    """Return the command that runs a program of the user's own on one rank, with another run directory."""
+    manifest, out = summary.manifest, f"{summary.run_dir}-1-rank"
+    if manifest.program is not None:
+        return quote_command(
+            ["evener", "launch", "--fleet", "local", "--ranks", "1", "--out", out, "--", *manifest.argv]
+        )
+    words, argv = ["torchrun", "--nproc-per-node", "1"], iter(manifest.argv)
     for word in argv:
         if word == "--out":
             next(argv, None)
         elif not word.startswith("--out="):
             words.append(word)
-    return f"{quote_command(words)} --out {quote_word(f'{summary.run_dir}-1-rank')}"
+    return quote_command([*words, "--out", out])
 
 
 def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
@@ -101,7 +129,7 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     lost = f"; {format_seconds(both_s)} of each step went to exchanging and waiting" if both_s else ""
     verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
     if manifest.shape is None:  # a program of the user's own
-        return SpeedupVerdict(verdict, "To measure it", f"torchrun --nproc-per-node 1 {_own_command(summary)}")
+        return SpeedupVerdict(verdict, "To measure it", _own_command(summary))
     data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
     command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} "
     command += f"--batch {batch} --ranks 1 --ranks {manifest.world_size}"

@@ -170,7 +170,8 @@ def _outcome(summary: RunSummary, events: list[dict[str, Any]], last_write_unix_
     if is_unresponsive(silence_s, summary.step_p50_s):
         message = f"for {format_seconds(silence_s)}, {done} done. Its processes hang or are gone."
         return RunOutcome("unresponsive", message, resume)
-    return RunOutcome(verdict, f"{done} of {manifest.spec.train.steps} done.")
+    planned = f" of {manifest.planned_steps}" if manifest.planned_steps else ""
+    return RunOutcome(verdict, f"{done}{planned} done.")
 
 
 def _last_write_unix_s(manifest: Manifest, records: dict[int, list[StepRecord]], events: list[dict[str, Any]]) -> float:
@@ -185,7 +186,8 @@ def _run_descriptions(summary: RunSummary) -> list[str]:
     manifest, num_params = summary.manifest, f"{format_count(summary.manifest.num_params)} parameters"
     of_what = [f"{manifest.spec.model.model} ({num_params})", manifest.corpus.name if manifest.corpus else "no corpus"]
     if manifest.shape is None:  # a program of the user's own, which the flags of evener's model say nothing about
-        of_what = [f"{PurePath(manifest.argv[0]).name if manifest.argv else 'a program'} ({num_params})"]
+        program = manifest.program or (PurePath(manifest.argv[0]).name if manifest.argv else "a program")
+        of_what = [f"{program} ({num_params})"]
     return [
         *of_what,
         _processes(manifest),

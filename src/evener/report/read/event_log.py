@@ -139,11 +139,16 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             | "run.split-brain"
             | "host.failed"
             | "supervisor.lost"
+            | "program.warning"
             | "checkpoint.damaged"
         ):
             return str(event.get("error"))
         case "run.goes-on":
             return f"recovered {format_seconds(event.get('after_s'))} after the hang was reported"
+        case "program.waiting":
+            return f"the others wait for rank {event.get('rank')}, which is in {event.get('where')}"
+        case "collectives":
+            return "the newest collectives of its ranks, before the run failed"
         case "own.dropped":
             return f"step {step}: the ranks or the sync strategy changed: all resume from the last synchronized model"
         case "own.missing":

@@ -60,8 +60,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> str:
-        """Return what a step counts: "tokens", or the "samples" of a user's own program."""
-        return "samples" if self.manifest.shape is None else "tokens"
+        """Return what a step counts: tokens, or in a user's own program samples, or steps if those are not known."""
+        return self.manifest.unit or "samples" if self.manifest.shape is None else "tokens"
 
     @property
     def cores(self) -> int:
@@ -123,7 +123,9 @@ def summarize_records(
         tokens_per_step=medians.tokens_per_step,
         step_p50_s=medians.step_p50_s,
         step_p95_s=medians.step_p95_s,
-        tokens_per_s=medians.tokens_per_step / medians.step_p50_s if medians.step_p50_s else None,
+        tokens_per_s=medians.tokens_per_step / medians.step_p50_s
+        if medians.tokens_per_step and medians.step_p50_s
+        else None,
         sync_p50_s=medians.sync_p50_s,
         sync_p95_s=medians.sync_p95_s,
         ranks=medians.ranks,

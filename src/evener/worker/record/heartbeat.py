@@ -27,6 +27,7 @@ COLLECTIVE_MODULES = (
     "evener.worker.sync.",
     "evener.worker.record.step_recorder",
     "evener.worker.rank.process_groups",
+    "evener.worker.script.",
 )
 TCP_INFO = 11  # of <linux/tcp.h>
 ACKED_AND_RECEIVED = struct.Struct("=120xQQ")  # tcpi_bytes_acked and tcpi_bytes_received, in the result
@@ -59,12 +60,19 @@ def _write_heartbeats(path: Path) -> None:
 
 
 def current_line(frame: FrameType | None) -> str:
-    """Return the innermost line of Python that is neither in torch nor in the standard library.
+    """Return the innermost line of Python that is not in torch, in the standard library or in a wrapper of ours.
 
     >>> current_line(sys._getframe()).endswith("in <module>")
     True
     """
-    while frame is not None and _top_package(frame) in ("torch", *sys.stdlib_module_names) and frame.f_back is not None:
+    while (
+        frame is not None
+        and frame.f_back is not None
+        and (
+            _top_package(frame) in ("torch", *sys.stdlib_module_names)
+            or _module_name(frame).startswith("evener.worker.script.")  # wraps the program's calls of torch
+        )
+    ):
         frame = frame.f_back
     if frame is None:
         return ""

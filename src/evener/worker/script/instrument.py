@@ -1,0 +1,118 @@
+"""Instrument the program of a rank that `evener launch` started, before its first line runs.
+
+    evener.worker.torchrun          puts `startup` on PYTHONPATH
+    Python, below a rank            imports startup/sitecustomize.py, which calls `install`
+    the program imports torch       its modules are changed as soon as each has been executed, before anybody has them
+
+Nothing of torch is imported that the program does not import. Processes that the rank starts (data loader workers,
+mp.spawn) come here too: they are recognized by EVENER_RANK_PID.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from evener.core.collectives.call_ring import CALLS_FOLDER, SCRIPT_VARIABLE, CallRing
+from evener.worker.record.heartbeat import start_heartbeat
+from evener.worker.script.collective_calls import COLLECTIVES, hook_ddp, record_collectives
+from evener.worker.script.gloo_completion import complete_gloo
+from evener.worker.script.group_checks import RANK_PID_VARIABLE, GroupChecks
+from evener.worker.script.report import launched_rank, run_folder
+
+ModuleChange = Callable[[ModuleType], None]
+
+
+def install() -> None:
+    """Instrument this process."""
+    options = os.environ[SCRIPT_VARIABLE].split(",")
+    is_rank = os.environ.setdefault(RANK_PID_VARIABLE, str(os.getpid())) == str(os.getpid())
+    changer = ModuleChanger()
+    if "no-compat" not in options:
+        changer.add("torch.distributed.distributed_c10d", complete_gloo)
+    if "independent" not in options:
+        checks = GroupChecks()
+        changer.add("torch.distributed.distributed_c10d", checks.check_groups)
+        if is_rank:
+            changer.add(
+                "torch.optim.optimizer",
+                lambda optimizer: optimizer.register_optimizer_step_post_hook(checks.after_optimizer_step),
+            )
+    if is_rank:
+        start_heartbeat()
+        _record(changer, measures="no-measure" not in options and "independent" not in options)
+    sys.meta_path.insert(0, changer)
+
+
+def _record(changer: ModuleChanger, *, measures: bool) -> None:
+    """Record the collectives of this rank, and measure its steps."""
+    folder = run_folder()
+    if folder is None:
+        return
+    try:
+        ring = CallRing(folder / CALLS_FOLDER / os.environ.get("LOCAL_RANK", "0"))
+    except OSError:  # no room: the program runs without
+        return
+    measurement = None
+    if measures:
+        from evener.core.run.runwriter import RunWriter
+        from evener.worker.script.program_log import take_losses
+        from evener.worker.script.step_exchange import StepExchange
+        from evener.worker.script.step_measurement import StepMeasurement, measure_modules
+
+        exchange = StepExchange(RunWriter(folder), launched_rank(), int(os.environ.get("WORLD_SIZE", "1")))
+        measurement = StepMeasurement(exchange)
+        for name, change in (measure_modules(measurement, COLLECTIVES) | take_losses(measurement.log)).items():
+            changer.add(name, change)
+
+    def close() -> None:
+        has_failed = hasattr(sys, "last_value")  # set by an uncaught exception
+        if not has_failed:
+            ring.close()
+        if measurement is not None:
+            measurement.close()
+            exchange.close(is_finished=not has_failed)
+
+    atexit.register(close)
+    changer.add("torch.distributed.distributed_c10d", lambda c10d: record_collectives(c10d, ring, measurement))
+    changer.add("torch.nn.parallel.distributed", hook_ddp)
+
+
+class ModuleChanger(importlib.abc.MetaPathFinder):
+    """Calls functions with a module right after it was executed, when nobody has imported a name of it yet."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, list[ModuleChange]] = {}
+
+    def add(self, name: str, change: ModuleChange) -> None:
+        """Have `change` called with the module of this name, after the functions that were added before."""
+        self._changes.setdefault(name, []).append(change)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find a module that is to be changed as Python does, and return it with a loader that changes it."""
+        if name not in self._changes:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        changes, execute = self._changes.pop(name), spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for change in changes:
+                try:
+                    change(module)
+                except AttributeError as error:  # another version than evener knows: the program runs as it is
+                    print(f"evener: {name} is not instrumented: {error}", file=sys.stderr)
+
+        loader: Any = spec.loader
+        loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,51 @@
+"""Report what is wrong with a launched program, as an event of its run; an error also ends it.
+
+The launcher shows the failure that a rank reports before any other, so the cause stands first also where ranks of other
+hosts fail because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from evener.core.run.runwriter import RunWriter
+
+EXIT_STATUS = 2  # as of a wrong request
+
+
+def run_folder() -> Path | None:
+    """Return the folder of the run on this host; None if the program was not launched."""
+    path = os.environ.get("EVENER_JOINED")
+    return None if path is None else Path(path).parents[1]
+
+
+def launched_rank() -> int:
+    """Return the rank as the launcher set it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def warn(error: str, hint: str) -> None:
+    """Report a probable mistake: the launcher prints it."""
+    _add_event("program.warning", error, hint)
+
+
+def end_program(error: str, hint: str) -> NoReturn:
+    """Report a mistake that makes the run useless, and end this process at once; callable from any thread."""
+    _add_event("failure", error, hint, kind="UsageError")
+    print(f"error: {error}\nhint:  {hint}", file=sys.stderr)
+    with contextlib.suppress(Exception):  # the program may have closed or replaced it
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_STATUS)
+
+
+def _add_event(event: str, error: str, hint: str, **facts: str) -> None:
+    folder, rank = run_folder(), launched_rank()
+    if folder is not None:
+        host = os.environ.get("EVENER_HOST", "")
+        with contextlib.suppress(OSError):  # a full disk
+            RunWriter(folder).add_event(event, rank=rank, host=host, error=error, hint=hint, **facts)

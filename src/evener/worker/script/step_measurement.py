@@ -1,0 +1,211 @@
+"""Measure the steps of a launched program on one rank: what the clocks of its process can see without changing it.
+
+A step ends when the program's first optimizer has updated. Its phases are those of evener's own steps:
+
+    input           waiting for the next batch of a torch DataLoader
+    update          between the hooks before and after the step of an optimizer
+    communication   blocked in a collective, in `wait` of its work or future, or, with DDP, from the moment when the
+                    last bucket of gradients was ready until backward returned
+    compute         all the rest
+
+Only the main thread counts. Ranks exchange the blocked time of their steps once a second through the store, beside the
+program's own group, because waiting for a slower rank can be told from communication only by comparing ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from evener.core.run.step_cost import StepCost, StepRecord
+from evener.worker.script.step_exchange import StepExchange
+
+ModuleChange = Callable[[ModuleType], None]
+
+
+class StepMeasurement:
+    """The clocks of the step that the program is in."""
+
+    def __init__(self, exchange: StepExchange) -> None:
+        self._exchange = exchange
+        self._thread = threading.main_thread().ident
+        self._leader: int | None = None  # id of the optimizer whose updates end steps
+        self._step, self._began = 0, 0.0
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._counts_samples = False  # whether a DataLoader was seen before the first update
+        self._blocked_depth = 0
+        self._ready_at: float | None = None  # when DDP's newest bucket was ready
+        self._updating_since = self._blocked_before_update = 0.0
+        self._loss: float | None = None
+        self._newest: StepRecord | None = None  # the step that has just ended: its loss may be logged after it
+        self._has_backward = False  # in the current step
+        self._clear()
+
+    def _clear(self) -> None:
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        self._data_s = self._blocked_s = self._optimizer_s = 0.0
+        self._samples, self._sent_bytes = 0, 0
+
+    def log(self, loss: float) -> None:
+        """Take a loss that the program states: of this step or, before its first backward, of the one before."""
+        if self._newest is not None and not self._has_backward:
+            self._newest = msgspec.structs.replace(self._newest, loss=loss)
+        else:
+            self._loss = loss
+
+    def close(self) -> None:
+        """Hand over the last step."""
+        if self._newest is not None:
+            self._exchange.add(self._newest)
+            self._newest = None
+
+    def add_sent(self, num_bytes: float) -> None:
+        """Count bytes that this rank sends."""
+        self._sent_bytes += int(num_bytes)
+
+    def mark_bucket_ready(self) -> None:
+        """Note that a bucket of DDP's gradients is ready."""
+        self._ready_at = time.perf_counter()
+
+    def blocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function whose time on the main thread counts as communication."""
+
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread or self._blocked_depth:
+                return call(*args, **kwargs)
+            began, self._blocked_depth = time.perf_counter(), 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._blocked_depth = 0
+                self._blocked_s += time.perf_counter() - began
+
+        return timed
+
+    def backward(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return torch.autograd.backward with the time that it waits for DDP's last bucket."""
+
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            self._ready_at = None
+            call(*args, **kwargs)
+            self._has_backward = True
+            self.close()
+            if self._ready_at is not None and threading.get_ident() == self._thread:
+                self._blocked_s += time.perf_counter() - self._ready_at
+
+        return timed
+
+    def next_batch(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a DataLoader's __next__ whose time counts as input, and whose samples are counted."""
+
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return call(*args, **kwargs)
+            began = time.perf_counter()
+            try:
+                batch = call(*args, **kwargs)
+            finally:
+                self._data_s += time.perf_counter() - began
+            self._samples += _batch_size(batch)
+            return batch
+
+        return timed
+
+    def before_update(self, optimizer: Any, *_: Any) -> None:
+        """Begin an update."""
+        if self._leader is None:
+            self._leader = id(optimizer)
+            if "evener.worker.train.run" in sys.modules:  # the program uses evener.join, which measures by itself
+                self._leader = -1
+            else:
+                self._counts_samples = self._samples > 0
+                self._exchange.describe_model(optimizer, unit="samples" if self._counts_samples else "steps")
+        self._updating_since, self._blocked_before_update = time.perf_counter(), self._blocked_s
+
+    def after_update(self, optimizer: Any, *_: Any) -> None:
+        """End an update, and with that of the first optimizer the step."""
+        now = time.perf_counter()
+        self._optimizer_s += now - self._updating_since - (self._blocked_s - self._blocked_before_update)
+        if id(optimizer) != self._leader:
+            return
+        wall_s = now - self._began
+        rest_s = wall_s - self._data_s - self._blocked_s - self._optimizer_s
+        # The first step also holds what the program did before it.
+        record = StepRecord(
+            step=self._step,
+            epoch=0,
+            tokens=float(self._samples) if self._counts_samples else 1 / self._world_size,
+            loss=self._loss,
+            wall_s=wall_s,
+            cost=StepCost(
+                data_s=self._data_s,
+                compute_s=max(0.0, rest_s),
+                exposed_sync_s=self._blocked_s,  # until the other ranks' are known
+                optimizer_s=self._optimizer_s,
+            ),
+            sync_s=None,
+            cpu_s=time.process_time() - self._cpu_began,
+            bytes=self._sent_bytes,
+            members=self._world_size,
+            lr=float(optimizer.param_groups[0].get("lr", 0.0)),
+            grad_norm=None,
+            ended=time.time(),
+        )
+        self.close()
+        self._newest = record
+        self._step += 1
+        self._loss, self._has_backward = None, False
+        self._clear()
+
+
+def measure_modules(measurement: StepMeasurement, collectives: Iterable[str]) -> dict[str, ModuleChange]:
+    """Return what to change in the modules of torch when each is imported."""
+
+    def change_c10d(c10d: ModuleType) -> None:
+        for name in collectives:
+            if hasattr(c10d, name):
+                setattr(c10d, name, measurement.blocked(getattr(c10d, name)))
+        import torch
+
+        for kind in (c10d.Work, torch._C.Future):
+            _replace(kind, "wait", measurement.blocked)
+
+    def change_autograd(autograd: ModuleType) -> None:
+        _replace(autograd, "backward", measurement.backward)
+
+    def change_optimizer(optimizer: ModuleType) -> None:
+        optimizer.register_optimizer_step_pre_hook(measurement.before_update)
+        optimizer.register_optimizer_step_post_hook(measurement.after_update)
+
+    def change_loader(loader: ModuleType) -> None:
+        _replace(loader._BaseDataLoaderIter, "__next__", measurement.next_batch)
+
+    return {
+        "torch.distributed.distributed_c10d": change_c10d,
+        "torch.autograd": change_autograd,
+        "torch.optim.optimizer": change_optimizer,
+        "torch.utils.data.dataloader": change_loader,
+    }
+
+
+def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+    setattr(owner, name, change(getattr(owner, name)))
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the samples of a batch: the first dimension of its first tensor; 0 if there is none."""
+    while isinstance(batch, list | tuple | dict) and batch:
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    shape: Any = getattr(batch, "shape", ())
+    return int(shape[0]) if len(shape) else 0

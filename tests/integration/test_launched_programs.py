@@ -1,0 +1,261 @@
+"""Launch unchanged programs on this machine: the mistakes that would train nothing, or wait for ever, are named."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.core.run.rundir import RunDir
+from tests.tiers import exhaustive
+
+TIMEOUT_S = 170
+TRAIN = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+def train(model, steps, after=lambda step: None):
+    optimizer = SGD(model.parameters(), 0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.randn(8, 10)), torch.randn(8, 5)).backward()
+        optimizer.step()
+        after(step)
+"""
+NO_GROUP = """
+if torch.cuda.is_available():
+    dist.init_process_group("nccl")
+train(nn.Linear(10, 5), 5)
+print("done", os.environ["RANK"], os.environ["WHO"])
+"""
+SPAWN = """
+import torch.multiprocessing as mp
+def main(rank, world_size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "12355"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    train(DistributedDataParallel(nn.Linear(10, 5)), 5)
+if __name__ == "__main__":
+    mp.spawn(main, args=(2,), nprocs=2)
+"""
+OWN_RENDEZVOUS = """
+os.environ["MASTER_ADDR"] = "localhost"
+os.environ["MASTER_PORT"] = "12355"
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+"""
+# rank 0 alone evaluates: its collective meets the gradients of the other
+EVALUATES = """
+dist.init_process_group("gloo")
+def evaluate(step):
+    if step == 2 and dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1))
+train(DistributedDataParallel(nn.Linear(10, 5)), 30, evaluate)
+"""
+CROSSED = """
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    dist.broadcast(torch.zeros(4), 1)
+else:
+    dist.scatter(torch.zeros(4), src=0)
+"""
+COMPUTES = """
+dist.init_process_group("gloo")
+def slow():
+    end = time.monotonic() + 22
+    while time.monotonic() < end:
+        pass
+if dist.get_rank() == 1:
+    slow()
+dist.barrier()
+print("met", dist.get_rank(), flush=True)
+os._exit(0)
+"""
+NO_COLLECTIVE = """
+dist.init_process_group("gloo")
+train(nn.Linear(10, 5), 25)
+os._exit(0)
+"""
+FOR_NCCL = """
+from torch.distributed import ReduceOp
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+inputs = [torch.arange(6.0) * (1 + other) for other in range(world)]
+futures, outputs = [], []
+for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+    for reduce in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
+        outputs.append(torch.empty(6 // world))
+        futures.append(reduce(outputs[-1], inputs[rank], op, async_op=True).get_future())
+    outputs.append(torch.empty(6 // world))
+    futures.append(dist.reduce_scatter(outputs[-1], list(inputs[rank].chunk(world)), op, async_op=True).get_future())
+torch.futures.wait_all(futures)
+stacked = torch.stack(inputs)
+expected = [part.chunk(world)[rank] for part in (stacked.sum(0), stacked.mean(0), stacked.amax(0)) for _ in range(3)]
+work = dist.reduce_scatter_single(torch.empty(6 // world), inputs[rank], async_op=True)
+assert work.wait() and work.is_completed()
+assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+assert all(torch.equal(future.value()[0], other) for future, other in zip(futures, expected))
+train(DistributedDataParallel(nn.Linear(10, 5)), 2)
+print("completed", flush=True)
+os._exit(0)
+"""
+
+MEASURED = """
+import evener
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(12 * 16, 256), torch.randn(12 * 16, 8))
+model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 8)))
+optimizer, losses = torch.optim.AdamW(model.parameters()), []
+for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        time.sleep(0.1)
+    loss.backward()
+    optimizer.step()
+    evener.log(loss=loss)
+    losses.append(loss.item())
+print("losses", dist.get_rank(), *losses, flush=True)
+dist.destroy_process_group()
+"""
+
+
+class Launch:
+    """`evener launch` on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, *words: str, program: str = "", flags: tuple[str, ...] = ("--ranks", "2")) -> tuple[int, str]:
+        """Return the exit status of a launch, and what it printed to stderr."""
+        (self.folder / "x.py").write_text(TRAIN + program)
+        argv = [str(Path(sys.executable).with_name("evener")), "launch", "--fleet", "local", *flags, "--"]
+        done = subprocess.run(
+            [*argv, *(words or ("x.py",))], cwd=self.folder, capture_output=True, text=True, timeout=TIMEOUT_S,
+            check=False, env=os.environ | {"COLUMNS": "120"},
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    def error(self, program: str) -> str:
+        """Return the error with which the launch of a program ends."""
+        status, text = self.run(program=program)
+        assert status != 0, text
+        return text[text.rindex("\nerror: ") :]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    return Launch(tmp_path)
+
+
+def line_of(program: str, code: str) -> int:
+    return 1 + next(i for i, line in enumerate((TRAIN + program).splitlines()) if code in line)
+
+
+def test_ranks_without_process_group_are_an_error(launch: Launch) -> None:
+    error = launch.error(NO_GROUP)
+    assert "error: 3 optimizer steps were taken, and the 2 ranks have no process group" in error
+    assert "evener launch --independent" in error
+
+
+def test_independent_ranks_run_by_shell_script_with_variables(launch: Launch) -> None:
+    (launch.folder / "run.sh").write_text('test "$WORLD_SIZE" = 2\nWHO="$WHO $1" exec python x.py\n')
+    status, text = launch.run(
+        "bash", "run.sh", "typed", program=NO_GROUP,
+        flags=("--ranks", "2", "--independent", "--env", "WHO=was", "--env", "API_TOKEN=hidden"),
+    )  # fmt: skip
+    assert status == 0, text
+    assert {*re.findall(r"done \d was typed", text)} == {"done 0 was typed", "done 1 was typed"}
+    assert "hidden" not in next(launch.folder.glob("runs/*/plan.json")).read_text()
+
+
+def test_ranks_of_its_own_are_an_error(launch: Launch) -> None:
+    error = launch.error(SPAWN)
+    line = line_of(SPAWN, "dist.init_process_group")
+    assert f"starts processes of its own and makes a process group of them, at x.py:{line} in main" in error
+    assert "remove mp.spawn" in error
+
+
+def test_extra_collective_of_one_rank_is_named(launch: Launch) -> None:
+    error = launch.error(EVALUATES)
+    line, backward = line_of(EVALUATES, "dist.all_reduce"), line_of(EVALUATES, "backward()")
+    assert f"called all_reduce of 1 float32 at x.py:{line} in evaluate" in error
+    assert f"DDP's all_reduce of 55 float32 at x.py:{backward} in train" in error
+
+
+def test_what_gloo_lacks_is_completed(launch: Launch) -> None:
+    status, text = launch.run(program=FOR_NCCL)
+    assert status == 0, text
+    assert text.count("completed") == 2
+    assert "init_process_group('nccl'): torch finds no CUDA device here, so Gloo is used" in text
+
+
+def test_steps_of_unchanged_program_are_measured(launch: Launch) -> None:
+    """Against what the program itself knows: its losses, its samples, its sleep and the size of its gradients."""
+    status, text = launch.run(program=MEASURED)
+    assert status == 0, text
+    rundir = RunDir(next(launch.folder.glob("runs/*")))
+    printed = {int(rank): losses.split() for rank, losses in re.findall(r"losses (\d) (.*)", text)}
+    means = [(float(a) + float(b)) / 2 for a, b in zip(printed[0], printed[1], strict=True)]
+    first, second = rundir.records(0), rundir.records(1)
+    assert [record.loss for record in first] == pytest.approx(means, rel=1e-6)
+    assert [record.tokens for record in second] == [8.0] * 12
+    num_params = 256 * 2048 + 2048 + 2048 * 8 + 8
+    assert {record.bytes for record in first} == {4 * num_params}  # two ranks: 2(n-1)/n of the gradients
+    assert all(record.cost.total_s == pytest.approx(record.wall_s) for record in first + second)
+    waits = [record.cost.wait_s for record in first]
+    assert statistics.median(waits) > 0.07, waits  # of the 0.1 s that the other sleeps
+    assert statistics.median([record.cost.wait_s for record in second]) < 0.05
+    manifest = rundir.manifest()
+    assert (manifest.verdict, manifest.program, manifest.num_params) == ("finished", "x.py", num_params)
+    assert manifest.result is not None
+    assert (manifest.result.steps, len(manifest.result.peak_memory_bytes)) == (12, 2)
+    assert "12 steps measured: " in text
+    reported = subprocess.run(
+        [str(Path(sys.executable).with_name("evener")), "report", str(rundir.path)], capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert reported.returncode == 0, reported.stderr
+
+
+@exhaustive
+def test_without_completion_gloo_is_as_it_is(launch: Launch) -> None:
+    status, text = launch.run(program=FOR_NCCL.replace('"nccl"', '"gloo"'), flags=("--ranks", "2", "--no-compat"))
+    assert status != 0
+    assert "getFuture" in text
+
+
+@exhaustive
+def test_rendezvous_of_its_own_is_an_error(launch: Launch) -> None:
+    error = launch.error(OWN_RENDEZVOUS)
+    assert "the program sets MASTER_ADDR and MASTER_PORT itself" in error
+    assert f"x.py:{line_of(OWN_RENDEZVOUS, 'MASTER_ADDR')} in <module>" in error
+    assert "nobody serves localhost:12355" in error
+
+
+@exhaustive
+def test_different_collectives_end_the_run(launch: Launch) -> None:
+    error = launch.error(CROSSED)
+    assert re.search(r"called (broadcast|scatter) of 4 float32 at x.py:\d+ in <module>, while rank \d called", error)
+
+
+@exhaustive
+def test_rank_that_computes_is_waited_for(launch: Launch) -> None:
+    status, text = launch.run(program=COMPUTES)
+    assert status == 0, text
+    assert re.search(r"waiting for rank 1, which is in x.py:\d+ in slow", text)
+
+
+@exhaustive
+def test_ranks_that_exchange_nothing_are_a_warning(launch: Launch) -> None:
+    status, text = launch.run(program=NO_COLLECTIVE)
+    assert status == 0, text
+    assert "the ranks have exchanged no tensor" in text
