@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from evener.core.collectives.call_ring import NUM_CALLS, CallRing, RankCalls, RecordedCall, read_calls
-from evener.core.collectives.mismatch import find_laggard, find_mismatch
+from evener.core.script.call_ring import NUM_CALLS, CallRing, RankCalls, RecordedCall, read_calls
+from evener.core.script.mismatch import find_laggard, find_mismatch
 
 
 def calls(*operations: str, first: int = 1, has_ended: bool = False, group: str = "0") -> RankCalls:
@@ -28,7 +28,7 @@ def calls(*operations: str, first: int = 1, has_ended: bool = False, group: str 
 
 def test_killed_process_leaves_its_newest_calls(tmp_path: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from evener.core.collectives.call_ring import CallRing\n"
+        "import os, sys; from pathlib import Path; from evener.core.script.call_ring import CallRing\n"
         "ring = CallRing(Path(sys.argv[1]))\n"
         f"for i in range({NUM_CALLS} + 10): ring.end(ring.begin('0', 'all_reduce', i, 'float32', 'x.py:1'))\n"
         "ring.begin('1', 'broadcast', 7, 'bfloat16', 'x.py:2 in ' + 'f' * 200)\n"

@@ -226,6 +226,31 @@ def test_steps_of_unchanged_program_are_measured(launch: Launch) -> None:
     assert reported.returncode == 0, reported.stderr
 
 
+def test_gradients_of_unchanged_program_are_compressed(launch: Launch) -> None:
+    """A number is sent as a byte, and each block of 256 has a scale of two."""
+    status, text = launch.run(program=MEASURED, flags=("--ranks", "2", "--sync", "int8"))
+    assert status == 0, text
+    rundir = RunDir(next(launch.folder.glob("runs/*")))
+    num_params = 256 * 2048 + 2048 + 2048 * 8 + 8
+    records = rundir.records(0)
+    sent = statistics.median([record.bytes for record in records])
+    assert sent == pytest.approx(num_params * (1 + 2 / 256), rel=0.01)
+    fidelity = [record.fidelity for record in records if record.fidelity is not None]
+    assert fidelity
+    assert all(one.error < 0.05 and one.cosine > 0.999 for one in fidelity)
+    assert str(rundir.manifest().roster.sync) == "int8"
+
+
+@exhaustive
+def test_packed_gradients_of_unchanged_program_are_exact(launch: Launch) -> None:
+    losses = {}
+    for sync in ("ddp", "packed"):
+        status, text = launch.run(program=MEASURED, flags=("--ranks", "2", "--sync", sync))
+        assert status == 0, text
+        losses[sync] = sorted(re.findall(r"losses .*", text))
+    assert losses["packed"] == losses["ddp"]
+
+
 @exhaustive
 def test_without_completion_gloo_is_as_it_is(launch: Launch) -> None:
     status, text = launch.run(program=FOR_NCCL.replace('"nccl"', '"gloo"'), flags=("--ranks", "2", "--no-compat"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from evener.core.base.errors import UsageError
 from evener.launch.script.program_arguments import parse_program
+from evener.launch.script.script_sync import script_sync_options
 
 
 @pytest.fixture
@@ -17,6 +19,13 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "run.sh").write_text("set -e  # torchrun x.py is not called\npython x.py\n")
     (tmp_path / "job").write_text("#!/usr/bin/env bash\npython x.py\n")
     (tmp_path / "ranks.sh").write_text("cd .\n\nOMP_NUM_THREADS=1 torchrun --nproc-per-node 2 x.py --lr 1\n")
+    (tmp_path / "strict").write_text("#!/usr/bin/env -S bash -e\npython x.py\n")
+    (tmp_path / "prog").write_bytes(b"\x7fELF")
+    (tmp_path / "mentions.sh").write_text(
+        "conda activate deepspeed && python x.py --strategy deepspeed\npip install deepspeed\n"
+        "command -v torchrun >/dev/null\necho starting torchrun now\nexport BACKEND=deepspeed ; python x.py\n"
+    )
+    (tmp_path / "later.sh").write_text("echo '#1'; torchrun \\\n  --nproc-per-node 2 x.py | tee log\n")
     (tmp_path / "mpi.sh").write_text("mpirun -np 2 python x.py\n")
     return tmp_path
 
@@ -43,6 +52,15 @@ def folder(tmp_path: Path) -> Path:
         ("./run.sh", "--no-python bash run.sh", None),
         ("./job a", "--no-python bash job a", None),
         ("tool a", "tool a", None),
+        ("python -m torch.distributed.launch --nproc_per_node 2 --use_env x.py run.sh", "x.py run.sh", 2),
+        ("torchrun -t3 x.py", "x.py", None),
+        ("/bin/bash run.sh", "--no-python /bin/bash run.sh", None),
+        ("bash -e run.sh a", "--no-python bash -e run.sh a", None),
+        ("/usr/bin/env python3 x.py", "x.py", None),
+        ("accelerate-launch x.py", "x.py", None),
+        ("torchrun --no-python --nproc-per-node 2 ./prog a", "--no-python ./prog a", 2),
+        ("strict", "--no-python bash -e strict", None),
+        ("mentions.sh", "--no-python bash mentions.sh", None),
     ],
 )
 def test_program_is_taken_out_of_what_people_type(folder: Path, typed: str, argv: str, ranks: int | None) -> None:
@@ -52,7 +70,7 @@ def test_program_is_taken_out_of_what_people_type(folder: Path, typed: str, argv
 
 
 def test_translation_is_a_command(folder: Path) -> None:
-    described = parse_program(["torchrun", "--nproc-per-node", "2", "x.py", "--lr", "1"], folder).describe()
+    described = parse_program(["torchrun", "--nproc-per-node", "2", "x.py", "--lr", "1"], folder).describe(2)
     assert described.endswith("without torchrun --nproc-per-node 2: evener launch --ranks 2 -- x.py --lr 1")
     assert not parse_program(["x.py"], folder).is_translated
 
@@ -67,6 +85,8 @@ def test_translation_is_a_command(folder: Path) -> None:
         ("torchrun --nproc-per-node 2", "which program?", "SCRIPT.py"),
         ("bash -c x", "bash -c x: expected a shell script", "bash run.sh"),
         ("bash ranks.sh", "ranks.sh, line 3: torchrun starts ranks of its own", "-- torchrun --nproc-per-node 2 x.py"),
+        ("./later.sh", "later.sh, line 1: torchrun starts", "evener launch -- torchrun --nproc-per-node 2 x.py"),
+        ("LR=1 python x.py", "LR=…: not a program", "evener launch --env LR=VALUE"),
         ("./mpi.sh", "mpi.sh, line 1: mpirun starts ranks of its own", "evener launch -- mpirun"),
         ("mpirun -np 2 python x.py a", "mpirun starts ranks of its own", "evener launch -- x.py a"),
         ("srun --ntasks 2 tool", "srun starts ranks of its own", "evener launch -- SCRIPT.py ARGS"),
@@ -81,6 +101,24 @@ def test_what_starts_no_program_is_refused_with_the_next_command(
     assert hint in raised.value.hint
 
 
+def test_settings_of_a_launcher_that_are_not_followed_are_named(folder: Path) -> None:
+    program = parse_program(["accelerate", "launch", "--mixed_precision", "bf16", "--use_fsdp", "x.py"], folder)
+    assert "--mixed_precision and --use_fsdp: not followed" in program.describe(None)
+
+
 def test_script_elsewhere_is_its_own_project(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     program = parse_program([str(folder / "x.py"), "a"], tmp_path_factory.mktemp("elsewhere"))
     assert (program.project, program.argv) == (folder, ["x.py", "a"])
+
+
+@pytest.mark.parametrize(
+    ("sync", "options"), [("ddp", []), ("int8", ["sync=int8"]), ("powersgd:4", ["sync=powersgd:4"])]
+)
+def test_strategies_of_ddp_are_for_programs(sync: str, options: list[str]) -> None:
+    assert script_sync_options(sync) == options
+
+
+@pytest.mark.parametrize("sync", ["diloco:10", "int8+sparse", "fsdp", "none", "in8"])
+def test_other_strategies_are_refused_for_programs(sync: str) -> None:
+    with pytest.raises(UsageError, match=f"--sync {re.escape(sync)}"):
+        script_sync_options(sync)

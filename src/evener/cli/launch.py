@@ -33,6 +33,9 @@ def launch(
     env_file: list[str] | None = typer.Option(
         None, metavar="FILE", help="a file of such variables, one a line; may be given again"
     ),
+    sync: str = typer.Option(
+        "ddp", metavar="NAME", help="how DDP sums gradients: ddp, packed, bf16, int8, int4 or powersgd:R"
+    ),
     independent: bool = typer.Option(
         False, "--independent", help="the ranks are meant to have nothing to do with each other, as in a sweep"
     ),
@@ -73,16 +76,17 @@ def launch(
     from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
     from evener.launch.script.passed_variables import read_passed_variables
     from evener.launch.script.program_arguments import parse_program
+    from evener.launch.script.script_sync import script_sync_options
     from evener.launch.start_run import plan_script, started
     from evener.transfer.file_tree import ignored_file_sizes, summarize_largest
 
     path = fleet_path(fleet)
     parsed = parse_program(program, Path.cwd().resolve())
     chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
-    options = [name for name, is_set in chosen.items() if is_set]
+    options = [name for name, is_set in chosen.items() if is_set] + script_sync_options(sync)
     passed = read_passed_variables(env or [], env_file or [], os.environ)
     if parsed.is_translated:
-        run_output.print_status(parsed.describe())
+        run_output.print_status(parsed.describe(ranks or parsed.ranks))
     rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{parsed.name}")
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: exists already", hint="another --out")

@@ -250,7 +250,7 @@ def _load_sound_row(rundir: RunDir) -> RunRow:
         if not row.hosts:
             row.state = manifest.verdict
             row.hosts = {machine.host: manifest.verdict for machine in manifest.hosts}
-        elif row.state == "finished":
+        elif row.state == "finished" and manifest.program is None:
             row.state = manifest.verdict
             row.hosts = dict.fromkeys(row.hosts, manifest.verdict)
     weights = run_output.checkpoint_info(rundir, plan)

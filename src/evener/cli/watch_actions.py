@@ -117,7 +117,9 @@ def stop_run(reader: RunReader) -> str:
 
 
 def save_checkpoint(reader: RunReader) -> str:
-    """Request a checkpoint now."""
+    """Request a checkpoint now. Raise UsageError for a program that evener only launched."""
+    if reader.manifest is not None and reader.manifest.program is not None:
+        raise UsageError(f"{reader.manifest.program} saves its own checkpoints")
     launcher.request_checkpoint(reader.rundir, read_plan(reader.rundir))
     return f"requested after {reader.curves.steps_done:,} steps: an event reports when it is saved"
 

@@ -18,7 +18,6 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
-from evener.core.collectives.call_ring import FIRST_RANK_VARIABLE, SCRIPT_VARIABLE
 from evener.core.run.membership_epoch import HOST_TIMEOUT_S, RUN_KEY_FILE, AgentSpec, HostEntry, make_run_key
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import (
@@ -33,6 +32,7 @@ from evener.core.run.roster import (
 )
 from evener.core.run.run_plan import JOINED_RUN_FILE, ROSTER_FILE, HostPlan, Plan
 from evener.core.run.run_spec import MachineSpec, RunSpec, to_flags
+from evener.core.script.variables import FIRST_RANK_VARIABLE, OPTIONS_VARIABLE, PROGRAM_VARIABLE
 from evener.node.remote.environment import is_secret_variable
 
 TRAIN_GRACE_S = 600.0  # for a step, which may take minutes, and a checkpoint; stop --now does not wait
@@ -259,7 +259,12 @@ def script_plan(
         env = _host_env(place, place.host.threads or max(1, place.cores // counts[i]), forwarded)
         env |= {"EVENER_JOINED": posixpath.join(place.run_dir, JOINED_RUN_FILE), **shown_env}
         if script_options is not None:
-            env |= {SCRIPT_VARIABLE: ",".join(script_options), FIRST_RANK_VARIABLE: str(sum(counts[:i]))}
+            env |= {
+                OPTIONS_VARIABLE: ",".join([*script_options, *([] if any(p.gpus for p in places) else ["no-gpu"])]),
+                PROGRAM_VARIABLE: msgspec.json.encode(list(program)).decode(),
+                FIRST_RANK_VARIABLE: str(sum(counts[:i])),
+            }
+        env = {name: value for name, value in env.items() if name not in passed_env}
         host = _host_plan(prepared, counts, i, list(program), env, project)
         hosts.append(msgspec.structs.replace(host, passed_env=list(passed_env)))
     return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, key=key,

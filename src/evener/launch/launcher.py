@@ -167,7 +167,6 @@ def start_on_host(
     """Start a host's part of the run. Return None, or the reason if it does not start."""
     host = plan.host(name)
     spec = plan.supervisor_spec(name, attached=_attach_lock_path(rundir) if attached else None)
-    spec["env"] |= {variable: passed_env[variable] for variable in host.passed_env}
     rank_files = [memory_limit_file(local_rank) for local_rank in range(host.num_ranks)]
     stale_files = (
         CLUSTER_FILE,
@@ -183,7 +182,8 @@ def start_on_host(
         files[CLUSTER_FILE] = msgspec.json.encode(plan.prediction.cluster).decode()
     try:
         session.call("run_control", "start", run=host.run_folder(rundir), spec=spec, supervisor=bundle("supervisor"),
-                     files=files, timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
+                     files=files, passed_env={variable: passed_env[variable] for variable in host.passed_env},
+                     timeout_s=REMOTE_WORK_TIMEOUT_S)  # fmt: skip
     except RemoteError as error:
         return error.message
     except HostError as error:
@@ -213,18 +213,21 @@ def record_preflight_warnings(rundir: RunDir, plan: Plan, warnings: Sequence[Fin
 def record_outcome(rundir: RunDir, plan: Plan, ended: Mapping[str, SupervisorState]) -> RunFailure | None:
     """Record how the run ended, from the hosts' last states, and return its first failure."""
     failure = first_failure(rundir, plan, ended)
-    if failure is None:
-        was_stopped = any(state.get("stopped") for state in ended.values())
-        close_manifest(rundir, "finished" if plan.kind == "launch" and not was_stopped else "stopped")
-    else:
+    was_stopped = any(state.get("stopped") for state in ended.values())
+    if plan.kind == "launch":  # its ranks cannot know how the others end
+        close_manifest(rundir, "failed" if failure else "stopped" if was_stopped else "finished", is_certain=True)
+    elif failure is None:
+        close_manifest(rundir, "stopped")
+    if failure is not None:
         _record_failure(rundir, plan, failure)
     return failure
 
 
-def close_manifest(rundir: RunDir, verdict: str) -> None:
-    """Write the verdict into the manifest if rank 0 could no longer do so."""
-    if rundir.is_run() and rundir.manifest().verdict == "running":
-        ended = msgspec.structs.replace(rundir.manifest(), verdict=verdict, ended=time.time())
+def close_manifest(rundir: RunDir, verdict: str, *, is_certain: bool = False) -> None:
+    """Write the verdict into the manifest if rank 0 could no longer do so or, if it `is_certain`, wrote another."""
+    manifest = rundir.manifest() if rundir.is_run() else None
+    if manifest is not None and (manifest.verdict == "running" or (is_certain and manifest.verdict != verdict)):
+        ended = msgspec.structs.replace(manifest, verdict=verdict, ended=manifest.ended or time.time())
         RunWriter(rundir.path).write_manifest(ended)
 
 

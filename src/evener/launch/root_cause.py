@@ -22,12 +22,12 @@ from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, RunError, UsageError
 from evener.core.base.file_io import open_file, read_last_lines
 from evener.core.base.shell import quote_word
-from evener.core.collectives.call_ring import RankCalls
-from evener.core.collectives.mismatch import SAME_CALL_HINT, find_mismatch
 from evener.core.run.membership_epoch import EXIT_DISK_FULL, EXIT_HOST_LEFT, EXIT_RUN_FAILED, EXIT_TERMINATED
 from evener.core.run.peer_failure import PEER_FAILURE_PATTERN
 from evener.core.run.run_plan import HostPlan, Plan
 from evener.core.run.rundir import RunDir
+from evener.core.script.call_ring import RankCalls
+from evener.core.script.mismatch import SAME_CALL_HINT, find_mismatch
 from evener.launch.script.python_traceback import PrintedException, last_exception
 from evener.launch.script.script_hints import gpu_required_line, script_failure_hint
 from evener.transfer.mirror import SupervisorState
@@ -70,7 +70,9 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
         """Return the traceback in its log, or else the last lines; empty if a hint explains the failure."""
         if self.hint:
             return ""
-        exception = _printed_exception(self.log, self.run_started_at)
+        # Of a rank that was killed, an earlier traceback says nothing.
+        is_exit = "exited with status" in self.message
+        exception = _printed_exception(self.log, self.run_started_at) if is_exit else None
         return "\n".join(exception.traceback if exception else tail_log(self.log, SHOWN_LINES, self.run_started_at))
 
     def to_error(self, rundir: RunDir, plan: Plan) -> EvenerError:

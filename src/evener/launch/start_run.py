@@ -44,7 +44,6 @@ from evener.launch.commands import (
 )
 from evener.launch.launcher import Notify
 from evener.launch.script.passed_variables import PassedVariables
-from evener.node.remote.environment import rank_environment
 from evener.ssh.session import Sessions
 from evener.transfer.checkpoint_transfer import restore_to_hosts
 from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
@@ -110,8 +109,7 @@ def plan_script(
     passed_env, shown = (dict(passed), passed.shown) if passed is not None else ({}, {})
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
-    inherited = rank_environment(environment) if prepared.is_local_run else {}
-    unshown = [name for name in passed_env if name not in shown and inherited.get(name) != passed_env[name]]
+    unshown = [name for name in passed_env if name not in shown]
     plan = script_plan(
         prepared, program, environment, project, shown, unshown, script_options=options, key=prepared.new_key()
     )

@@ -184,6 +184,7 @@ def run_page(reader: RunReader, name: str, *, axis: str, links: Mapping[str, str
     return render_template("watch.html", status=tab_status(reader, name, now), name=name, run_dir=str(reader.rundir),
                   what=run_view.run_descriptions(reader), pieces=_as_markup(all_fragments(reader, axis, now)),
                   axis=axis, axes=CURVE_AXES, links=links, can_ask=can_control, can_sample=can_sample,
+                  is_script=reader.manifest is not None and reader.manifest.program is not None,
                   assets=assets)  # fmt: skip
 
 

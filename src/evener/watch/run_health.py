@@ -67,7 +67,8 @@ def _assess_records(reader: RunReader, now: float) -> RunHealth:
     resume = f"evener train --resume {quote_word(reader.rundir)}" if is_saved else ""
     if manifest.verdict == "finished":
         took = f" in {format_seconds(manifest.ended - manifest.started)}" if manifest.ended else ""
-        return RunHealth("finished", f"{pluralize(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
+        steps = manifest.result.steps if manifest.result else reader.curves.steps_done
+        return RunHealth("finished", f"{pluralize(steps, 'step')}{took}.")
     if manifest.verdict == "stopped":
         return RunHealth("stopped", f"after {done}.", command=resume)
     failure = first_failure(reader.events)
@@ -80,6 +81,8 @@ def _assess_records(reader: RunReader, now: float) -> RunHealth:
         why = f": {event_text.description}" if event_text else ": no rank reported a cause; see its logs"
         return RunHealth("failed", f"after {done}{why}", hint=event_text.hint if event_text else "", command=resume)
     if _has_ended(reader):
+        if manifest.program is not None and {one.get("status") for one in reader.supervisor_states.values()} == {0}:
+            return RunHealth("finished", f"{done}.")
         return RunHealth("stopped", f"after {done}: its processes have ended.", command=resume)
     return _assess_running(reader, manifest, now, resume)
 
@@ -91,7 +94,8 @@ def _assess_running(reader: RunReader, manifest: Manifest, now: float, resume: s
     step_s = median([record.wall_s for record in curves.leader_records])
     event_times = [event["time"] for event in reader.events if isinstance(event.get("time"), int | float)]
     silence_s = now - max([manifest.started, last.ended if last else 0.0, *event_times])
-    if not reader.unread_bytes and is_unresponsive(silence_s, step_s):
+    # A program of the user's own may evaluate or save between two steps for as long as it likes.
+    if not reader.unread_bytes and is_unresponsive(silence_s, step_s) and manifest.program is None:
         message = f"for {format_seconds(silence_s)}, after {pluralize(curves.steps_done, 'step')}:"
         return RunHealth(
             "unresponsive",

@@ -144,7 +144,7 @@ def progress_share(reader: RunReader) -> float:
     """Return the share of the run that is done, by steps or by its time limit, whichever is greater."""
     manifest, last = reader.manifest, reader.curves.last_record
     if manifest is None or last is None or manifest.planned_steps is None:
-        return 0.0
+        return 1.0 if reader.is_over and last is not None else 0.0
     remaining_s = time_left_s(reader)
     spent_s = reader.curves.train_time_s
     by_steps = reader.curves.steps_done / manifest.planned_steps
@@ -160,7 +160,8 @@ def key_figures(reader: RunReader, health: RunHealth) -> list[KeyFigure]:
         return []
     manifest, option, share = run.summary.manifest, current_prediction(reader), communication_share(reader)
     rate, each_s, loss = run.summary.tokens_per_s, run.summary.step_p50_s, run.summary.last_loss
-    val_loss, at, no_plan = None, "", "not predicted: run evener probe first"
+    val_loss, at = None, ""
+    no_plan = "not predicted: run evener probe first" if manifest.program is None else "not predicted"
     if run.val_losses and run.best_val_loss is not None:
         step, val_loss = run.val_losses[-1]
         is_best = val_loss <= run.best_val_loss
@@ -170,7 +171,7 @@ def key_figures(reader: RunReader, health: RunHealth) -> list[KeyFigure]:
         KeyFigure("loss", None if loss is None else f"{loss:.4f}", f"after {pluralize(run.summary.num_steps, 'step')}"),
         KeyFigure("validation loss", None if val_loss is None else f"{val_loss:.4f}", at),
         KeyFigure(
-            "tokens/s",
+            f"{run.summary.unit}/s",
             None if rate is None else format_count(rate),
             _predicted_note(rate, option.tokens_per_s, format_count) if option else no_plan,
         ),
@@ -243,7 +244,7 @@ def host_rows(reader: RunReader) -> list[list[str]]:
         rows.append([
             host,
             ", ".join(str(member.rank) for _, member in members),
-            f"{share:g} of {manifest.roster.batch}" if members else "",
+            f"{share:g} of {manifest.roster.batch}" if members and manifest.program is None else "",
             ", ".join(dict.fromkeys(member.dtype for _, member in members)),
             format_seconds(max(compute_times_s)) if compute_times_s else "not measured",
             f"{machine.cpu}, {pluralize(machine.cores, 'core')}, {_memory_text(machine)}" if machine else "",
@@ -309,9 +310,12 @@ def run_descriptions(reader: RunReader) -> list[str]:
     if manifest is None:
         return []
     roster = manifest.roster
+    size = f"({format_count(manifest.num_params)} parameters)"
+    if manifest.program is not None:
+        hosts = f"{pluralize(manifest.world_size, 'process')} on {', '.join(roster.hosts)}"
+        return [f"{manifest.program} {size}", hosts, roster.dtypes_text]
     return [
-        f"{manifest.spec.model.model if manifest.shape else 'custom model'} "
-        f"({format_count(manifest.num_params)} parameters)",
+        f"{manifest.spec.model.model if manifest.shape else 'custom model'} {size}",
         manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
         f"{pluralize(manifest.world_size, 'process')} on {', '.join(roster.hosts)}",
         *([f"--sync {roster.sync}"] if manifest.world_size > 1 else []),

@@ -52,8 +52,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
 from evener.core.base.errors import CheckpointError
-from evener.core.collectives.call_ring import FIRST_RANK_VARIABLE, SCRIPT_VARIABLE
 from evener.core.run.membership_epoch import EXIT_TERMINATED, read_run_key
+from evener.core.script.variables import FIRST_RANK_VARIABLE, OPTIONS_VARIABLE
 from evener.node.agent.store_tunnel import LOOPBACK, StoreGate, StoreProxy
 from evener.node.remote.sockets import listen
 from evener.worker.rank.process_groups import exit_immediately, open_store
@@ -292,10 +292,11 @@ def main() -> int:
         address, port, int(settings["rank"]), num_nodes, args.rdzv_id, timeout_s, key
     )
     handler_registry.register("evener", lambda parameters: rendezvous)
-    if SCRIPT_VARIABLE in os.environ:
+    if OPTIONS_VARIABLE in os.environ:
         python_path = [str(STARTUP_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
-        rendezvous.watch_collectives(int(args.nproc_per_node))
+        if "independent" not in os.environ[OPTIONS_VARIABLE].split(","):
+            rendezvous.watch_collectives(int(args.nproc_per_node))
     if not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     _let_signals_through_logging()

@@ -56,7 +56,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     argv: list[str]
     is_rank: bool = False  # the program is the only rank itself, not a launcher of ranks
     env: dict[str, str]  # in addition to the environment of a session on the host
-    passed_env: list[str] = []  # variables of --env: their values are sent to the host, and not stored here
+    passed_env: list[str] = []  # variables of --env: their values are in the environment of the processes alone
     agent: AgentSpec | None = None  # of a run with dynamic membership: the program is the host's agent
 
     @property
@@ -151,7 +151,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             "has_launcher": not host.is_rank and not (host.agent is not None and host.agent.is_elastic),
             "cwd": host.cwd,
             "env": dict(host.env),
-            "passed_env": host.passed_env,
             "grace_s": self.grace_s,
             "attached": None if attached is None else str(attached),
         }

@@ -8,9 +8,14 @@ from pathlib import Path
 
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_word
-from evener.node.remote.environment import is_secret_variable, launcher_variables
+from evener.node.remote.environment import is_secret_variable
 
 NAME = re.compile(r"[A-Za-z_]\w*")
+# What evener and torchrun set on every rank.
+SET_BY_EVENER = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|EVENER_\w+"
+)
+QUOTED = re.compile(r"""(?P<quote>["'])(?P<value>.*?)(?P=quote)(\s+#.*)?""")
 
 
 class PassedVariables(dict[str, str]):
@@ -36,7 +41,7 @@ def read_passed_variables(
         for number, line in enumerate(_read_lines(file), start=1):
             text = line.strip().removeprefix("export ").strip()
             if text and not text.startswith("#"):
-                name, value = _parse(text, environment, f"--env-file {quote_word(file)}, line {number}", unquote=True)
+                name, value = _parse_line(text, environment, f"--env-file {quote_word(file)}, line {number}")
                 variables[name] = value
     for text in given:
         name, value = _parse(text, environment, "--env")
@@ -47,32 +52,42 @@ def read_passed_variables(
     return variables
 
 
-def _parse(text: str, environment: Mapping[str, str], where: str, *, unquote: bool = False) -> tuple[str, str]:
+def _parse(text: str, environment: Mapping[str, str], where: str) -> tuple[str, str]:
     """Return (name, value) of NAME=VALUE, or of NAME, which is set in `environment`. No message shows a value."""
     name, is_given, value = text.partition("=")
-    name = name.strip() if unquote else name
     if not NAME.fullmatch(name):
         raise UsageError(
             f"{where}: {name!r} is no name of a variable" if is_given else f"{where}: expected NAME or NAME=VALUE",
             hint="--env NAME=VALUE, or --env NAME for one that is set here",
         )
-    if launcher_variables({name: ""}):
+    if SET_BY_EVENER.fullmatch(name):
         raise UsageError(f"{where}: {name} is set by evener on every rank", hint="leave it out")
     if not is_given and name not in environment:
         raise UsageError(f"{where}: {name} is not set here", hint=f"export {name}=…, or --env {name}=VALUE")
     value = value if is_given else environment[name]
-    if unquote and is_given:
-        value = value.strip()
-        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-            value = value[1:-1]
     if "\0" in value:
         raise UsageError(f"{where}: the value of {name} has a NUL")
     return name, value
 
 
+def _parse_line(text: str, environment: Mapping[str, str], where: str) -> tuple[str, str]:
+    """Return (name, value) of a line of a file. No message shows any of it: what is no name may be a secret."""
+    name, is_given, value = (part.strip() for part in text.partition("="))
+    if not NAME.fullmatch(name) or (not is_given and name not in environment):
+        raise UsageError(f"{where}: expected NAME=VALUE, or the NAME of a variable that is set here")
+    if value[:1] in ("'", '"'):
+        quoted = QUOTED.fullmatch(value)
+        if quoted is None:
+            raise UsageError(f"{where}: a quote is not closed on its line", hint="one line a variable")
+        value = quoted["value"]
+    else:
+        value = re.sub(r"\s+#.*", "", value)
+    return _parse(f"{name}={value}" if is_given else name, environment, where)
+
+
 def _read_lines(file: str) -> list[str]:
     try:
-        return Path(file).read_text(encoding="utf-8").splitlines()
+        return Path(file).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise UsageError(f"--env-file {quote_word(file)}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_command
+from evener.core.base.units import join_names
 
 PYTHON = re.compile(r"python(w|\d(\.\d+)?t?)?")
 SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 PYTHON_FLAGS = {"-u", "-B", "-O", "-OO", "-s", "-E", "-I", "-P", "-q", "-v", "-b", "-d", "-i"}
 PYTHON_OPTIONS = {"-W", "-X"}  # with a value
-RUN_PREFIXES = (("uv", "run"), ("poetry", "run"), ("pipenv", "run"), ("hatch", "run"), ("nohup",), ("time",))
+RUN_PREFIXES = (("uv", "run"), ("poetry", "run"), ("pipenv", "run"), ("hatch", "run"), ("nohup",), ("time",), ("env",))
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*")
 OTHER_LAUNCHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "colossalai", "ray", "jsrun")
 MAX_SCRIPT_BYTES = 1 << 20
 
@@ -36,7 +38,7 @@ class LauncherProgram:
 LAUNCHERS = {
     "torchrun": LauncherProgram(
         "torch.distributed.run",
-        frozenset({"standalone", "run-path", "virtual-local-rank"}),
+        frozenset({"standalone", "run-path", "virtual-local-rank", "use-env"}),
         frozenset({"nproc-per-node"}),
     ),
     "accelerate": LauncherProgram(
@@ -46,7 +48,7 @@ LAUNCHERS = {
                 "cpu", "multi-gpu", "tpu", "ipex", "quiet", "q", "debug", "use-deepspeed", "use-fsdp", "use-xpu",
                 "use-megatron-lm", "use-parallelism-config", "same-network", "dynamo-use-fullgraph",
                 "dynamo-use-dynamic", "dynamo-use-regional-compilation", "tpu-cluster", "no-tpu-cluster",
-                "tpu-use-sudo", "downcast-bf16", "enable-cpu-affinity",
+                "tpu-use-sudo", "downcast-bf16", "enable-cpu-affinity", "fp8-use-autocast-during-eval",
             }
         ),
     ),
@@ -56,17 +58,23 @@ LAUNCHERS = {
             {"no-local-rank", "no-ssh", "no-ssh-check", "bind-cores-to-rank", "force-multi", "elastic-training",
              "save-pid"}
         ),
-        frozenset({"num-gpus"}),
+        frozenset({"num-gpus", "num-accelerators"}),
     ),
 }  # fmt: skip
 MODULES = {one.module: name for name, one in LAUNCHERS.items()} | {
     "torch.distributed.launch": "torchrun",
     "deepspeed": "deepspeed",
 }
+# Options that change how the program trains, and that evener does not follow.
+UNFOLLOWED = ("mixed-precision", "use-fsdp", "use-deepspeed", "gradient-accumulation-steps", "config-file", "hostfile")
+# A launcher where a shell takes a command: at the start of one, after variables, and as a module of Python.
 LAUNCHER_CALL = re.compile(
-    r"(?<![\w/.-])((?:\S*/)?(?:torchrun|deepspeed|mpirun|mpiexec|srun|horovodrun)(?=\s)|accelerate\s+launch"
-    r"|-m\s+torch\.distributed\.(?:run|launch)|-m\s+accelerate\.commands\.launch)"
+    r"(?:^|[;&|(]|\b(?:then|do|else|exec|time|nohup)\b)\s*(?:[A-Za-z_]\w*=\S*\s+)*(?:uv\s+run\s+)?"
+    r"(?P<call>(?:[\w./~-]*/)?(?:torchrun|deepspeed|mpirun|mpiexec|srun|horovodrun|accelerate-launch|accelerate\s+launch)"
+    r"(?=[\s\\]|$)|\S*python[\d.]*\s+(?:-\S+\s+)*-m\s+"
+    r"(?:torch\.distributed\.(?:run|launch)|accelerate\.commands\.launch|deepspeed)\b).*"
 )
+COMMENT = re.compile(r"(^|\s)#.*")
 
 
 @dataclass(frozen=True)
@@ -78,18 +86,22 @@ class Program:
     project: Path
     ranks: int | None = None  # on each host, as the launcher that was typed would start
     left_out: list[str] = field(default_factory=list)  # the words that were taken out
+    unfollowed: list[str] = field(default_factory=list)  # options among them that change how a program trains
 
     @property
     def is_translated(self) -> bool:
         """Return whether words were taken out."""
         return bool(self.left_out)
 
-    def describe(self) -> str:
-        """Return the translation as a sentence for the user."""
-        ranks = ["--ranks", str(self.ranks)] if self.ranks is not None else []
+    def describe(self, ranks: int | None) -> str:
+        """Return the translation for the user; `ranks`: of each host, None: by evener's own rule."""
+        options = ["--ranks", str(ranks)] if ranks is not None else []
         words = self.argv[1:] if self.argv[0] == "--no-python" else self.argv
-        command = quote_command(["evener", "launch", *ranks, "--", *words])
-        return f"evener starts the ranks itself, without {quote_command(self.left_out)}: {command}"
+        command = quote_command(["evener", "launch", *options, "--", *words])
+        text = f"evener starts the ranks itself, without {quote_command(self.left_out)}: {command}"
+        if self.unfollowed:
+            text += f"\nwarning: {join_names(self.unfollowed)}: not followed; the program has to set it itself"
+        return text
 
 
 def parse_program(words: Sequence[str], cwd: Path) -> Program:
@@ -97,50 +109,79 @@ def parse_program(words: Sequence[str], cwd: Path) -> Program:
 
     Raise UsageError if there is no such script, or if it starts ranks itself.
     """
-    rest, left_out, ranks = _without_launchers(list(words))
+    found = _without_launchers(list(words), cwd)
+    rest = found.rest
     if not rest:
         raise UsageError(f"{quote_command(words)}: which program?", hint="evener launch -- SCRIPT.py ARGS")
+    details = found.ranks, found.left_out, found.unfollowed
     if rest[0] == "-m":
         if len(rest) < 2:
             raise UsageError("-m: expected a module after it", hint="evener launch -- -m package.module ARGS")
-        return Program(rest, rest[1].rpartition(".")[2], cwd, ranks, left_out)
+        return Program(rest, rest[1].rpartition(".")[2], cwd, *details)
     shell: list[str] = []
-    if Path(rest[0]).name in SHELLS and not (cwd / rest[0]).is_file():
-        if len(rest) < 2 or rest[1].startswith("-"):
+    if Path(rest[0]).name in SHELLS and not _is_of_project(rest[0], cwd):
+        options = next((i for i, word in enumerate(rest[1:], start=1) if not word.startswith("-")), len(rest))
+        if options == len(rest) or "c" in "".join(rest[1:options]):
             raise UsageError(
                 f"{quote_command(rest)}: expected a shell script",
                 hint="put the commands in a file: evener launch -- bash run.sh",
             )
-        shell, rest = rest[:1], rest[1:]
+        shell, rest = rest[:options], rest[options:]
     script = (cwd / rest[0]).resolve()
     if not script.is_file():
         raise UsageError(f"{rest[0]}: no such script", hint=_script_hint(rest[0], cwd))
     project = cwd if script.is_relative_to(cwd) else script.parent
     argv = [script.relative_to(project).as_posix(), *rest[1:]]
-    shell = shell or _interpreter(script)
-    if shell:
+    interpreter = shell or _interpreter(script)
+    if interpreter and Path(interpreter[0]).name in SHELLS:
         _check_starts_no_ranks(script, rest[0])
-        argv = ["--no-python", *shell, *argv]
-    return Program(argv, script.stem, project, ranks, left_out)
+    if interpreter:
+        argv = ["--no-python", *interpreter, *argv]
+    elif found.is_command or _is_binary(script):
+        argv = ["--no-python", f"./{argv[0]}", *argv[1:]]
+    return Program(argv, script.stem, project, *details)
 
 
-def _without_launchers(words: list[str]) -> tuple[list[str], list[str], int | None]:
-    """Return the words from the script or -m on, the words before them, and the ranks that these ask for."""
-    rest, left_out, ranks = words, list[str](), None
-    while rest:
-        name = Path(rest[0]).name
+def _is_of_project(word: str, cwd: Path) -> bool:
+    return (cwd / word).is_file() and (cwd / word).resolve().is_relative_to(cwd)
+
+
+@dataclass
+class _Reading:
+    """Words that are read from the left."""
+
+    rest: list[str]  # from the script, the command or -m on
+    left_out: list[str] = field(default_factory=list)
+    ranks: int | None = None  # on each host
+    unfollowed: list[str] = field(default_factory=list)
+    is_command: bool = False  # the rest is no program of Python: --no-python
+
+    def leave_out(self, num: int) -> None:
+        """Leave out the next words."""
+        self.left_out, self.rest = self.left_out + self.rest[:num], self.rest[num:]
+
+
+def _without_launchers(words: list[str], cwd: Path) -> _Reading:
+    """Take out all before the script, the command or -m."""
+    found = _Reading(words)
+    while found.rest:
+        name, rest = Path(found.rest[0]).name, found.rest
+        if _is_of_project(rest[0], cwd):
+            break
         taken = next((len(prefix) for prefix in RUN_PREFIXES if (name, *rest[1 : len(prefix)]) == prefix), 0)
         if taken:
-            rest, left_out = rest[taken:], left_out + rest[:taken]
+            found.leave_out(taken)
+        elif ASSIGNMENT.fullmatch(rest[0]):
+            variable = rest[0].partition("=")[0]
+            raise UsageError(f"{variable}=…: not a program", hint=f"evener launch --env {variable}=VALUE -- …")
         elif PYTHON.fullmatch(name):
-            rest, taken_words = _without_python(rest)
-            left_out += taken_words
+            found.leave_out(_num_python_words(rest))
         elif rest[0] == "-m" and len(rest) > 1 and rest[1] in MODULES:
-            rest, taken_words, ranks = _without_launcher(MODULES[rest[1]], rest, 2)
-            left_out += taken_words
-        elif name in ("torchrun", "deepspeed") or (name, *rest[1:2]) == ("accelerate", "launch"):
-            rest, taken_words, ranks = _without_launcher(name, rest, 2 if name == "accelerate" else 1)
-            left_out += taken_words
+            _leave_out_launcher(found, MODULES[rest[1]], 2)
+        elif name in ("torchrun", "deepspeed", "accelerate-launch"):
+            _leave_out_launcher(found, name.partition("-")[0], 1)
+        elif (name, *rest[1:2]) == ("accelerate", "launch"):
+            _leave_out_launcher(found, name, 2)
         elif name in OTHER_LAUNCHERS:
             script = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
             hint = ["SCRIPT.py", "ARGS"] if script is None else rest[script:]
@@ -149,11 +190,11 @@ def _without_launchers(words: list[str]) -> tuple[list[str], list[str], int | No
             )
         else:
             break
-    return rest, left_out, ranks
+    return found
 
 
-def _without_python(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the words from the script or -m on, and Python with its options."""
+def _num_python_words(words: list[str]) -> int:
+    """Return the number of words of Python and its options, before the script or -m."""
     i = 1
     while i < len(words) and words[i].startswith("-") and words[i] != "-m":
         if words[i] == "-c" or words[i] == "-":
@@ -164,12 +205,12 @@ def _without_python(words: list[str]) -> tuple[list[str], list[str]]:
         if words[i] not in PYTHON_FLAGS and words[i][:2] not in PYTHON_OPTIONS:
             raise UsageError(f"{words[0]} {words[i]}: an unknown option of Python", hint="evener launch -- SCRIPT.py")
         i += 2 if words[i] in PYTHON_OPTIONS else 1
-    return words[i:], words[:i]
+    return i
 
 
-def _without_launcher(name: str, words: list[str], start: int) -> tuple[list[str], list[str], int | None]:
-    """Return the words from the script or -m on, those of the launcher, and the ranks on each host it would start."""
-    launcher, i, is_module, ranks = LAUNCHERS[name], start, False, None
+def _leave_out_launcher(found: _Reading, name: str, start: int) -> None:
+    """Leave out a launcher, of so many words, and its options."""
+    launcher, words, i, is_module = LAUNCHERS[name], found.rest, start, False
     while i < len(words) and words[i].startswith("-"):
         option, has_value, value = words[i].partition("=")
         canonical = option.lstrip("-").replace("_", "-")
@@ -179,25 +220,41 @@ def _without_launcher(name: str, words: list[str], start: int) -> tuple[list[str
         i += 1
         if canonical in ("m", "module"):
             is_module = True
-        elif canonical not in launcher.flags and canonical != "no-python" and not has_value:
+        elif canonical == "no-python":
+            found.is_command = True
+        elif canonical not in launcher.flags and not has_value and not re.fullmatch(r"-[tr]\d+", option):
             value, i = words[i] if i < len(words) else "", i + 1
         if canonical in launcher.ranks and value.isdecimal() and int(value):
-            ranks = int(value)
-    rest = words[i:]
-    return (["-m", *rest] if is_module and rest else rest), words[:i], ranks
+            found.ranks = int(value)
+        if canonical in UNFOLLOWED:
+            found.unfollowed.append(option)
+    found.leave_out(i)
+    if is_module and found.rest:
+        found.rest = ["-m", *found.rest]
+
+
+def _is_binary(script: Path) -> bool:
+    try:
+        with script.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return False
 
 
 def _interpreter(script: Path) -> list[str]:
-    """Return the shell that a script names in its first line, or that its suffix means; [] for Python."""
+    """Return the words that a script's first line names, or bash for its suffix; [] for Python."""
     try:
         with script.open("rb") as file:
             first = file.readline(256).decode(errors="replace")
     except OSError:
         first = ""
-    shebang = re.match(r"#!\s*(\S+)(?:\s+(\S+))?", first)
-    if shebang is not None and script.suffix != ".py":
-        name = Path(shebang[2] if shebang[1].endswith("/env") and shebang[2] else shebang[1]).name
-        return [name] if name in SHELLS else []
+    if first.startswith("#!") and script.suffix != ".py":
+        words = first[2:].split()
+        if words and Path(words[0]).name == "env":
+            words = words[2:] if words[1:2] == ["-S"] else words[1:]
+        if words and not PYTHON.fullmatch(Path(words[0]).name):
+            return [Path(words[0]).name, *words[1:]] if Path(words[0]).name in SHELLS else words
+        return []
     return ["bash"] if script.suffix in (".sh", ".bash") else []
 
 
@@ -208,12 +265,19 @@ def _check_starts_no_ranks(script: Path, given: str) -> None:
             text = file.read(MAX_SCRIPT_BYTES)
     except OSError as error:
         raise UsageError(f"{given}: {error.strerror}") from None
-    for number, line in enumerate(text.splitlines(), start=1):
-        code = line.split("#", 1)[0]
-        if (call := LAUNCHER_CALL.search(code)) is not None:
-            words = code[call.start(1) :].split()
-            hint = "evener launch -- " + " ".join(words).rstrip("\\ ")
-            raise UsageError(f"{given}, line {number}: {call[1]} starts ranks of its own in every rank", hint=hint)
+    lines, number = text.splitlines(), 0
+    while number < len(lines):
+        first, code = number, COMMENT.sub("", lines[number])
+        while code.rstrip().endswith("\\") and number + 1 < len(lines):  # continued on the next line
+            number += 1
+            code = f"{code.rstrip()[:-1]} {COMMENT.sub('', lines[number]).strip()}"
+        number += 1
+        if (match := LAUNCHER_CALL.search(code)) is not None:
+            command = re.split(r"[;&|<>]", code[match.start("call") :])[0]
+            raise UsageError(
+                f"{given}, line {first + 1}: {match['call']} starts ranks of its own in every rank",
+                hint=f"evener launch -- {' '.join(command.split())}",
+            )
 
 
 def _script_hint(word: str, cwd: Path) -> str:

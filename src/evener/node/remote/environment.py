@@ -15,7 +15,7 @@ from typing import Mapping  # noqa: UP035  python 3.8
 LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_|CROSS_)?(RANK|WORLD_SIZE)|ROLE_NAME|NPROC_PER_NODE|NNODES|MASTER_(ADDR|PORT)"
     r"|TORCHELASTIC_\w+|SLURM_\w+|OMPI_\w+|(PMI|PMIX|MPI|I_MPI|HYDRA|HYDI|MV2|PALS|FLUX|JSM|PRTE)_\w+"
-    r"|EVENER_(AGENT|FAILURES|FIRST_RANK|JOINED|KEY_FILE|RANK_PID|ROSTER|SAYINGS|SCRIPT|WORLD)"
+    r"|EVENER_(AGENT|FAILURES|FIRST_RANK|PROGRAM|JOINED|KEY_FILE|RANK_PID|ROSTER|SAYINGS|SCRIPT|WORLD)"
 )
 # Other values of TORCH_DISTRIBUTED_DEBUG keep ranks from starting: DETAIL wraps process groups, which ends ranks that
 # exchange gradients in hooks by SIGSEGV, and hangs if only some hosts set it; an unknown value ends `import torch`.
@@ -27,7 +27,9 @@ SECRET_WORD = re.compile(
     r"|COOKIES?|JWT|BEARER"
 )
 # Ends of a word that is written without underscores: WANDB_APIKEY, HFTOKEN, PGPASSWORD.
-SECRET_WORD_ENDS = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|PRIVATE)KEY)$")
+SECRET_WORD_ENDS = re.compile(
+    r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|(?:PG|DB|MYSQL|SQL)PASS|CREDENTIALS?|(?:API|ACCESS|PRIVATE|SECRET)KEY)$"
+)
 # Prefixes of the tokens of Hugging Face, GitHub, GitLab, OpenAI, AWS, Google, Slack, npm and PyPI; and JSON web tokens.
 TOKEN = re.compile(
     r"(?<![\w-])(?:hf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{6,}|hf_[A-Za-z]{20,}|gh[pousr]_\w{6,}|github_pat_\w{6,}"

@@ -71,11 +71,18 @@ State = Dict[str, Any]  # noqa: UP006  RUN/host/state.json
 Item = Dict[str, Any]  # noqa: UP006  what a function yields
 
 
-def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str | None] | None = None) -> State:
+def start(
+    run: str,
+    spec: dict[str, Any],
+    supervisor: str,
+    files: dict[str, str | None] | None = None,
+    passed_env: dict[str, str] | None = None,
+) -> State:
     """Start the program that `spec` describes, detached; return its state once it is running.
 
     `supervisor` is the text of the supervisor's program, with the modules that it needs.
-    `files` are {name: text} to write into RUN; a text of None removes the file of an earlier start.
+    `files` are {name: text} to write into RUN; a text of None removes the file of an earlier start. `passed_env` are
+    variables of the program that may be secrets.
     Processes that an earlier run left in this folder are killed.
     """
     run = absolute_path(run)
@@ -87,7 +94,7 @@ def start(run: str, spec: dict[str, Any], supervisor: str, files: dict[str, str 
         if os.path.exists(os.path.join(folder, name)):
             os.remove(os.path.join(folder, name))
     _write_files(run, files or {})
-    return _start_supervisor(run, folder, spec, supervisor)
+    return _start_supervisor(run, folder, spec, supervisor, passed_env or {})
 
 
 def leave(run: str, why: str) -> Iterator[Item | None]:
@@ -129,15 +136,13 @@ def restart_run(run: str, spec: dict[str, Any], supervisor: str, files: dict[str
     if os.path.exists(path_inside(run, EXCLUDED_FILE)):
         os.remove(path_inside(run, EXCLUDED_FILE))
     kill_leftover_processes(run)
-    passed = (_read_json(os.path.join(folder, "spec.json"), None) or {}).get("env", {})
-    spec["env"].update({name: passed[name] for name in spec.get("passed_env", ()) if name in passed})
     if os.path.exists(os.path.join(folder, "state.json")):
         os.remove(os.path.join(folder, "state.json"))
     if files.get(AGENT_SPEC_FILE):
         files = dict(files)
         files[AGENT_SPEC_FILE] = _with_newer_hosts(run, files[AGENT_SPEC_FILE] or "")
     _write_files(run, files)
-    return _start_supervisor(run, folder, spec, supervisor)
+    return _start_supervisor(run, folder, spec, supervisor, {})
 
 
 def live_run_ports(workdir: str) -> list[int]:
@@ -178,7 +183,10 @@ def _with_newer_hosts(run: str, sent: str) -> str:
     return json.dumps(spec)
 
 
-def _start_supervisor(run: str, folder: str, spec: dict[str, Any], supervisor: str) -> State:
+def _start_supervisor(
+    run: str, folder: str, spec: dict[str, Any], supervisor: str, passed_env: dict[str, str]
+) -> State:
+    """Start the supervisor, whose program inherits the variables in `passed_env`: they are not written to any file."""
     for path in list_partial_checkpoints(run):  # no process of the run is left that writes them
         remove_entry(path)
     program = os.path.join(folder, "supervisor.py")
@@ -189,6 +197,7 @@ def _start_supervisor(run: str, folder: str, spec: dict[str, Any], supervisor: s
         process = subprocess.Popen(
             [sys.executable, "-I", program, run],  # no module is imported from the folder of the program
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env=dict(os.environ, **passed_env),
         )  # fmt: skip
     deadline = time.monotonic() + START_TIMEOUT_S
     is_last_try = False

@@ -112,8 +112,7 @@ class StrategySelector:
 
     def adopt_shares(self, next_step: int) -> None:
         """Measure anew from `next_step` on, as the ranks then have other shares: a trial that is under way restarts."""
-        if self._trial is not None:
-            self._trial.restart()
+        if self._trial is not None and self._trial.restart():
             self._measured, self._from_step, self._last_times = {}, next_step, None
 
     def observe_step(self, step: int, times: StepTimes, roster: Roster, next_step: int) -> StrategySwitch | None:

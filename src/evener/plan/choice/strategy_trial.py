@@ -103,11 +103,17 @@ class StrategyTrial:
         """Return whether the next step follows a change, and is not measured."""
         return self._to_settle > 0
 
-    def restart(self) -> None:
-        """Measure all candidates anew, first the current one: the ranks have other shares than before."""
+    def restart(self) -> bool:
+        """Measure all candidates anew, first the current one: the ranks have other shares than before.
+
+        Return False, and go on, if that would take more steps than are left.
+        """
+        if num_trial_steps(self._candidates) > self._steps_left:
+            return False
         self._seen = {sync: [] for sync in self._seen}
         self._queue = [option for option in self._candidates if option is not self.current]
         self._begin_visit()
+        return True
 
     def _begin_visit(self) -> None:
         sync = self.current.roster.sync

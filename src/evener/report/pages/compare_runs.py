@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evener.core.base.shell import quote_command
 from evener.core.base.units import format_bytes, format_count, format_seconds, join_names
 from evener.core.run.prediction import Prediction
 from evener.core.run.run_spec import FLAGS
@@ -62,11 +63,14 @@ def distinct_labels(paths: Sequence[str]) -> list[str]:
 
 def setting_differences(manifests: Sequence[Manifest]) -> ComparisonRows:
     """Return the settings, hosts and versions that differ between runs."""
+    are_own = any(manifest.program is not None for manifest in manifests)  # of which evener's settings say nothing
     requested = {
         flag.name: [flag.value(manifest.spec) for manifest in manifests]
         for flag in FLAGS.values()
-        if flag.field != "out"
+        if flag.field != "out" and not are_own
     }
+    if are_own:
+        requested["program"] = [quote_command(manifest.argv) for manifest in manifests]
     actual: dict[str, list[Any]] = {
         "sync strategy": [str(manifest.roster.sync) for manifest in manifests],
         "processes": [manifest.world_size for manifest in manifests],
@@ -159,22 +163,24 @@ def explain_comparison(runs: Runs) -> list[str]:
     """Return sentences: which run is the fastest, which has the lowest loss, and whether they are comparable."""
     sentences = []
     rates = {label: run.summary.tokens_per_s for label, run in runs.items() if run.summary.tokens_per_s}
-    if len(rates) > 1:
+    units = {run.summary.unit for run in runs.values()}
+    if len(rates) > 1 and len(units) == 1:
+        unit = units.pop()
         fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
         ratio = rates[fastest] / rates[slowest]
         differ = [name for name, _ in setting_differences(_manifests(runs))]
         is_known = all(m.shape is not None and len(m.roster.hosts) == 1 for m in _manifests(runs))
         if ratio >= MIN_SPEEDUP and is_known and SPEED_NEUTRAL.issuperset(differ):
-            between = f"{format_count(rates[slowest])} and {format_count(rates[fastest])} tokens/s"
+            between = f"{format_count(rates[slowest])} and {format_count(rates[fastest])} {unit}/s"
             what = f"They differ only in {join_names(differ)}" if differ else "Their settings are the same"
             sentences.append(f"{what}: no run is faster beyond noise; {between} is by how much this machine varies.")
         elif ratio < MIN_SPEEDUP:
             sentences.append(
-                f"All train about as fast: {format_count(rates[slowest])} to {format_count(rates[fastest])} tokens/s."
+                f"All train about as fast: {format_count(rates[slowest])} to {format_count(rates[fastest])} {unit}/s."
             )
         else:
             sentences.append(
-                f"{fastest} trains fastest: {format_count(rates[fastest])} tokens/s, {ratio:.2f} times {slowest}."
+                f"{fastest} trains fastest: {format_count(rates[fastest])} {unit}/s, {ratio:.2f} times {slowest}."
             )
     losses = {label: run.val_losses[-1][1] for label, run in runs.items() if run.val_losses}
     if len(losses) > 1:

@@ -148,10 +148,11 @@ def _remote_checkpoint(rundir: RunDir) -> tuple[int, str] | None:
 def _outcome(summary: RunSummary, events: list[dict[str, Any]], last_write_unix_s: float, now: float) -> RunOutcome:
     manifest = summary.manifest
     verdict, done = manifest.verdict, pluralize(summary.num_steps, "step")
-    resume = f"evener train --resume {quote_word(summary.run_dir)}"
+    resume = f"evener train --resume {quote_word(summary.run_dir)}" if manifest.program is None else ""
     if verdict == "finished":
         took = "" if manifest.ended is None else f" in {format_seconds(manifest.ended - manifest.started)}"
-        return RunOutcome(verdict, f"{pluralize(manifest.result.steps if manifest.result else 0, 'step')}{took}.")
+        steps = manifest.result.steps if manifest.result else summary.num_steps
+        return RunOutcome(verdict, f"{pluralize(steps, 'step')}{took}.")
     if verdict == "stopped":
         max_s = manifest.spec.train.max_s
         why = f"when its {format_seconds(max_s)} were over" if manifest.was_time_up else "before its end"
@@ -401,7 +402,7 @@ def _manifest_tree(manifest: Manifest) -> dict[str, NestedText]:
     }
     return {
         "Run": _format_nested(run | {"versions": tree["versions"], "result": tree["result"]}),
-        "Requested settings": _format_nested(tree["spec"], absent="default"),
+        "Requested settings": _format_nested(tree["spec"] if manifest.program is None else None, absent="default"),
         "Shape of the model": _format_nested(tree["shape"]),
         "Corpus": _format_nested(tree["corpus"]),
         "Machines": _format_nested(tree["hosts"]),

@@ -96,6 +96,8 @@ def transferred_bytes() -> int | None:
     cuda = sys.modules.get("torch.cuda")  # it may be half imported
     if sys.platform != "linux" or getattr(cuda, "is_initialized", bool)():
         return None
+    if socket.getdefaulttimeout() is not None:  # a duplicate would be made non-blocking, and with it the socket itself
+        return None
     total = None
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError, struct.error):  # not a socket, or just closed; Linux before 4.2

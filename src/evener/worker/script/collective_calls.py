@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from evener.core.collectives.call_ring import CallRing
+from evener.core.script.call_ring import CallRing
 from evener.worker.record.heartbeat import current_line
 from evener.worker.script.step_measurement import StepMeasurement
 
@@ -28,9 +28,10 @@ DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 def record_collectives(c10d: ModuleType, ring: CallRing, measurement: StepMeasurement | None) -> None:
     """Replace the collectives of torch.distributed.distributed_c10d by functions that record each call."""
+    names = GroupNames(c10d)
     for name, position in COLLECTIVES.items():
         if hasattr(c10d, name):
-            setattr(c10d, name, _recorded(getattr(c10d, name), name, position, c10d, ring, measurement))
+            setattr(c10d, name, _recorded(getattr(c10d, name), name, position, c10d, names, ring, measurement))
 
 
 def _recorded(
@@ -38,6 +39,7 @@ def _recorded(
     name: str,
     position: int | None,
     c10d: ModuleType,
+    names: GroupNames,
     ring: CallRing,
     measurement: StepMeasurement | None,
 ) -> Callable[..., Any]:
@@ -45,38 +47,74 @@ def _recorded(
 
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if any(one is c10d.GroupMember.NON_GROUP_MEMBER for one in (*args, *kwargs.values())):
+            return collective(*args, **kwargs)  # torch does nothing on a rank outside of the group
         frame = sys._getframe(1)
         caller = str(frame.f_globals.get("__name__", ""))
         if caller == c10d.__name__ and frame.f_code.co_name in COLLECTIVES:
             return collective(*args, **kwargs)
         operation = f"DDP's {name}" if caller.startswith(DDP_HOOKS) else name
-        num_elements, dtype, num_bytes = _size(args, kwargs, position)
+        tensors = _tensors(args, kwargs, position)
+        num_elements, dtype, num_bytes = _size(tensors)
         group = next((one for one in (*args, *kwargs.values()) if isinstance(one, c10d.ProcessGroup)), None)
-        place = ring.begin(_group_name(c10d, group), operation, num_elements, dtype, current_line(frame))
+        place = ring.begin(names.group_key(c10d, group, tensors), operation, num_elements, dtype, current_line(frame))
         try:
-            return collective(*args, **kwargs)
+            result = collective(*args, **kwargs)
         finally:
             ring.end(place)
-            if measurement is not None:
-                measurement.add_sent(sent_bytes(name, num_bytes, c10d.get_world_size(group)))
-                if operation != name:
-                    measurement.mark_bucket_ready()
+        if measurement is not None:
+            measurement.add_sent(sent_bytes(name, num_bytes, c10d.get_world_size(group)))
+            if operation != name:
+                measurement.mark_bucket_ready()
+        return result
 
     return call
 
 
-def _size(args: tuple[Any, ...], kwargs: dict[str, Any], position: int | None) -> tuple[int, str, int]:
-    """Return (elements, dtype, bytes) of the tensor, or tensors, that a call passes; 0 if it passes none."""
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any], position: int | None) -> list[Any]:
+    """Return the tensors whose size counts in a call; [] if it passes none."""
     if position is None:
-        return 0, "", 0
+        return []
     tensors: Any = args[position] if position < len(args) else next(
         (kwargs[key] for key in ("tensor", "output_tensor", "input_tensor", "output", "input", "tensor_list")
          if key in kwargs), None)  # fmt: skip
-    with contextlib.suppress(Exception):  # not a tensor: the collective itself says so
-        many = tensors if isinstance(tensors, list | tuple) else [tensors]
-        num_elements = sum(tensor.numel() for tensor in many)
-        return num_elements, str(many[0].dtype).removeprefix("torch."), num_elements * many[0].element_size()
-    return 0, "", 0
+    many = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return [tensor for tensor in many if hasattr(tensor, "numel")]
+
+
+def _size(tensors: list[Any]) -> tuple[int, str, int]:
+    """Return (elements, dtype, bytes) of tensors of one type."""
+    if not tensors:
+        return 0, "", 0
+    num_elements = sum(tensor.numel() for tensor in tensors)
+    return num_elements, str(tensors[0].dtype).removeprefix("torch."), num_elements * tensors[0].element_size()
+
+
+class GroupNames:
+    """Names process groups so that two groups never share a name in the records.
+
+    torch numbers groups anew after the default group was destroyed, and a group may have a backend, and an order of
+    calls, for each kind of device.
+    """
+
+    def __init__(self, c10d: ModuleType) -> None:
+        self._num_inits, init = 0, c10d.init_process_group
+
+        @functools.wraps(init)
+        def counted_init(*args: Any, **kwargs: Any) -> Any:
+            self._num_inits += 1
+            return init(*args, **kwargs)
+
+        setattr(c10d, "init_process_group", counted_init)  # noqa: B010  the type checker knows no names of it
+
+    def group_key(self, c10d: ModuleType, group: Any, tensors: list[Any]) -> str:
+        """Return the name of a group for calls with these tensors."""
+        with contextlib.suppress(Exception):  # there is no process group: the collective itself says so
+            of_group = group or c10d._get_default_group()
+            of_barrier = "cuda" if c10d.get_backend(of_group) == "nccl" else "cpu"
+            device = tensors[0].device.type if tensors else of_barrier
+            return f"{self._num_inits}/{of_group.group_name}/{device}"
+        return ""
 
 
 def sent_bytes(name: str, num_bytes: int, num_ranks: int) -> float:
@@ -98,17 +136,11 @@ def sent_bytes(name: str, num_bytes: int, num_ranks: int) -> float:
     return others / num_ranks * num_bytes
 
 
-def _group_name(c10d: ModuleType, group: Any) -> str:
-    with contextlib.suppress(Exception):  # there is no process group: the collective itself says so
-        return str((group or c10d._get_default_group()).group_name)
-    return ""
+def hook_ddp(distributed: ModuleType, make_hook: Callable[[Any], Any]) -> None:
+    """Have each DDP model sum its gradients by `make_hook(model)`, unless the program has a hook of its own.
 
-
-def hook_ddp(distributed: ModuleType) -> None:
-    """Have each DDP model sum its gradients by a call in Python, unless the program has its own hook.
-
-    `distributed` is torch.nn.parallel.distributed. The hook is registered at the first forward pass, when a program has
-    registered its own.
+    `distributed` is torch.nn.parallel.distributed. The hook is made at the first forward pass, when a program has
+    registered its own; if it is None, torch's own hook is registered, which calls the all-reduce in Python.
     """
     ddp = distributed.DistributedDataParallel
     forward, register = ddp.forward, ddp._register_builtin_comm_hook
@@ -120,13 +152,36 @@ def hook_ddp(distributed: ModuleType) -> None:
 
     @functools.wraps(forward)
     def hooked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.__dict__.get("_evener_has_hook"):
+        if not self.__dict__.get("_evener_has_hook") and may_hook(self):
             self._evener_has_hook = True
-            if not self._comm_hooks and self.__dict__.get("process_group") is not None:
-                from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-                with contextlib.suppress(RuntimeError):  # a hook is registered, or this model can have none
-                    self.register_comm_hook(self.process_group, allreduce_hook)
+            hook = make_hook(self)
+            with contextlib.suppress(RuntimeError):  # a hook is registered, or this model can have none
+                if hook is None:
+                    # WORLD is None: a process group, which cannot be copied, would keep the model from being so
+                    is_world = self.process_group is distributed.dist.group.WORLD
+                    self.register_comm_hook(None if is_world else self.process_group, allreduce_hook)
+                else:
+                    self.register_comm_hook(None, hook)
         return forward(self, *args, **kwargs)
+
+    def may_hook(self: Any) -> bool:
+        """Return whether a hook changes nothing but who calls the all-reduce, in the backward of this forward pass."""
+        import torch
+
+        return (
+            torch.is_grad_enabled()
+            and self.training
+            and self.require_backward_grad_sync
+            and not self.__dict__.get("_comm_hooks", [self])
+            and self.__dict__.get("process_group") is not None
+            and not self._join_config.enable  # ranks that have joined count in the mean, or do not
+            and not getattr(self, "_use_python_reducer", False)
+            and not getattr(self, "_delay_all_reduce_all_params", False)
+            and not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.parameters())
+            # torch's wrapped groups end ranks that exchange gradients in hooks by SIGSEGV
+            and distributed.dist.get_debug_level() != distributed.dist.DebugLevel.DETAIL
+        )
 
     ddp._register_builtin_comm_hook, ddp.forward = register_builtin, hooked_forward

@@ -18,10 +18,10 @@ from torch.distributed import Store
 
 from evener.core.base.decoding import from_json
 from evener.core.base.file_io import read_file
-from evener.core.collectives.call_ring import CALLS_FOLDER, RankCalls, read_calls
-from evener.core.collectives.mismatch import SAME_CALL_HINT, CollectiveMismatch, find_laggard, find_mismatch
 from evener.core.run.membership_epoch import HEARTBEAT_FOLDER
 from evener.core.run.runwriter import RunWriter
+from evener.core.script.call_ring import CALLS_FOLDER, RankCalls, read_calls
+from evener.core.script.mismatch import SAME_CALL_HINT, CollectiveMismatch, find_laggard, find_mismatch
 
 STALLED_AFTER_S = 6.0  # without a new call on any rank of a host
 MISMATCH_AFTER_S = 10.0  # without one on the first host, before a mismatch ends the run

@@ -17,9 +17,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from evener.core.collectives.call_ring import CALLS_FOLDER, SCRIPT_VARIABLE, CallRing
+from evener.core.script.call_ring import CALLS_FOLDER, CallRing
+from evener.core.script.variables import OPTIONS_VARIABLE
 from evener.worker.record.heartbeat import start_heartbeat
 from evener.worker.script.collective_calls import COLLECTIVES, hook_ddp, record_collectives
 from evener.worker.script.gloo_completion import complete_gloo
@@ -31,13 +32,14 @@ ModuleChange = Callable[[ModuleType], None]
 
 def install() -> None:
     """Instrument this process."""
-    options = os.environ[SCRIPT_VARIABLE].split(",")
+    options = os.environ[OPTIONS_VARIABLE].split(",")
     is_rank = os.environ.setdefault(RANK_PID_VARIABLE, str(os.getpid())) == str(os.getpid())
     changer = ModuleChanger()
     if "no-compat" not in options:
-        changer.add("torch.distributed.distributed_c10d", complete_gloo)
-    if "independent" not in options:
-        checks = GroupChecks()
+        replaces_nccl = "no-gpu" in options
+        changer.add("torch.distributed.distributed_c10d", lambda c10d: complete_gloo(c10d, replaces_nccl=replaces_nccl))
+    checks = GroupChecks() if "independent" not in options else None
+    if checks is not None:
         changer.add("torch.distributed.distributed_c10d", checks.check_groups)
         if is_rank:
             changer.add(
@@ -46,12 +48,13 @@ def install() -> None:
             )
     if is_rank:
         start_heartbeat()
-        _record(changer, measures="no-measure" not in options and "independent" not in options)
+        sync = next((option.removeprefix("sync=") for option in options if option.startswith("sync=")), "ddp")
+        _record(changer, sync, checks, measures="no-measure" not in options and "independent" not in options)
     sys.meta_path.insert(0, changer)
 
 
-def _record(changer: ModuleChanger, *, measures: bool) -> None:
-    """Record the collectives of this rank, and measure its steps."""
+def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, measures: bool) -> None:
+    """Record the collectives of this rank, measure its steps, and have DDP sum gradients by the strategy `sync`."""
     folder = run_folder()
     if folder is None:
         return
@@ -59,6 +62,8 @@ def _record(changer: ModuleChanger, *, measures: bool) -> None:
         ring = CallRing(folder / CALLS_FOLDER / os.environ.get("LOCAL_RANK", "0"))
     except OSError:  # no room: the program runs without
         return
+    if checks is not None:
+        checks.num_recorded = lambda: ring.num_calls
     measurement = None
     if measures:
         from evener.core.run.runwriter import RunWriter
@@ -66,13 +71,26 @@ def _record(changer: ModuleChanger, *, measures: bool) -> None:
         from evener.worker.script.step_exchange import StepExchange
         from evener.worker.script.step_measurement import StepMeasurement, measure_modules
 
-        exchange = StepExchange(RunWriter(folder), launched_rank(), int(os.environ.get("WORLD_SIZE", "1")))
+        exchange = StepExchange(RunWriter(folder), launched_rank(), int(os.environ.get("WORLD_SIZE", "1")), sync)
         measurement = StepMeasurement(exchange)
         for name, change in (measure_modules(measurement, COLLECTIVES) | take_losses(measurement.log)).items():
             changer.add(name, change)
 
+    exit_codes: list[object] = []
+    python_exit = sys.exit
+
+    def noting_exit(code: Any = None, /) -> NoReturn:
+        exit_codes.append(code)
+        python_exit(code)
+
+    sys.exit = noting_exit
+    pid = os.getpid()
+
     def close() -> None:
-        has_failed = hasattr(sys, "last_value")  # set by an uncaught exception
+        if os.getpid() != pid:  # a process that the program forked
+            return
+        # An uncaught exception leaves `last_value`, and SystemExit does not.
+        has_failed = hasattr(sys, "last_value") or (exit_codes and exit_codes[-1] not in (None, 0))
         if not has_failed:
             ring.close()
         if measurement is not None:
@@ -81,7 +99,16 @@ def _record(changer: ModuleChanger, *, measures: bool) -> None:
 
     atexit.register(close)
     changer.add("torch.distributed.distributed_c10d", lambda c10d: record_collectives(c10d, ring, measurement))
-    changer.add("torch.nn.parallel.distributed", hook_ddp)
+
+    def make_hook(model: Any) -> Any:
+        if sync == "ddp":
+            return None
+        from evener.core.run.roster import parse_sync
+        from evener.worker.script.gradient_compression import make_compression_hook
+
+        return make_compression_hook(model, parse_sync(sync), measurement)
+
+    changer.add("torch.nn.parallel.distributed", lambda distributed: hook_ddp(distributed, make_hook))
 
 
 class ModuleChanger(importlib.abc.MetaPathFinder):

@@ -59,7 +59,7 @@ def _from_scalar(tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
 
 
 def _from_mapping(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
-    for name, value in values.items():
+    for name, value in values.items() if "train_runtime" not in values else ():  # transformers' mean of the whole run
         if LOSS_NAME.fullmatch(name):
             log(loss=value)
             return

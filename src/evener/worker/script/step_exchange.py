@@ -11,7 +11,6 @@ If a rank does not publish any more, the others write their last steps without a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import statistics
@@ -19,7 +18,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -29,13 +27,18 @@ from evener.core.base.decoding import from_json
 from evener.core.base.file_io import LineFile
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, local_host_info, peak_memory_bytes
-from evener.core.run.roster import DDP, NO_SYNC, Backend, Dtype, Member, Roster
+from evener.core.run.roster import NO_SYNC, Backend, Dtype, Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult, code_hash
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepRecord, split_blocked
+from evener.core.script.variables import PROGRAM_VARIABLE
+from evener.node.remote.environment import hide_secrets
 
 INTERVAL_S = 1.0
+RANKS_PER_S = 16  # ranks whose lists a rank looks for in a second
+KEPT_LISTS = 300  # of a rank's newest lists in the store
+MAX_PENDING = 10_000  # steps that wait for other ranks
 DTYPES: dict[str, Dtype] = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}  # of the weights; others are fp32
 STORE_TIMEOUT_S = 30.0
 LAST_STEPS_S = 3.0  # to receive the others' last steps when the program ends
@@ -53,7 +56,9 @@ class ScriptRank(msgspec.Struct, frozen=True, kw_only=True):
 class StepExchange:
     """Writes `steps/rank-R.jsonl`, and on rank 0 the manifest."""
 
-    def __init__(self, rundir: RunWriter, rank: int, world_size: int) -> None:
+    def __init__(self, rundir: RunWriter, rank: int, world_size: int, sync: str) -> None:
+        """`sync`: how gradients of DDP models are summed."""
+        self._sync = parse_sync(sync)
         self._dir, self._rank, self._world_size = rundir, rank, world_size
         self._added: deque[StepRecord] = deque()  # by the program, not yet published
         self._pending: deque[StepRecord] = deque()  # published, and not yet known of all ranks
@@ -65,7 +70,7 @@ class StepExchange:
         self._last: StepRecord | None = None
         self._peaks: list[int] = []
         self._unit: Literal["samples", "steps"] = "samples"
-        self._ending = threading.Event()
+        self._ending, self._has_ended = threading.Event(), False
         self._file: LineFile | None = None
         self._thread = threading.Thread(target=self._run, name="evener-steps", daemon=True)
 
@@ -95,7 +100,8 @@ class StepExchange:
 
     def add(self, record: StepRecord) -> None:
         """Add a step of this rank."""
-        self._added.append(record)
+        if not self._has_ended:
+            self._added.append(record)
 
     def close(self, *, is_finished: bool) -> None:
         """Write the last steps and, on rank 0, the end of the run."""
@@ -120,13 +126,16 @@ class StepExchange:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk; the store, and so the run, is gone
+        interval_s = max(INTERVAL_S, self._world_size / RANKS_PER_S)
+        try:
             store = self._connect()
             self._file = LineFile(self._dir.steps_path(self._rank))
-            self._write_manifest(store)
-            while not self._ending.wait(INTERVAL_S):
+            self._publish_rank(store)
+            while not self._ending.wait(interval_s):
+                self._write_manifest(store)
                 self._exchange(store)
             deadline = time.monotonic() + LAST_STEPS_S
+            self._write_manifest(store)
             self._exchange(store)
             while self._pending and time.monotonic() < deadline:
                 time.sleep(INTERVAL_S / 20)
@@ -135,6 +144,12 @@ class StepExchange:
                 self._write(self._pending.popleft())
             self._file.close()
             self._peaks = self._exchange_peaks(store, deadline)
+        except (OSError, RuntimeError):  # a full disk; the store, and so the run, is gone
+            pass
+        finally:
+            self._has_ended = True
+            self._added.clear()
+            self._pending.clear()
 
     def _exchange_peaks(self, store: Any, deadline: float) -> list[int]:
         """Return the peak memory of each rank, or [] if not all have ended in time."""
@@ -159,16 +174,18 @@ class StepExchange:
         store = TCPStore(address, port, None, False, timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
         return PrefixStore("evener", store)
 
-    def _write_manifest(self, store: Any) -> None:
-        """Publish what this rank is; on rank 0 write the manifest when all have."""
+    def _publish_rank(self, store: Any) -> None:
         assert self._about is not None
-        ranks = [self._about]
         if store is not None:
             store.set(f"rank/{self._rank}", msgspec.json.encode(self._about).decode())
-            if self._rank == 0:
-                ranks = [from_json(store.get(f"rank/{rank}"), ScriptRank) for rank in range(self._world_size)]
-        if self._rank > 0:
+
+    def _write_manifest(self, store: Any) -> None:
+        """On rank 0 write the manifest once all ranks have updated a model."""
+        assert self._about is not None
+        keys = [f"rank/{rank}" for rank in range(self._world_size)]
+        if self._rank > 0 or self._manifest is not None or (store is not None and not store.check(keys)):
             return
+        ranks = [self._about] if store is None else [from_json(store.get(key), ScriptRank) for key in keys]
         import torch
 
         members = [
@@ -177,14 +194,15 @@ class StepExchange:
             for rank, one in enumerate(ranks)
         ]  # fmt: skip
         backend: Backend = "none" if len(ranks) == 1 else "nccl" if torch.cuda.is_available() else "gloo"
-        roster = Roster(members=members, sync=DDP if len(ranks) > 1 else NO_SYNC, backend=backend)
+        roster = Roster(members=members, sync=self._sync if len(ranks) > 1 else NO_SYNC, backend=backend)
         versions = {"evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
         num_params = ranks[0].num_params
+        words = _program_words()
         self._manifest = Manifest(
             verdict="running",
             started=time.time(),
-            argv=_program_words(sys.orig_argv),
-            program=_program_name(sys.orig_argv),
+            argv=words,
+            program=words[1] if words[0] == "-m" and len(words) > 1 else os.path.basename(words[0]),
             unit=self._unit,
             versions=versions,
             spec=RunSpec(out=str(self._dir)),
@@ -214,6 +232,8 @@ class StepExchange:
             figures = [(record.cost.exposed_sync_s, record.loss) for record in new]
             store.set(f"steps/{self._rank}/{self._num_published}", msgspec.json.encode(figures).decode())
             self._num_published += 1
+            if self._num_published > KEPT_LISTS:  # all others have read it, or never will
+                store.delete_key(f"steps/{self._rank}/{self._num_published - KEPT_LISTS - 1}")
         for rank in range(self._world_size):
             while store.check([key := f"steps/{rank}/{self._num_read[rank]}"]):
                 self._received[rank] += from_json(store.get(key), list[tuple[float, float | None]])
@@ -226,6 +246,8 @@ class StepExchange:
             cost = msgspec.structs.replace(record.cost, exposed_sync_s=exposed_s, wait_s=wait_s)
             loss = statistics.fmean(losses) if losses else None
             self._write(msgspec.structs.replace(record, cost=cost, loss=loss))
+        while len(self._pending) > MAX_PENDING:  # another rank does not step any more
+            self._write(self._pending.popleft())
 
     def _write(self, record: StepRecord) -> None:
         assert self._file is not None
@@ -233,21 +255,12 @@ class StepExchange:
         self._last = record
 
 
-def _program_words(words: Sequence[str]) -> list[str]:
-    """Return the words of Python's own command line from the script or -m on.
-
-    >>> _program_words(["/usr/bin/python3", "-u", "-m", "package.train", "--lr", "1"])
-    ['-m', 'package.train', '--lr', '1']
-    """
-    start = next((i for i, word in enumerate(words[1:], start=1) if word == "-m" or not word.startswith("-")), 1)
-    return list(words[start:])
-
-
-def _program_name(words: Sequence[str]) -> str:
-    """Return the name of the script or module in Python's own command line.
-
-    >>> _program_name(["python3", "-u", "-m", "package.train"]), _program_name(["python3", "src/train.py", "-m"])
-    ('package.train', 'train.py')
-    """
-    program = _program_words(words)
-    return program[1] if program[0] == "-m" else os.path.basename(program[0])
+def _program_words() -> list[str]:
+    """Return the words of the program as the launcher was given them, with values that may be secrets hidden."""
+    try:
+        words = from_json(os.environ.get(PROGRAM_VARIABLE, ""), list[str])
+    except msgspec.MsgspecError:
+        words = sys.argv
+    shown = (words[1:] if words[:1] == ["--no-python"] else words) or ["program"]
+    hidden = hide_secrets("\n".join(shown)).split("\n")
+    return hidden if len(hidden) == len(shown) else shown[:1]

@@ -15,20 +15,23 @@ program's own group, because waiting for a slower rank can be told from communic
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from evener.core.run.step_cost import StepCost, StepRecord
+from evener.core.run.step_cost import Fidelity, StepCost, StepRecord
 from evener.worker.script.step_exchange import StepExchange
 
 ModuleChange = Callable[[ModuleType], None]
+OTHERS_UNTIL_NEW_LEADER = 8  # updates by other optimizers after which the one that ended steps has been replaced
 
 
 class StepMeasurement:
@@ -37,13 +40,17 @@ class StepMeasurement:
     def __init__(self, exchange: StepExchange) -> None:
         self._exchange = exchange
         self._thread = threading.main_thread().ident
-        self._leader: int | None = None  # id of the optimizer whose updates end steps
+        self._leader: weakref.ref[Any] | None = None  # the optimizer whose updates end steps
+        self._num_others = 0  # updates by others since its last one
+        self._is_off = False  # the program measures itself, or evener cannot
         self._step, self._began = 0, 0.0
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._counts_samples = False  # whether a DataLoader was seen before the first update
         self._blocked_depth = 0
         self._ready_at: float | None = None  # when DDP's newest bucket was ready
-        self._updating_since = self._blocked_before_update = 0.0
+        self._has_batch = False  # the program has taken a batch since the newest step ended
+        self._update_depth = 0  # an optimizer's step may call another's
+        self._updating_since = self._not_updating_s = 0.0
         self._loss: float | None = None
         self._newest: StepRecord | None = None  # the step that has just ended: its loss may be logged after it
         self._has_backward = False  # in the current step
@@ -53,10 +60,11 @@ class StepMeasurement:
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
         self._data_s = self._blocked_s = self._optimizer_s = 0.0
         self._samples, self._sent_bytes = 0, 0
+        self._fidelity: Fidelity | None = None
 
     def log(self, loss: float) -> None:
         """Take a loss that the program states: of this step or, before its first backward, of the one before."""
-        if self._newest is not None and not self._has_backward:
+        if self._newest is not None and not (self._has_backward or self._has_batch):
             self._newest = msgspec.structs.replace(self._newest, loss=loss)
         else:
             self._loss = loss
@@ -66,6 +74,11 @@ class StepMeasurement:
         if self._newest is not None:
             self._exchange.add(self._newest)
             self._newest = None
+
+    def set_fidelity(self, error: float, cosine: float) -> None:
+        """Take the error of a lossy strategy's sums, where the exact ones are not 0."""
+        if math.isfinite(error) and math.isfinite(cosine):
+            self._fidelity = Fidelity(error=error, cosine=cosine)
 
     def add_sent(self, num_bytes: float) -> None:
         """Count bytes that this rank sends."""
@@ -117,28 +130,60 @@ class StepMeasurement:
                 batch = call(*args, **kwargs)
             finally:
                 self._data_s += time.perf_counter() - began
-            self._samples += _batch_size(batch)
+            self._has_batch = True
+            if _is_grad_enabled():  # else it evaluates
+                self._samples += _batch_size(batch)
             return batch
 
         return timed
 
-    def before_update(self, optimizer: Any, *_: Any) -> None:
-        """Begin an update."""
-        if self._leader is None:
-            self._leader = id(optimizer)
-            if "evener.worker.train.run" in sys.modules:  # the program uses evener.join, which measures by itself
-                self._leader = -1
-            else:
-                self._counts_samples = self._samples > 0
-                self._exchange.describe_model(optimizer, unit="samples" if self._counts_samples else "steps")
-        self._updating_since, self._blocked_before_update = time.perf_counter(), self._blocked_s
+    def before_update(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Begin an update; return its arguments, with a closure whose time does not count as update."""
+        self._update_depth += 1
+        if self._is_off or self._update_depth > 1:
+            return None
+        if self._leader is None or self._leader() is None or self._num_others >= OTHERS_UNTIL_NEW_LEADER:
+            self._leader = weakref.ref(optimizer)
+            if self._step == 0 and not self._begin(optimizer):
+                return None
+        self._updating_since, self._not_updating_s = time.perf_counter(), self._blocked_s
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        @functools.wraps(closure)
+        def timed_closure() -> Any:
+            began, blocked_s = time.perf_counter(), self._blocked_s
+            try:
+                return closure()
+            finally:  # what it was blocked is left out anyway
+                self._not_updating_s -= time.perf_counter() - began - (self._blocked_s - blocked_s)
+
+        if len(args) > 1:
+            return (args[0], timed_closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": timed_closure}
+
+    def _begin(self, optimizer: Any) -> bool:
+        """Begin to record at the first update; return False if this program is not measured."""
+        if "evener.worker.train.run" in sys.modules:  # the program uses evener.join, which measures by itself
+            self._is_off = True
+            return False
+        self._counts_samples = self._samples > 0
+        self._exchange.describe_model(optimizer, unit="samples" if self._counts_samples else "steps")
+        return True
 
     def after_update(self, optimizer: Any, *_: Any) -> None:
         """End an update, and with that of the first optimizer the step."""
         now = time.perf_counter()
-        self._optimizer_s += now - self._updating_since - (self._blocked_s - self._blocked_before_update)
-        if id(optimizer) != self._leader:
+        self._update_depth -= 1
+        if self._is_off or self._update_depth > 0:
             return
+        self._optimizer_s += max(0.0, now - self._updating_since - (self._blocked_s - self._not_updating_s))
+        if self._leader is None or id(self._leader()) != id(optimizer):
+            self._num_others += 1
+            return
+        self._num_others = 0
+        lr = optimizer.param_groups[0].get("lr")
         wall_s = now - self._began
         rest_s = wall_s - self._data_s - self._blocked_s - self._optimizer_s
         # The first step also holds what the program did before it.
@@ -158,14 +203,15 @@ class StepMeasurement:
             cpu_s=time.process_time() - self._cpu_began,
             bytes=self._sent_bytes,
             members=self._world_size,
-            lr=float(optimizer.param_groups[0].get("lr", 0.0)),
+            lr=float(lr) if isinstance(lr, int | float) else 0.0,
             grad_norm=None,
+            fidelity=self._fidelity,
             ended=time.time(),
         )
         self.close()
         self._newest = record
         self._step += 1
-        self._loss, self._has_backward = None, False
+        self._loss, self._has_backward, self._has_batch = None, False, False
         self._clear()
 
 
@@ -205,7 +251,13 @@ def _replace(owner: Any, name: str, change: Callable[[Any], Any]) -> None:
 
 def _batch_size(batch: Any) -> int:
     """Return the samples of a batch: the first dimension of its first tensor; 0 if there is none."""
-    while isinstance(batch, list | tuple | dict) and batch:
-        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    shape: Any = getattr(batch, "shape", ())
-    return int(shape[0]) if len(shape) else 0
+    if shape := getattr(batch, "shape", ()):
+        return int(shape[0])
+    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((size for one in inside if (size := _batch_size(one))), 0)
+
+
+def _is_grad_enabled() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from evener.core.run.roster import NO_SYNC, Roster, SyncSpec
+from evener.core.run.roster import NO_SYNC, Backend, Roster, SyncSpec
 
 GRADIENT_RESIDUAL_KINDS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
 
@@ -30,6 +31,22 @@ class CompressionTraits:
     residual_kinds: tuple[str, ...] = ()  # those of GRADIENT_RESIDUAL_KINDS that it loads itself
     # CPUs of different models round differently even with the same vector units, and so do other thread counts.
     rounding_depends_on_cpu_model: bool = False
+
+
+class RankGroup(Protocol):
+    """The ranks among which gradients are summed; `ProcessGroups` is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def gradient_group(self) -> Any:
+        """The process group of torch.distributed."""
 
 
 class SupportsBackward(Protocol):

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.worker.rank.clock import Clock
-from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import BucketCommEvent, StatelessReduction
+from evener.worker.sync import BucketCommEvent, RankGroup, StatelessReduction
 
 
 class AllReduceHook(StatelessReduction):
     """DDP's own all-reduce, summing instead of averaging."""
 
-    def __init__(self, group: ProcessGroups, clock: Clock) -> None:
+    def __init__(self, group: RankGroup, clock: Clock) -> None:
         self._group, self._clock = group, clock
         self._comm_events: list[BucketCommEvent] = []
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.worker.rank.clock import Clock
-from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import BucketCommEvent, CompressionTraits
+from evener.worker.sync import BucketCommEvent, CompressionTraits, RankGroup
 from evener.worker.sync.comm_thread import CommThread
 from evener.worker.sync.gradient_sync import completed_future
 from evener.worker.sync.sparse import SparseAllReduce
@@ -72,7 +71,7 @@ class AllReduceAlgorithm(Protocol):
 
 
 def run_and_measure_error(
-    group: ProcessGroups, algorithm: AllReduceAlgorithm, grads: GradBucketSlice
+    group: RankGroup, algorithm: AllReduceAlgorithm, grads: GradBucketSlice
 ) -> tuple[int, Tensor]:
     """Run the algorithm, and compare a sample of its sums with their exact all-reduce.
 
@@ -93,7 +92,7 @@ class BucketQueue:
 
     def __init__(
         self,
-        group: ProcessGroups,
+        group: RankGroup,
         clock: Clock,
         algorithm: AllReduceAlgorithm,
         embedding_tables: frozenset[nn.Parameter],
@@ -113,6 +112,11 @@ class BucketQueue:
     def start(
         self, bucket: dist.GradBucket, *, is_warmup: bool, sample_gradients: bool
     ) -> torch.futures.Future[Tensor]:
+        self.submit(bucket, is_warmup=is_warmup, sample_gradients=sample_gradients)
+        return completed_future(bucket)
+
+    def submit(self, bucket: dist.GradBucket, *, is_warmup: bool, sample_gradients: bool) -> Future[None]:
+        """Queue the reduction of a bucket; return its job, after which the bucket holds its sum."""
         parameters: Sequence[Any] = bucket.parameters()
         views = [gradient.view(-1) for gradient in bucket.gradients()]
         index, size, self._samples_gradients = bucket.index(), bucket.buffer().nbytes, sample_gradients
@@ -134,7 +138,7 @@ class BucketQueue:
             self._comm_events.append(BucketCommEvent(index, begin, self._clock.mark(), size, total_bytes))
 
         self._pending.append(self._comm_thread.submit(job))
-        return completed_future(bucket)
+        return self._pending[-1]
 
     def _run_algorithm(self, grads: GradBucketSlice, sample_gradients: bool) -> int:
         """Run the algorithm; return the bytes that this rank sent.

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
-from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import StatelessReduction
+from evener.worker.sync import RankGroup, StatelessReduction
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import ScratchBuffer
 
@@ -15,7 +14,7 @@ from evener.worker.sync.codecs import ScratchBuffer
 class DenseAllReduce(StatelessReduction):
     """An all-reduce of all gradients as one flat buffer."""
 
-    def __init__(self, group: ProcessGroups) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group, self._flat_buffer = group, ScratchBuffer()
 
     def run(self, grads: GradBucketSlice) -> int:

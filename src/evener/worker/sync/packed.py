@@ -17,8 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import StatelessReduction
+from evener.worker.sync import RankGroup, StatelessReduction
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import CHUNK_NUMEL, ScratchBuffer
 from evener.worker.sync.pairwise import pairwise_all_to_all
@@ -30,7 +29,7 @@ FP32_LOW_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
 class PackedAllReduce(StatelessReduction):
     """An all-reduce algorithm that sends bf16 where that is exact."""
 
-    def __init__(self, group: ProcessGroups) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group, self._scratch = group, ScratchBuffer()
         self._outgoing, self._incoming = (
             [ScratchBuffer(torch.uint8) for _ in range(group.world_size)] for _ in range(2)

@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.sync import RankGroup
 
 
-def pairwise_all_to_all(
-    group: ProcessGroups, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]
-) -> int:
+def pairwise_all_to_all(group: RankGroup, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> int:
     """Send outgoing[peer] to every other rank and fill incoming[peer] with what that rank sends; return the bytes sent.
 
     All ranks call it together; tensors are contiguous, None and empty tensors are skipped. Gloo sends from host memory
@@ -46,6 +44,6 @@ def pairwise_all_to_all(
     return sum(tensor.nbytes for peer, tensor in enumerate(outgoing) if tensor is not None and peer != group.rank)
 
 
-def is_staged_through_host(group: ProcessGroups) -> bool:
+def is_staged_through_host(group: RankGroup) -> bool:
     """Return whether this rank's tensors must be staged through host memory."""
     return group.backend == "gloo" and group.device.type == "cuda"

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from evener.plan.cost.collective_cost import protocol_overhead_bytes, ring_all_reduce_bytes
 from evener.plan.cost.sync_traffic import is_low_rank_smaller as shrinks
-from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import CompressionTraits
+from evener.worker.sync import CompressionTraits, RankGroup
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.comm_thread import record_current_stream
 
@@ -36,7 +35,7 @@ class PowerSGD:
         is_lossy=True, preserves_norm=False, residual_kinds=("left",), rounding_depends_on_cpu_model=True
     )
 
-    def __init__(self, group: ProcessGroups, rank: int) -> None:
+    def __init__(self, group: RankGroup, rank: int) -> None:
         self._group, self._rank = group, rank
         self._residuals: dict[nn.Parameter, Tensor] = {}  # (a, b)
         self._q_factors: dict[nn.Parameter, Tensor] = {}  # (b, r)

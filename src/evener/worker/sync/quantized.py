@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import CompressionTraits
+from evener.worker.sync import CompressionTraits, RankGroup
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import Codec, ScratchBuffer
 from evener.worker.sync.comm_thread import record_current_stream
@@ -41,7 +40,7 @@ class _BucketResidual:
 class QuantizedAllReduce:
     """An all-reduce algorithm that encodes with a codec, with error feedback."""
 
-    def __init__(self, group: ProcessGroups, codec: Codec) -> None:
+    def __init__(self, group: RankGroup, codec: Codec) -> None:
         self._group, self._codec = group, codec
         self.traits = CompressionTraits(
             is_lossy=True, preserves_norm=codec.preserves_norm, residual_kinds=("mine", "sums")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
-from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.sync import RankGroup
 from evener.worker.sync.pairwise import pairwise_all_to_all
 
 INDEX_BYTES = 4
@@ -22,7 +22,7 @@ INDEX_BYTES = 4
 class SparseAllReduce:
     """A sparse all-reduce of embedding tables, one by one. Stateless."""
 
-    def __init__(self, group: ProcessGroups) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
 
     def run(self, table: Tensor) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ from evener.core.run.resolve import check_sync_is_useful
 from evener.core.run.roster import NO_SYNC, Roster, SyncSpec, why_unsafe_in_fp16
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
-from evener.worker.sync import Sync
+from evener.worker.sync import RankGroup, Sync
 from evener.worker.sync.allreduce_hook import AllReduceHook
 from evener.worker.sync.bucket_queue import AllReduceAlgorithm, BucketQueue
 from evener.worker.sync.codecs import Bf16Codec, BlockwiseIntCodec
@@ -57,11 +57,12 @@ def _make_hook(sync: SyncSpec, group: ProcessGroups, clock: Clock, module: nn.Mo
     if group.world_size == 1 or (sync.kind == "ddp" and not sync.sparse):
         return AllReduceHook(group, clock)
     return BucketQueue(
-        group, clock, _make_algorithm(sync, group), embedding_tables(module) if sync.sparse else frozenset()
+        group, clock, make_algorithm(sync, group), embedding_tables(module) if sync.sparse else frozenset()
     )
 
 
-def _make_algorithm(sync: SyncSpec, group: ProcessGroups) -> AllReduceAlgorithm:
+def make_algorithm(sync: SyncSpec, group: RankGroup) -> AllReduceAlgorithm:
+    """Create the algorithm of a strategy that exchanges gradients in every step."""
     match sync.kind:
         case "ddp":
             return DenseAllReduce(group)

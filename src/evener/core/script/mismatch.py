@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evener.core.collectives.call_ring import RankCalls, RecordedCall
+from evener.core.script.call_ring import RankCalls, RecordedCall
 
 # Operations in which all ranks must pass tensors of one size and type; in others, sizes may differ by rank.
 SAME_SIZE = {

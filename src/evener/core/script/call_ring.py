@@ -23,8 +23,6 @@ import msgspec
 
 from evener.core.base.file_io import create_file, make_folder, open_for_append, read_file
 
-SCRIPT_VARIABLE = "EVENER_SCRIPT"  # set in the ranks of a user's program: "", or options separated by commas
-FIRST_RANK_VARIABLE = "EVENER_FIRST_RANK"  # of the host's ranks
 CALLS_FOLDER = "host/collectives"  # in the run's folder: a file a local rank
 MAGIC = b"evencol1"
 HEADER = struct.Struct("<8sQ?7xQ")
@@ -83,6 +81,11 @@ class CallRing:
             self._num_calls += 1
             self._write_header(has_ended=False)
         return place
+
+    @property
+    def num_calls(self) -> int:
+        """The calls so far."""
+        return self._num_calls
 
     def end(self, place: int) -> None:
         """Record that the call at a place has returned."""
