@@ -84,7 +84,7 @@ def test_checkpoint_installed_for_resume_survives_power_loss(tmp_path: Path, dis
 def test_first_files_of_a_run_survive_power_loss(
     tmp_path: Path, disk: VolatileDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_control, "_start_supervisor", lambda run, folder, spec, supervisor: {})
+    monkeypatch.setattr(run_control, "_start_supervisor", lambda run, folder, spec, supervisor, passed_env: {})
     monkeypatch.setattr(run_control, "kill_leftover_processes", lambda run: None)
     run = tmp_path / "disk" / "evener" / "run"
     content_store.find_missing_blobs(str(run.parent), {}, "tree")  # what it is sent first makes the folder

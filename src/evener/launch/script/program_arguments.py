@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evener.core.base.errors import UsageError
-from evener.core.base.shell import quote_command
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import join_names
 
 PYTHON = re.compile(r"python(w|\d(\.\d+)?t?)?")
@@ -173,7 +173,9 @@ def _without_launchers(words: list[str], cwd: Path) -> _Reading:
             found.leave_out(taken)
         elif ASSIGNMENT.fullmatch(rest[0]):
             variable = rest[0].partition("=")[0]
-            raise UsageError(f"{variable}=…: not a program", hint=f"evener launch --env {variable}=VALUE -- …")
+            raise UsageError(
+                f"{variable}=…: not a program", hint=f"evener launch --env {quote_word(variable)}=VALUE -- …"
+            )
         elif PYTHON.fullmatch(name):
             found.leave_out(_num_python_words(rest))
         elif rest[0] == "-m" and len(rest) > 1 and rest[1] in MODULES:
@@ -276,7 +278,7 @@ def _check_starts_no_ranks(script: Path, given: str) -> None:
             command = re.split(r"[;&|<>]", code[match.start("call") :])[0]
             raise UsageError(
                 f"{given}, line {first + 1}: {match['call']} starts ranks of its own in every rank",
-                hint=f"evener launch -- {' '.join(command.split())}",
+                hint=f"evener launch -- {quote_command(command.split())}",
             )
 
 
