@@ -93,7 +93,7 @@ def test_predicted_exchange_buffer_bytes_match_allocated(monkeypatch, sync, num_
     for module in (packed, quantized):
         monkeypatch.setattr(module, "pairwise_all_to_all", echo)
     group = types.SimpleNamespace(rank=0, world_size=num_ranks, device=torch.device("cpu"))
-    exchange: Any = sync_factory._make_algorithm(parse_sync(sync), group)
+    exchange: Any = sync_factory.make_algorithm(parse_sync(sync), group)
     for i, (size, _) in enumerate(bucket_sizes(gradient_tensors(SMALL), COMPRESSED_BUCKET_BYTES)):
         gradient = torch.randn(size // 4 // num_ranks * num_ranks)
         exchange.run(GradBucketSlice(i, (torch.nn.Parameter(gradient),), [gradient], is_warmup=False))

@@ -47,7 +47,7 @@ import json, os, sys, types
 import torch, torch.distributed as dist
 from torch import nn
 from evener.core.run.roster import parse_sync
-from evener.worker.sync.sync_factory import _make_algorithm
+from evener.worker.sync.sync_factory import make_algorithm
 from evener.worker.sync.bucket_queue import GradBucketSlice
 
 dist.init_process_group("gloo")
@@ -56,7 +56,7 @@ group = types.SimpleNamespace(rank=rank, world_size=n, gradient_group=dist.group
                               device=torch.device("cpu"))
 
 def found_of(name):
-    exchange = _make_algorithm(parse_sync(name), group)
+    exchange = make_algorithm(parse_sync(name), group)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((40, 70), (11,), (300,), (64, 64))]
     draw = torch.Generator().manual_seed(rank)
     given, same, sent = [torch.zeros(p.numel(), dtype=torch.float64) for p in parameters], True, 0
