@@ -101,7 +101,7 @@ def throughput_chart(run: RecordedRun, axis: str = "step") -> LineChart | None:
     predicted = [option.tokens_per_s] if option is not None and option.roster.sync == sync else []
     marks = {f"predicted {format_count(rate)}": rate for rate in predicted}
     high = 1.25 * max([percentile(means, 0.98), *marks.values()])
-    return LineChart(lines, x.title, "tokens/s", y_range=(0.0, high), marks=marks, bands=bands)
+    return LineChart(lines, x.title, f"{run.summary.unit}/s", y_range=(0.0, high), marks=marks, bands=bands)
 
 
 def _throughputs(run: RecordedRun) -> list[float]:

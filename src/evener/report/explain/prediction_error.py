@@ -37,6 +37,8 @@ NO_PREDICTION = (
 
 def explain_prediction(summary: RunSummary, prediction: Prediction | None) -> list[str]:
     """Return sentences: whether the prediction was right, and the cause of each difference that matters."""
+    if prediction is None and summary.manifest.program is not None:
+        return ["Nothing was predicted: evener predicts its own models."]
     if prediction is None:
         return [NO_PREDICTION]
     option = prediction.option(prediction.chosen)

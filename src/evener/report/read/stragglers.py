@@ -120,9 +120,12 @@ def straggler_reason(summary: RunSummary, slow: RankSummary, fast: RankSummary) 
     slow_threads, fast_threads = summary.threads[slow.rank], summary.threads[fast.rank]
     if theirs / fast_threads > NOISE_RATIO * running / slow_threads:
         had = f"{theirs:.2f}" if slow_threads == fast_threads else f"{theirs:.2f} for {fast_threads}"
+        why = "something else used its core"
+        if summary.manifest.program is not None:
+            why = f"it slept, waited for something else than a collective, or {why}"
         return (
             f"it was not always running: while it had work it had {running:.2f} cores for its "
-            f"{pluralize(slow_threads, 'thread')}, {fast_name} had {had}, so something else used its core"
+            f"{pluralize(slow_threads, 'thread')}, {fast_name} had {had}, so {why}"
         )
     if slow_threads != fast_threads:
         return f"{compute}, on {running:.2f} cores; {fast_name} has {theirs:.2f}"
