@@ -100,7 +100,22 @@ work = dist.reduce_scatter_single(torch.empty(6 // world), inputs[rank], async_o
 assert work.wait() and work.is_completed()
 assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
 assert all(torch.equal(future.value()[0], other) for future, other in zip(futures, expected))
+# What torch allows, and instruments must not break: names of arguments, ranks outside of a group, no learning rate.
+part = torch.empty(6 // world)
+dist.reduce_scatter(output=part, input_list=list(inputs[rank].chunk(world)))
+assert torch.equal(part, stacked.sum(0).chunk(world)[rank])
+dist.all_reduce(torch.zeros(1), group=dist.new_group([0]))
+class Still(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": None})
+    def step(self, closure=None):
+        return closure()
+still = Still(nn.Linear(2, 2).parameters())
+assert [still.step(lambda: 7.0) for _ in range(3)] == [7.0] * 3
 train(DistributedDataParallel(nn.Linear(10, 5)), 2)
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+dist.all_reduce(torch.zeros(1))
 print("completed", flush=True)
 os._exit(0)
 """

@@ -37,6 +37,14 @@ def test_transferred_bytes_are_the_sum_of_sent_and_received() -> None:
             time.sleep(0.01)
 
 
+def test_sockets_of_a_program_with_a_default_timeout_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would make a duplicate non-blocking, and with it the socket: torch's store could not read from it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(socket, "getdefaulttimeout", lambda: 30.0)
+        assert transferred_bytes() is None
+        assert os.get_blocking(listener.fileno())
+
+
 def test_heartbeat_goes_on_after_its_file_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk refuses the file; here a file stands where its folder should be."""
     refused, done = threading.Event(), threading.Event()
