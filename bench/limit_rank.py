@@ -49,6 +49,8 @@ from common import median_interval
 RESULT = "beside its limit:"
 MIN_SPEED = 0.5  # of the fastest, by prediction
 MIN_PAIRS = 6
+MIN_BLOCK_STEPS = 3  # with fewer a single long step, or the rest of a quota's period, widens the interval of a pair
+OTHERS_HALF_WIDTHS = 2.0  # of strategies that are compared with the chosen one, whose interval may be wider
 MIN_PAIRS_TO_DROP = 4  # of which all are below those of the chosen strategy
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -190,7 +192,8 @@ class LimitMeter:
         if not self._now.num_steps:
             settled_s = (time.perf_counter() - self._began) / max(SETTLE_STEPS, every)
             step_s = self._now.predicted_s or group.all_reduce_sum(settled_s / group.world_size)[0]
-            self._now.num_steps = max(1, math.ceil(self._options.block_s / step_s / every)) * every
+            num_rounds = max(1, math.ceil(self._options.block_s / step_s / every), MIN_BLOCK_STEPS // every)
+            self._now.num_steps = num_rounds * every
         step._context.sync.wait_all()
         group.barrier()
         self._tokens, self._steps_left, self._first_step = 0.0, self._now.num_steps, step.index + 1
@@ -224,17 +227,18 @@ class LimitMeter:
             return True
         low, high = one.interval
         measured_s = sum(run["wall_s"] for run in one.runs)
+        half_width = self._options.half_width * (1.0 if one is chosen else OTHERS_HALF_WIDTHS)
         return (
             len(one.shares) >= MIN_PAIRS
-            and (high - low) / 2 <= self._options.half_width
+            and (high - low) / 2 <= half_width
             and (one is not chosen or measured_s >= self._options.min_s)
         )
 
     def _measure_limit(self, step: TrainStep, autocast: Autocast) -> Block:
         step._context.group.barrier()
-        tokens, began, began_cpu = 0.0, time.perf_counter(), time.process_time()
-        while time.perf_counter() - began < self._options.block_s:
-            tokens += self._train_alone(step, autocast)
+        tokens, num_steps, began, began_cpu = 0.0, 0, time.perf_counter(), time.process_time()
+        while num_steps < MIN_BLOCK_STEPS or time.perf_counter() - began < self._options.block_s:
+            tokens, num_steps = tokens + self._train_alone(step, autocast), num_steps + 1
         return Block(tokens, time.perf_counter() - began, time.process_time() - began_cpu)
 
     def _train_alone(self, step: TrainStep, autocast: Autocast) -> float:

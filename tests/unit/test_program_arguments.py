@@ -101,6 +101,11 @@ def test_what_starts_no_program_is_refused_with_the_next_command(
     assert hint in raised.value.hint
 
 
+def test_processes_of_accelerate_are_those_of_all_hosts(folder: Path) -> None:
+    program = parse_program(["accelerate", "launch", "--num_processes=4", "x.py"], folder)
+    assert (program.ranks, program.total_ranks) == (None, 4)
+
+
 def test_settings_of_a_launcher_that_are_not_followed_are_named(folder: Path) -> None:
     program = parse_program(["accelerate", "launch", "--mixed_precision", "bf16", "--use_fsdp", "x.py"], folder)
     assert "--mixed_precision and --use_fsdp: not followed" in program.describe(None)

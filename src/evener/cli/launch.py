@@ -85,17 +85,16 @@ def launch(
     chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
     options = [name for name, is_set in chosen.items() if is_set] + script_sync_options(sync)
     passed = read_passed_variables(env or [], env_file or [], os.environ)
+    ranks = ranks or parsed.ranks or (parsed.total_ranks if path is None else None)
     if parsed.is_translated:
-        run_output.print_status(parsed.describe(ranks or parsed.ranks))
+        run_output.print_status(parsed.describe(ranks))
     rundir = RunDir(out or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{parsed.name}")
     if rundir.path.exists():
         raise UsageError(f"--out {rundir}: exists already", hint="another --out")
     with contextlib.ExitStack() as attachment:
         with connect_hosts(None if path is None else approve_fleet(load_fleet(path), trust)) as hosts:
             machine = MachineSpec(private=private)
-            prepared = prepare_hosts(
-                hosts.with_ranks(ranks or parsed.ranks), rundir, machine, port=port, cwd=parsed.project
-            )
+            prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=parsed.project)
             run = plan_script(prepared, rundir, parsed.project, parsed.argv, os.environ, include or [], passed, options)
             plan = run.plan
             run_output.print_warnings(run)

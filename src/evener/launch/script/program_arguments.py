@@ -87,6 +87,7 @@ class Program:
     ranks: int | None = None  # on each host, as the launcher that was typed would start
     left_out: list[str] = field(default_factory=list)  # the words that were taken out
     unfollowed: list[str] = field(default_factory=list)  # options among them that change how a program trains
+    total_ranks: int | None = None  # on all hosts together, as the launcher that was typed would start
 
     @property
     def is_translated(self) -> bool:
@@ -113,7 +114,7 @@ def parse_program(words: Sequence[str], cwd: Path) -> Program:
     rest = found.rest
     if not rest:
         raise UsageError(f"{quote_command(words)}: which program?", hint="evener launch -- SCRIPT.py ARGS")
-    details = found.ranks, found.left_out, found.unfollowed
+    details = found.ranks, found.left_out, found.unfollowed, found.total_ranks
     if rest[0] == "-m":
         if len(rest) < 2:
             raise UsageError("-m: expected a module after it", hint="evener launch -- -m package.module ARGS")
@@ -154,6 +155,7 @@ class _Reading:
     left_out: list[str] = field(default_factory=list)
     ranks: int | None = None  # on each host
     unfollowed: list[str] = field(default_factory=list)
+    total_ranks: int | None = None  # on all hosts
     is_command: bool = False  # the rest is no program of Python: --no-python
 
     def leave_out(self, num: int) -> None:
@@ -228,6 +230,8 @@ def _leave_out_launcher(found: _Reading, name: str, start: int) -> None:
             value, i = words[i] if i < len(words) else "", i + 1
         if canonical in launcher.ranks and value.isdecimal() and int(value):
             found.ranks = int(value)
+        if canonical == "num-processes" and value.isdecimal() and int(value):
+            found.total_ranks = int(value)
         if canonical in UNFOLLOWED:
             found.unfollowed.append(option)
     found.leave_out(i)
