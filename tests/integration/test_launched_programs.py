@@ -113,9 +113,6 @@ class Still(torch.optim.Optimizer):
 still = Still(nn.Linear(2, 2).parameters())
 assert [still.step(lambda: 7.0) for _ in range(3)] == [7.0] * 3
 train(DistributedDataParallel(nn.Linear(10, 5)), 2)
-dist.destroy_process_group()
-dist.init_process_group("gloo")
-dist.all_reduce(torch.zeros(1))
 print("completed", flush=True)
 os._exit(0)
 """
