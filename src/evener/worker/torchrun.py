@@ -295,6 +295,8 @@ def main() -> int:
     if OPTIONS_VARIABLE in os.environ:
         python_path = [str(STARTUP_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
+        # A shell script's `python` is the one that has torch, as on a terminal where its environment is active.
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         if "independent" not in os.environ[OPTIONS_VARIABLE].split(","):
             rendezvous.watch_collectives(int(args.nproc_per_node))
     if not torch.accelerator.is_available():
