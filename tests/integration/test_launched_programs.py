@@ -117,6 +117,22 @@ print("completed", flush=True)
 os._exit(0)
 """
 
+RAISES = """
+class Raises(SGD):
+    def step(self, closure=None):
+        if self.param_groups[0].pop("raises", False):
+            raise ValueError
+        return super().step(closure)
+model = nn.Linear(10, 5)
+optimizer = Raises(model.parameters(), 0.01)
+for step in range(6):
+    optimizer.param_groups[0]["raises"] = step == 2
+    try:
+        model(torch.ones(10)).sum().backward()
+        optimizer.step()
+    except ValueError:
+        pass
+"""
 MEASURED = """
 import evener
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -150,11 +166,13 @@ class Launch:
         """Return the exit status of a launch, and what it printed to stderr."""
         (self.folder / "x.py").write_text(TRAIN + program)
         argv = [str(Path(sys.executable).with_name("evener")), "launch", "--fleet", "local", *flags, "--"]
-        done = subprocess.run(
-            [*argv, *(words or ("x.py",))], cwd=self.folder, capture_output=True, text=True, timeout=TIMEOUT_S,
-            check=False, env=os.environ | {"COLUMNS": "120"},
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr
+        printed = self.folder / "printed"  # no pipe: ranks could hold it open after a timeout
+        with printed.open("w") as file:
+            done = subprocess.run(
+                [*argv, *(words or ("x.py",))], cwd=self.folder, stdout=file, stderr=file, timeout=TIMEOUT_S,
+                check=False, env=os.environ | {"COLUMNS": "120"},
+            )  # fmt: skip
+        return done.returncode, printed.read_text()
 
     def error(self, program: str) -> str:
         """Return the error with which the launch of a program ends."""
@@ -201,6 +219,12 @@ def test_extra_collective_of_one_rank_is_named(launch: Launch) -> None:
     line, backward = line_of(EVALUATES, "dist.all_reduce"), line_of(EVALUATES, "backward()")
     assert f"called all_reduce of 1 float32 at x.py:{line} in evaluate" in error
     assert f"DDP's all_reduce of 55 float32 at x.py:{backward} in train" in error
+
+
+def test_update_that_raises_does_not_end_measurement(launch: Launch) -> None:
+    status, text = launch.run(program=RAISES, flags=("--ranks", "1"))
+    assert status == 0, text
+    assert len(RunDir(next(launch.folder.glob("runs/*"))).records(0)) == 5
 
 
 def test_what_gloo_lacks_is_completed(launch: Launch) -> None:

@@ -50,6 +50,7 @@ class StepMeasurement:
         self._ready_at: float | None = None  # when DDP's newest bucket was ready
         self._has_batch = False  # the program has taken a batch since the newest step ended
         self._update_depth = 0  # an optimizer's step may call another's
+        self._in_closure = False
         self._updating_since = self._not_updating_s = 0.0
         self._loss: float | None = None
         self._newest: StepRecord | None = None  # the step that has just ended: its loss may be logged after it
@@ -113,6 +114,8 @@ class StepMeasurement:
             call(*args, **kwargs)
             self._has_backward = True
             self.close()
+            if not self._in_closure:
+                self._update_depth = 0  # no update is under way: one has raised if it did not end
             if self._ready_at is not None and threading.get_ident() == self._thread:
                 self._blocked_s += time.perf_counter() - self._ready_at
 
@@ -153,10 +156,11 @@ class StepMeasurement:
 
         @functools.wraps(closure)
         def timed_closure() -> Any:
-            began, blocked_s = time.perf_counter(), self._blocked_s
+            began, blocked_s, self._in_closure = time.perf_counter(), self._blocked_s, True
             try:
                 return closure()
             finally:  # what it was blocked is left out anyway
+                self._in_closure = False
                 self._not_updating_s -= time.perf_counter() - began - (self._blocked_s - blocked_s)
 
         if len(args) > 1:
