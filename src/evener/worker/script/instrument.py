@@ -15,7 +15,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -26,8 +26,7 @@ from evener.worker.script.collective_calls import COLLECTIVES, hook_ddp, record_
 from evener.worker.script.gloo_completion import complete_gloo
 from evener.worker.script.group_checks import RANK_PID_VARIABLE, GroupChecks
 from evener.worker.script.report import launched_rank, run_folder
-
-ModuleChange = Callable[[ModuleType], None]
+from evener.worker.script.step_measurement import ModuleChange
 
 
 def install() -> None:

@@ -45,7 +45,7 @@ LAST_STEPS_S = 3.0  # to receive the others' last steps when the program ends
 
 
 class ScriptRank(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifest holds of one rank."""
+    """A rank as the manifest describes it, which rank 0 writes for all."""
 
     process: RankProcess
     host: HostInfo
