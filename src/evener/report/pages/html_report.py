@@ -256,7 +256,8 @@ def _replica_figure(summary: RunSummary, events: list[dict[str, Any]]) -> KeyFig
     if diverged or (result and result.replicas_agree is False):
         return KeyFigure(name, "differ")
     if result and result.replicas_agree:
-        return KeyFigure(name, "agree", "to the bit")
+        is_program = summary.manifest.program is not None
+        return KeyFigure(name, "agree", "in samples of their weights" if is_program else "to the bit")
     checks = [event for event in events if event.get("event") == "replicas.agree"]
     return (
         KeyFigure(name, "agreed", f"to the bit, after step {checks[-1].get('step')}")

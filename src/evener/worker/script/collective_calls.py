@@ -16,6 +16,7 @@ from typing import Any
 from evener.core.script.call_ring import CallRing
 from evener.worker.record.heartbeat import current_line
 from evener.worker.script.step_measurement import StepMeasurement
+from evener.worker.script.training_checks import TrainingChecks
 
 # Operations that exchange tensors, and the positions of the tensor, or list of tensors, whose size is recorded.
 COLLECTIVES = {
@@ -26,12 +27,14 @@ COLLECTIVES = {
 DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
-def record_collectives(c10d: ModuleType, ring: CallRing, measurement: StepMeasurement | None) -> None:
+def record_collectives(
+    c10d: ModuleType, ring: CallRing, measurement: StepMeasurement | None, checks: TrainingChecks | None
+) -> None:
     """Replace the collectives of torch.distributed.distributed_c10d by functions that record each call."""
     names = GroupNames(c10d)
     for name, position in COLLECTIVES.items():
         if hasattr(c10d, name):
-            setattr(c10d, name, _recorded(getattr(c10d, name), name, position, c10d, names, ring, measurement))
+            setattr(c10d, name, _recorded(getattr(c10d, name), name, position, c10d, names, ring, measurement, checks))
 
 
 def _recorded(
@@ -42,6 +45,7 @@ def _recorded(
     names: GroupNames,
     ring: CallRing,
     measurement: StepMeasurement | None,
+    checks: TrainingChecks | None,
 ) -> Callable[..., Any]:
     """Return a collective that records its calls. One that torch makes inside of another is part of that."""
 
@@ -57,6 +61,8 @@ def _recorded(
         tensors = _tensors(args, kwargs, position)
         num_elements, dtype, num_bytes = _size(tensors)
         group = next((one for one in (*args, *kwargs.values()) if isinstance(one, c10d.ProcessGroup)), None)
+        if checks is not None and name.startswith("all_reduce") and not caller.startswith(("torch.", "evener.")):
+            checks.see_all_reduce(tensors, frame)
         place = ring.begin(names.group_key(c10d, group, tensors), operation, num_elements, dtype, current_line(frame))
         try:
             result = collective(*args, **kwargs)

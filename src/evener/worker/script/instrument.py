@@ -11,12 +11,8 @@ mp.spawn) come here too: they are recognized by EVENER_RANK_PID.
 from __future__ import annotations
 
 import atexit
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NoReturn
 
 from evener.core.script.call_ring import CALLS_FOLDER, CallRing
@@ -25,8 +21,8 @@ from evener.worker.record.heartbeat import start_heartbeat
 from evener.worker.script.collective_calls import COLLECTIVES, hook_ddp, record_collectives
 from evener.worker.script.gloo_completion import complete_gloo
 from evener.worker.script.group_checks import RANK_PID_VARIABLE, GroupChecks
+from evener.worker.script.module_changer import ModuleChanger
 from evener.worker.script.report import launched_rank, run_folder
-from evener.worker.script.step_measurement import ModuleChange
 
 
 def install() -> None:
@@ -47,7 +43,14 @@ def install() -> None:
             )
     if is_rank:
         start_heartbeat()
-        sync = next((option.removeprefix("sync=") for option in options if option.startswith("sync=")), "ddp")
+        chosen = dict(option.split("=", 1) for option in options if "=" in option)
+        sync = chosen.get("sync", "ddp")
+        if "shares" in chosen:
+            from evener.worker.script.batch_shares import BatchShares, divide_batches
+
+            shares = BatchShares([float(weight) for weight in chosen["shares"].split(":")])
+            for name, change in divide_batches(shares).items():
+                changer.add(name, change)
         _record(changer, sync, checks, measures="no-measure" not in options and "independent" not in options)
     sys.meta_path.insert(0, changer)
 
@@ -63,14 +66,20 @@ def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, me
         return
     if checks is not None:
         checks.num_recorded = lambda: ring.num_calls
-    measurement = None
+    measurement = training = None
     if measures:
         from evener.core.run.runwriter import RunWriter
         from evener.worker.script.program_log import take_losses
         from evener.worker.script.step_exchange import StepExchange
         from evener.worker.script.step_measurement import StepMeasurement, measure_modules
+        from evener.worker.script.training_checks import TrainingChecks, check_training
 
-        exchange = StepExchange(RunWriter(folder), launched_rank(), int(os.environ.get("WORLD_SIZE", "1")), sync)
+        training = TrainingChecks()
+        for name, changes in check_training(training).items():
+            for change in changes:
+                changer.add(name, change)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
         measurement = StepMeasurement(exchange)
         for name, change in (measure_modules(measurement, COLLECTIVES) | take_losses(measurement.log)).items():
             changer.add(name, change)
@@ -97,7 +106,9 @@ def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, me
             exchange.close(is_finished=not has_failed)
 
     atexit.register(close)
-    changer.add("torch.distributed.distributed_c10d", lambda c10d: record_collectives(c10d, ring, measurement))
+    changer.add(
+        "torch.distributed.distributed_c10d", lambda c10d: record_collectives(c10d, ring, measurement, training)
+    )
 
     def make_hook(model: Any) -> Any:
         if sync == "ddp":
@@ -108,37 +119,3 @@ def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, me
         return make_compression_hook(model, parse_sync(sync), measurement)
 
     changer.add("torch.nn.parallel.distributed", lambda distributed: hook_ddp(distributed, make_hook))
-
-
-class ModuleChanger(importlib.abc.MetaPathFinder):
-    """Calls functions with a module right after it was executed, when nobody has imported a name of it yet."""
-
-    def __init__(self) -> None:
-        self._changes: dict[str, list[ModuleChange]] = {}
-
-    def add(self, name: str, change: ModuleChange) -> None:
-        """Have `change` called with the module of this name, after the functions that were added before."""
-        self._changes.setdefault(name, []).append(change)
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find a module that is to be changed as Python does, and return it with a loader that changes it."""
-        if name not in self._changes:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        changes, execute = self._changes.pop(name), spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            for change in changes:
-                try:
-                    change(module)
-                except AttributeError as error:  # another version than evener knows: the program runs as it is
-                    print(f"evener: {name} is not instrumented: {error}", file=sys.stderr)
-
-        loader: Any = spec.loader
-        loader.exec_module = exec_module
-        return spec

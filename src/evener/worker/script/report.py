@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from evener.core.run.membership_epoch import EXIT_RUN_FAILED, has_dynamic_membership
 from evener.core.run.runwriter import RunWriter
+from evener.core.script.variables import FIRST_RANK_VARIABLE
 
 EXIT_STATUS = 2  # as of a wrong request
 
@@ -24,8 +26,14 @@ def run_folder() -> Path | None:
 
 
 def launched_rank() -> int:
-    """Return the rank as the launcher set it."""
+    """Return the rank in the process group, as the launcher set it."""
     return int(os.environ.get("RANK", "0"))
+
+
+def run_rank() -> int:
+    """Return the rank's number in the run, by which its files are named: it stays when other hosts are lost."""
+    first = os.environ.get(FIRST_RANK_VARIABLE)
+    return launched_rank() if first is None else int(first) + int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def warn(error: str, hint: str) -> None:
@@ -40,11 +48,11 @@ def end_program(error: str, hint: str) -> NoReturn:
     with contextlib.suppress(Exception):  # the program may have closed or replaced it
         sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_STATUS)
+    os._exit(EXIT_RUN_FAILED if has_dynamic_membership() else EXIT_STATUS)
 
 
 def _add_event(event: str, error: str, hint: str, **facts: str) -> None:
-    folder, rank = run_folder(), launched_rank()
+    folder, rank = run_folder(), run_rank()
     if folder is not None:
         host = os.environ.get("EVENER_HOST", "")
         with contextlib.suppress(OSError):  # a full disk

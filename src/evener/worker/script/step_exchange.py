@@ -3,14 +3,18 @@
 A thread of each rank publishes the blocked times of its newest steps in the launcher's store once a second, reads those
 of the others, and writes each step once those of all ranks are known:
 
-    evener/steps/RANK/N    the N-th list of (blocked seconds, loss) of a rank's steps, in order
+    evener/steps/RANK/N    the N-th list of (blocked seconds, loss, tokens) of a rank's steps, in order
     evener/rank/RANK       its process, host and model, which rank 0 writes into the manifest
+    evener/facts/RANK      what its first steps trained with, which rank 0 compares
+    evener/replicas/RANK/N the N-th sample of its DDP models, which rank 0 compares
 
 If a rank does not publish any more, the others write their last steps without a division of the blocked time.
+When the ranks restart because a host was lost, steps go on from the last that any of them has recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import statistics
@@ -24,20 +28,26 @@ from typing import Any, Literal
 import msgspec
 
 from evener.core.base.decoding import from_json
+from evener.core.base.errors import EvenerError
 from evener.core.base.file_io import LineFile
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, local_host_info, peak_memory_bytes
+from evener.core.run.membership_epoch import has_dynamic_membership, read_rendezvous
 from evener.core.run.roster import NO_SYNC, Backend, Dtype, Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult, code_hash
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepRecord, split_blocked
+from evener.core.script.training_facts import RankFacts, ReplicaSample, compare_facts, compare_replicas
 from evener.core.script.variables import PROGRAM_VARIABLE
 from evener.node.remote.environment import hide_secrets
+from evener.worker.script.report import run_rank, warn
+from evener.worker.script.training_checks import TrainingChecks
 
 INTERVAL_S = 1.0
 RANKS_PER_S = 16  # ranks whose lists a rank looks for in a second
 KEPT_LISTS = 300  # of a rank's newest lists in the store
+RECORDS_TAIL_BYTES = 1 << 16  # of a rank's newest steps
 MAX_PENDING = 10_000  # steps that wait for other ranks
 DTYPES: dict[str, Dtype] = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}  # of the weights; others are fp32
 STORE_TIMEOUT_S = 30.0
@@ -51,18 +61,22 @@ class ScriptRank(msgspec.Struct, frozen=True, kw_only=True):
     host: HostInfo
     dtype: Dtype
     num_params: int
+    num_steps: int  # that it has recorded before this start
 
 
 class StepExchange:
     """Writes `steps/rank-R.jsonl`, and on rank 0 the manifest."""
 
-    def __init__(self, rundir: RunWriter, rank: int, world_size: int, sync: str) -> None:
+    def __init__(self, rundir: RunWriter, rank: int, world_size: int, sync: str, checks: TrainingChecks) -> None:
         """`sync`: how gradients of DDP models are summed."""
+        self._checks, self._has_sent_facts, self._has_compared = checks, False, rank > 0
+        self._num_samples = self._num_compared = 0  # of replicas
+        self._replicas_agree: bool | None = None  # None: not compared
         self._sync = parse_sync(sync)
         self._dir, self._rank, self._world_size = rundir, rank, world_size
         self._added: deque[StepRecord] = deque()  # by the program, not yet published
         self._pending: deque[StepRecord] = deque()  # published, and not yet known of all ranks
-        self._received: list[deque[tuple[float, float | None]]] = [deque() for _ in range(world_size)]
+        self._received: list[deque[tuple[float, float | None, float]]] = [deque() for _ in range(world_size)]
         self._num_read = [0] * world_size  # lists of each rank that were read
         self._num_published = 0
         self._about: ScriptRank | None = None
@@ -72,6 +86,8 @@ class StepExchange:
         self._unit: Literal["samples", "steps"] = "samples"
         self._ending, self._has_ended = threading.Event(), False
         self._file: LineFile | None = None
+        self._epoch = read_rendezvous().epoch if has_dynamic_membership() else None
+        self._first_step: int | None = None  # None: not all ranks are known yet
         self._thread = threading.Thread(target=self._run, name="evener-steps", daemon=True)
 
     def describe_model(self, optimizer: Any, unit: Literal["samples", "steps"]) -> None:
@@ -86,7 +102,7 @@ class StepExchange:
         device = params[0].device if params else torch.device("cpu")
         self._about = ScriptRank(
             process=RankProcess(
-                rank=self._rank,
+                rank=run_rank(),
                 host=local_host_info().host,
                 device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 threads=torch.get_num_threads(),
@@ -95,8 +111,16 @@ class StepExchange:
             host=local_host_info(),
             dtype=DTYPES.get(str(params[0].dtype) if params else "", "fp32"),
             num_params=sum(param.numel() for param in params),
+            num_steps=1 + max([-1, *(record.step for record in self._recorded())]),
         )
         self._thread.start()
+
+    def _recorded(self) -> list[StepRecord]:
+        """Return the newest steps that this rank recorded before it was restarted."""
+        if self._epoch is not None and self._dir.steps_path(run_rank()).exists():
+            with contextlib.suppress(EvenerError):  # a damaged file
+                return self._dir.records(run_rank(), RECORDS_TAIL_BYTES)
+        return []
 
     def add(self, record: StepRecord) -> None:
         """Add a step of this rank."""
@@ -115,7 +139,7 @@ class StepExchange:
                 steps=last.step + 1 if last else 0,
                 loss=last.loss if last else None,
                 val_loss=None,
-                replicas_agree=None,
+                replicas_agree=self._replicas_agree,
                 peak_memory_bytes=self._peaks,
             )
             self._dir.write_manifest(
@@ -129,17 +153,24 @@ class StepExchange:
         interval_s = max(INTERVAL_S, self._world_size / RANKS_PER_S)
         try:
             store = self._connect()
-            self._file = LineFile(self._dir.steps_path(self._rank))
+            self._file = LineFile(self._dir.steps_path(run_rank()))
             self._publish_rank(store)
             while not self._ending.wait(interval_s):
-                self._write_manifest(store)
+                self._learn_ranks(store)
                 self._exchange(store)
+                self._compare_facts(store)
+                self._compare_replicas(store)
             deadline = time.monotonic() + LAST_STEPS_S
-            self._write_manifest(store)
+            self._learn_ranks(store)
             self._exchange(store)
-            while self._pending and time.monotonic() < deadline:
+            self._checks.close()
+            self._compare_facts(store)
+            self._compare_replicas(store)
+            while (self._pending or self._misses_facts()) and time.monotonic() < deadline:
                 time.sleep(INTERVAL_S / 20)
                 self._exchange(store)
+                self._compare_facts(store)
+                self._compare_replicas(store)
             while self._pending:
                 self._write(self._pending.popleft())
             self._file.close()
@@ -164,6 +195,46 @@ class StepExchange:
             time.sleep(INTERVAL_S / 20)
         return [int(store.get(key)) for key in keys]
 
+    def _compare_facts(self, store: Any) -> None:
+        """Publish what this rank's first steps trained with; on rank 0 compare that of all, once."""
+        facts = self._checks.facts
+        if facts is None or (self._has_sent_facts and self._has_compared):
+            return
+        if not self._has_sent_facts and store is not None:
+            store.set(f"facts/{self._rank}", msgspec.json.encode(facts).decode())
+        self._has_sent_facts = True
+        keys = [f"facts/{rank}" for rank in range(self._world_size)]
+        if self._has_compared or (store is not None and not store.check(keys)):
+            return
+        self._has_compared = True
+        ranks = [facts] if store is None else [from_json(store.get(key), RankFacts) for key in keys]
+        for mistake in compare_facts(ranks):
+            warn(mistake.error, mistake.hint)
+
+    def _compare_replicas(self, store: Any) -> None:
+        """Publish samples of this rank's DDP models; on rank 0 compare those of all ranks, as they arrive."""
+        while store is not None and self._checks.replicas:
+            sample = self._checks.replicas.popleft()
+            store.set(f"replicas/{self._rank}/{self._num_samples}", msgspec.json.encode(sample).decode())
+            self._num_samples += 1
+        while self._rank == 0 and self._num_compared < self._num_samples:
+            keys = [f"replicas/{rank}/{self._num_compared}" for rank in range(self._world_size)]
+            if not store.check(keys):
+                return
+            samples = [from_json(store.get(key), ReplicaSample) for key in keys]
+            mistake = compare_replicas(samples, self._checks.replica_names)
+            if mistake is not None and self._replicas_agree is not False:
+                warn(mistake.error, mistake.hint)
+            self._replicas_agree = mistake is None and self._replicas_agree is not False
+            self._num_compared += 1
+            for key in keys:
+                store.delete_key(key)
+
+    def _misses_facts(self) -> bool:
+        """Return whether rank 0 has yet to compare what the ranks trained with."""
+        is_sampled = self._rank == 0 and self._num_compared < self._num_samples
+        return (self._checks.facts is not None and not self._has_compared) or is_sampled
+
     def _connect(self) -> Any:
         """Return a connection of this thread to the launcher's store; None for a single rank."""
         if self._world_size == 1:
@@ -179,22 +250,33 @@ class StepExchange:
         if store is not None:
             store.set(f"rank/{self._rank}", msgspec.json.encode(self._about).decode())
 
-    def _write_manifest(self, store: Any) -> None:
-        """On rank 0 write the manifest once all ranks have updated a model."""
+    def _learn_ranks(self, store: Any) -> None:
+        """Once all ranks have updated a model, know from which step they go on; on rank 0 write the manifest."""
         assert self._about is not None
         keys = [f"rank/{rank}" for rank in range(self._world_size)]
-        if self._rank > 0 or self._manifest is not None or (store is not None and not store.check(keys)):
+        if self._first_step is not None or (store is not None and not store.check(keys)):
             return
         ranks = [self._about] if store is None else [from_json(store.get(key), ScriptRank) for key in keys]
+        self._first_step = max(one.num_steps for one in ranks)
+        if self._rank == 0:
+            self._write_manifest(ranks, self._first_step)
+
+    def _write_manifest(self, ranks: list[ScriptRank], first_step: int) -> None:
         import torch
 
         members = [
-            Member(rank=rank, host=one.process.host, device="cpu" if one.process.device == "cpu" else f"cuda:{rank}",
-                   dtype=one.dtype, share=1, micro_batch=1)
+            Member(rank=one.process.rank, host=one.process.host, dtype=one.dtype, share=1, micro_batch=1,
+                   device="cpu" if one.process.device == "cpu" else f"cuda:{rank}")
             for rank, one in enumerate(ranks)
         ]  # fmt: skip
         backend: Backend = "none" if len(ranks) == 1 else "nccl" if torch.cuda.is_available() else "gloo"
-        roster = Roster(members=members, sync=self._sync if len(ranks) > 1 else NO_SYNC, backend=backend)
+        roster = Roster(
+            members=members,
+            sync=self._sync if len(ranks) > 1 else NO_SYNC,
+            backend=backend,
+            epoch=self._epoch.number if self._epoch else 0,
+            from_step=first_step,
+        )
         versions = {"evener": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
         num_params = ranks[0].num_params
         words = _program_words()
@@ -218,7 +300,11 @@ class StepExchange:
             ranks=[one.process for one in ranks],
         )
         self._dir.write_manifest(self._manifest)
-        self._dir.add_event("start", step=0, ranks=len(ranks), sync=str(roster.sync))
+        if first_step == 0:
+            self._dir.add_event("start", step=0, ranks=len(ranks), sync=str(roster.sync))
+        if self._epoch is not None:
+            epoch = self._epoch
+            self._dir.add_event("world", step=first_step, number=epoch.number, hosts=epoch.hosts, why=epoch.why)
 
     def _exchange(self, store: Any) -> None:
         """Publish the newest steps, read those of the others, and write what all ranks have."""
@@ -229,30 +315,31 @@ class StepExchange:
                 self._write(self._pending.popleft())
             return
         if new:
-            figures = [(record.cost.exposed_sync_s, record.loss) for record in new]
+            figures = [(record.cost.exposed_sync_s, record.loss, record.tokens) for record in new]
             store.set(f"steps/{self._rank}/{self._num_published}", msgspec.json.encode(figures).decode())
             self._num_published += 1
             if self._num_published > KEPT_LISTS:  # all others have read it, or never will
                 store.delete_key(f"steps/{self._rank}/{self._num_published - KEPT_LISTS - 1}")
         for rank in range(self._world_size):
             while store.check([key := f"steps/{rank}/{self._num_read[rank]}"]):
-                self._received[rank] += from_json(store.get(key), list[tuple[float, float | None]])
+                self._received[rank] += from_json(store.get(key), list[tuple[float, float | None, float]])
                 self._num_read[rank] += 1
-        while self._pending and all(self._received):
+        while self._pending and self._first_step is not None and all(self._received):
             figures = [received.popleft() for received in self._received]
-            exposed_s, wait_s = split_blocked([blocked_s or 0.0 for blocked_s, _ in figures])[self._rank]
-            losses = [loss for _, loss in figures if loss is not None]
+            exposed_s, wait_s = split_blocked([blocked_s or 0.0 for blocked_s, _, _ in figures])[self._rank]
+            losses = [(loss, tokens or 1.0) for _, loss, tokens in figures if loss is not None]
             record = self._pending.popleft()
             cost = msgspec.structs.replace(record.cost, exposed_sync_s=exposed_s, wait_s=wait_s)
-            loss = statistics.fmean(losses) if losses else None
+            loss = statistics.fmean(*zip(*losses, strict=True)) if losses else None  # weighted by their tokens
             self._write(msgspec.structs.replace(record, cost=cost, loss=loss))
         while len(self._pending) > MAX_PENDING:  # another rank does not step any more
             self._write(self._pending.popleft())
 
     def _write(self, record: StepRecord) -> None:
         assert self._file is not None
-        self._file.write(msgspec.json.encode(record) + b"\n")
-        self._last = record
+        number = self._epoch.number if self._epoch else 0
+        self._last = msgspec.structs.replace(record, step=(self._first_step or 0) + record.step, epoch=number)
+        self._file.write(msgspec.json.encode(self._last) + b"\n")
 
 
 def _program_words() -> list[str]:

@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 
 from evener.core.run.step_cost import Fidelity, StepCost, StepRecord
+from evener.worker.script.module_changer import ModuleChange
 from evener.worker.script.step_exchange import StepExchange
 
-ModuleChange = Callable[[ModuleType], None]
 OTHERS_UNTIL_NEW_LEADER = 8  # updates by other optimizers after which the one that ended steps has been replaced
 
 
