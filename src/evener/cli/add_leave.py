@@ -99,6 +99,9 @@ def _load_elastic_run(run: str, trust: bool) -> tuple[RunDir, Plan]:
     if rundir.is_run() and (verdict := rundir.manifest().verdict) != "running":
         hint = f"evener train --resume {quote_word(rundir)} resumes it, with --fleet FILE on other hosts"
         raise UsageError(f"{rundir} has ended ({verdict}): hosts can neither leave nor join", hint=hint)
+    if plan.kind == "launch":
+        raise UsageError(f"{rundir} runs a program of your own: hosts can neither leave nor join by command",
+                         hint=f"evener stop {quote_word(rundir)}, and launch it again on other hosts")  # fmt: skip
     if not plan.has_dynamic_membership:
         began = "on one host" if len(plan.hosts) == 1 else "with --membership fixed"
         run = quote_word(rundir)

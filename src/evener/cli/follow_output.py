@@ -111,9 +111,7 @@ def display_progress(resolved: ResolvedRun, console: Console, plan: Plan | None 
             elif update["event"] == "world" and update["number"]:
                 if step_times is not None:
                     step_times.set_hosts(update["hosts"])
-                print_text(
-                    console, f"step {update['step']}: going on with {', '.join(update['hosts'])}: {update['why']}"
-                )
+                print_text(console, _format_new_hosts(update))
             elif update["event"] in NOTICE_EVENTS and not update.get("is_trial"):
                 print_text(console, describe_notice(update))
             elif update["event"] in HEALTH_EVENTS:
@@ -164,8 +162,17 @@ def format_health_event(event: dict[str, Any]) -> str:
 
 def print_health_event(update: StepRecord | dict[str, Any]) -> None:
     """Print a health event of a run whose own output is shown, such as a hang or a failed host; ignore all else."""
-    if not isinstance(update, StepRecord) and update["event"] in HEALTH_EVENTS:
+    if isinstance(update, StepRecord):
+        return
+    if update["event"] in HEALTH_EVENTS:
         print_escaped(format_health_event(update), file=sys.stderr, flush=True)
+    elif update["event"] == "world" and update["number"]:
+        print_escaped(_format_new_hosts(update), file=sys.stderr, flush=True)
+
+
+def _format_new_hosts(event: dict[str, Any]) -> str:
+    """Return a line about the hosts with which a run goes on."""
+    return f"step {event['step']}: going on with {', '.join(event['hosts'])}: {event['why']}"
 
 
 @contextlib.contextmanager

@@ -59,8 +59,12 @@ def print_placement(plan: Plan) -> None:
         print_status(f"{host.name}: {ranks}" + ("" if plan.is_local_run else f", {host.interface} {host.address}"))
     agent = plan.hosts[0].agent
     if agent is not None:
-        what = "the others go on" if agent.is_elastic else "the others restart from the newest checkpoint"
-        print_status(f"if a host is lost, {what}, and it rejoins when it is back")
+        if agent.is_user_program:
+            what = "the others restart, and it takes part from the next start on"
+        else:
+            what = "the others go on" if agent.is_elastic else "the others restart from the newest checkpoint"
+            what += ", and it rejoins when it is back"
+        print_status(f"if a host is lost, {what}")
 
 
 def print_plan(plan: Plan, as_json: bool) -> None:

@@ -18,7 +18,14 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostConfig
-from evener.core.run.membership_epoch import HOST_TIMEOUT_S, RUN_KEY_FILE, AgentSpec, HostEntry, make_run_key
+from evener.core.run.membership_epoch import (
+    HOST_TIMEOUT_S,
+    RUN_KEY_FILE,
+    AgentSpec,
+    HostEntry,
+    make_run_key,
+    torchrun_program,
+)
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import (
     Member,
@@ -146,8 +153,7 @@ def train_plan(
         )
         host = _host_plan(prepared, counts, i, program, env)
         if membership != "fixed":
-            parts = {other.name: HostEntry(address=other.address, num_ranks=num)
-                     for other, num in zip(places, counts, strict=True)}  # fmt: skip
+            parts = _host_entries(places, counts)
             is_elastic = membership == "live"
             agent = AgentSpec(run=prepared.id, host=place.name, hosts=parts, first=[*parts], port=port,
                               program=program, is_elastic=is_elastic,
@@ -241,6 +247,7 @@ def script_plan(
     passed_env: Sequence[str] = (),
     *,
     script_options: Sequence[str] | None = None,
+    resume_args: Sequence[str] | None = None,
     key: str,
 ) -> Plan:
     """Plan a user's program on all hosts, in its project's folder: its words as in `Program.argv`.
@@ -248,7 +255,8 @@ def script_plan(
     `project` is None on this machine alone, where the program runs in place. Of `environment`, the controller's
     variables, only a few are forwarded, and no secrets; of those that the user passes, the plan holds the values in
     `shown_env` and the names in `passed_env`. With `script_options`, which may be empty, the program is instrumented
-    (see `evener.worker.script`). The hosts authenticate each other with `key`.
+    (see `evener.worker.script`). With `resume_args`, which may be empty, all ranks restart with these arguments when a
+    host is lost. The hosts authenticate each other with `key`.
     """
     places = prepared.hosts
     counts = [len(place.rank_slots(MachineSpec())) for place in places]
@@ -266,6 +274,11 @@ def script_plan(
             }
         env = {name: value for name, value in env.items() if name not in passed_env}
         host = _host_plan(prepared, counts, i, list(program), env, project)
+        if resume_args is not None:
+            parts = _host_entries(places, counts)
+            agent = AgentSpec(run=prepared.id, host=place.name, hosts=parts, first=[*parts], port=prepared.port,
+                              program=list(program), resume_args=list(resume_args))  # fmt: skip
+            host = _with_agent(agent, host)
         hosts.append(msgspec.structs.replace(host, passed_env=list(passed_env)))
     return Plan(id=prepared.id, kind="launch", address=places[0].address, port=prepared.port, key=key,
                 roster=None, grace_s=SCRIPT_GRACE_S, spec=None, project=project.folder if project else None,
@@ -309,8 +322,7 @@ def _host_plan(
         "--shutdown-timeout=5",
         "--redirects=3",
         f"--log-dir={posixpath.join(place.run_dir, 'host', 'ranks')}",
-        # after -- torchrun takes none of the program's options for its own
-        *([program[0], "--", *program[1:]] if program[0] in ("-m", "--no-python") else ["--", *program]),
+        *torchrun_program(program),
     ]
     if len(prepared.hosts) > 1:
         env = env | {"EVENER_KEY_FILE": posixpath.join(place.run_dir, RUN_KEY_FILE)}
@@ -328,6 +340,13 @@ def _host_plan(
         argv=argv,
         env=env,
     )
+
+
+def _host_entries(places: Sequence[PreparedHost], counts: Sequence[int]) -> dict[str, HostEntry]:
+    """Return what the hosts' agents know of each other."""
+    return {
+        place.name: HostEntry(address=place.address, num_ranks=num) for place, num in zip(places, counts, strict=True)
+    }
 
 
 def _with_agent(agent: AgentSpec, host: HostPlan) -> HostPlan:

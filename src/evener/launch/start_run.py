@@ -100,18 +100,30 @@ def plan_script(
     include: Sequence[str] = (),
     passed: PassedVariables | None = None,
     options: Sequence[str] = (),
+    resume_args: Sequence[str] | None = None,
 ) -> PlannedRun:
     """Plan a user's program on all hosts, to which its project's folder is sent.
 
     Files of the folder that `include` names are sent even if git ignores them or they may hold secrets, and so are the
-    variables in `passed`. `options` are those of `evener.worker.script`: "no-compat", "independent".
+    variables in `passed`. `options` are those of `evener.worker.script`: "no-compat", "independent". With
+    `resume_args` all ranks restart with these arguments when a host is lost. UsageError if there is no other host.
     """
+    if resume_args is not None and len(prepared.hosts) == 1:
+        raise UsageError("--membership restart: the run has a single host, which no other could replace")
     passed_env, shown = (dict(passed), passed.shown) if passed is not None else ({}, {})
     trees = [] if prepared.is_local_run else [describe_project(folder, include)]
     project = ScriptProject(str(folder), trees[0].digest, project_name(folder)) if trees else None
     unshown = [name for name in passed_env if name not in shown]
     plan = script_plan(
-        prepared, program, environment, project, shown, unshown, script_options=options, key=prepared.new_key()
+        prepared,
+        program,
+        environment,
+        project,
+        shown,
+        unshown,
+        script_options=options,
+        resume_args=resume_args,
+        key=prepared.new_key(),
     )
     withheld = []
     if trees and trees[0].withheld:

@@ -52,7 +52,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import parse_args, run
 
 from evener.core.base.errors import CheckpointError
-from evener.core.run.membership_epoch import EXIT_TERMINATED, read_run_key
+from evener.core.run.membership_epoch import EXIT_TERMINATED, has_dynamic_membership, read_run_key
 from evener.core.script.variables import FIRST_RANK_VARIABLE, OPTIONS_VARIABLE
 from evener.node.agent.store_tunnel import LOOPBACK, StoreGate, StoreProxy
 from evener.node.remote.sockets import listen
@@ -94,6 +94,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
         self._reported_failure: str | None = None  # of another host, from the store
         self.stop_reason: str | None = None  # why this host's ranks are ended
         self.collective_watch: CollectiveWatch | None = None  # of a user's program
+        self.stopped_status = EXIT_TERMINATED  # exit status when this host's ranks are ended
         # on the first host: the others' last counter, and when it grew
         self._heartbeats: dict[int, tuple[int, float]] = {}
 
@@ -225,6 +226,8 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
                     self._detect_silent_nodes(store)
                 if self.collective_watch is not None and (mismatch := self.collective_watch.observe(store)):
                     self.collective_watch.record_mismatch(mismatch)
+                    if has_dynamic_membership():
+                        self.stopped_status = 1  # a failure, which is not repeated for ever
                     _publish_failure(store, _host_name(), f"rank {mismatch.rank} {mismatch.describe()}")
                 if store.check([FAILURE_KEY]):
                     first = _parse_failure(store.get(FAILURE_KEY))
@@ -273,7 +276,7 @@ class FailureDetectingRendezvous(StaticTCPRendezvous):
             time.sleep(0.1)
         time.sleep(1.0)  # prefer the regular exit
         self.close(None)
-        exit_immediately(EXIT_TERMINATED)
+        exit_immediately(self.stopped_status)
 
 
 def main() -> int:
@@ -307,7 +310,7 @@ def main() -> int:
     try:
         status, why = _run_torchrun(rendezvous, args)
     except SignalException:
-        status, why = EXIT_TERMINATED, rendezvous.stop_reason or "it was asked to stop"
+        status, why = rendezvous.stopped_status, rendezvous.stop_reason or "it was asked to stop"
     except SystemExit as error:
         print(error, file=sys.stderr)
         status, why = 1, str(error).removeprefix("error: ")

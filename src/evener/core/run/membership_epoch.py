@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -153,10 +153,30 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     join_s: float = 180.0  # how long hosts wait for each other at the start: Python may load from a cold, slow disk
     # elastic: ranks keep their process and state across epochs, so survivors lose no work
     is_elastic: bool = msgspec.field(default=False, name="lives")
+    # of a user's program: the arguments added at every start but the first; None: evener's own worker
+    resume_args: list[str] | None = None
+
+    @property
+    def is_user_program(self) -> bool:
+        """Return whether the ranks run a user's program, whose exit codes and checkpoints evener does not know."""
+        return self.resume_args is not None
+
+    def program_in(self, epoch: MembershipEpoch) -> list[str]:
+        """Return the words of the program in a membership epoch."""
+        return [*self.program, *((self.resume_args or []) if epoch.number > 0 else [])]
 
     def __post_init__(self) -> None:
         if not self.first or not self.hosts.keys() >= {self.host, *self.first}:
             raise ValueError("hosts that are not part of the run")
+
+
+def torchrun_program(words: Sequence[str]) -> list[str]:
+    """Return the last arguments of torchrun, which takes none of the program's options for its own after `--`.
+
+    >>> torchrun_program(["-m", "nanochat", "--depth", "4"]), torchrun_program(["train.py"])
+    (['-m', '--', 'nanochat', '--depth', '4'], ['--', 'train.py'])
+    """
+    return [words[0], "--", *words[1:]] if words[0] in ("-m", "--no-python") else ["--", *words]
 
 
 def make_run_key() -> str:

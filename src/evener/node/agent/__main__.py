@@ -82,6 +82,8 @@ SPLIT_BRAIN_HINT = (
     "a disk lost in a power loss what it had confirmed as written: turn off its volatile write cache (hdparm -W 0, "
     "nvme set-feature -f 6 -v 0), or give the hosts a UPS"
 )
+RECORDS_TAIL_BYTES = 1 << 16  # of a rank's newest steps
+STEPS_AHEAD = 20  # steps of a start of a user's program that gets ahead: it may take the first ones at every start
 MAX_HOST_FAILURES = 3  # epochs in a row that the ranks of one host may break; after one more it leaves
 
 
@@ -424,14 +426,14 @@ class HostAgent:
         for failure in failures:
             failure["rank"] = first + failure["local_rank"]  # its number in the run, not its global rank in this epoch
         self._kill_ranks()
-        consensus.step = max(consensus.step, *RunDir(self._folder).checkpoint_steps()[-1:], -1)
+        consensus.step = max(consensus.step, self._saved_step())
         killed = {one["local_rank"]: one["time"] for one in failures if one["exitcode"] == -signal.SIGKILL}
         if killed:
             self._killed_at |= killed
             with contextlib.suppress(OSError):  # a full disk
                 write_atomic(self._folder / KILLED_RANKS_FILE, msgspec.json.encode({"at": self._killed_at}))
         codes = {failure["exitcode"] for failure in failures}
-        if EXIT_DISK_FULL in codes:
+        if EXIT_DISK_FULL in codes and not self._spec.is_user_program:
             self._leave_for_disk_space()
         elif status == 0:
             consensus.phase = HostPhase.DONE
@@ -440,9 +442,22 @@ class HostAgent:
         else:
             self._on_rank_failure(failures, codes)
 
+    def _saved_step(self) -> int:
+        """Return the last step in the checkpoints, or that a user's program took after some others; -1: none."""
+        run, number = RunDir(self._folder), self._consensus.epoch.number
+        if not self._spec.is_user_program:
+            return max([-1, *run.checkpoint_steps()[-1:]])
+        with contextlib.suppress(CheckpointError):
+            records = run.records(first_rank_of(self._spec), RECORDS_TAIL_BYTES)
+            taken = [record.step for record in records if record.epoch == number]  # not before the ranks restarted
+            return taken[-1] if len(taken) >= STEPS_AHEAD else -1
+        return -1
+
     def _on_rank_failure(self, failures: list[dict[str, Any]], codes: set[int]) -> None:
         """Handle ranks that exited with an error: leave if a retry would fail again and others can continue."""
         consensus, me = self._consensus, self._spec.host
+        if self._spec.is_user_program:
+            codes = codes & {EXIT_RUN_FAILED} or {1}  # others are the program's own, and mean nothing here
         # a rank killed for lack of memory will use less of it
         own_codes = codes - {EXIT_PEER_FAILED, EXIT_REGROUP, -signal.SIGKILL}
         if consensus.epoch.is_cold_start and own_codes:  # else the other hosts' ranks kept their training state

@@ -35,6 +35,7 @@ from evener.core.run.membership_epoch import (
     RankStatus,
     Rendezvous,
     read_run_key,
+    torchrun_program,
 )
 from evener.node.agent.store_tunnel import LOOPBACK, StoreGate, StoreProxy
 from evener.node.remote import process_table
@@ -258,5 +259,5 @@ def torchrun_argv(spec: AgentSpec, folder: Path, rendezvous: Rendezvous) -> list
         f"--local-addr={member.address}",
         "--max-restarts=0", "--monitor-interval=0.1", "--shutdown-timeout=5", "--redirects=3",
         f"--log-dir={folder}/host/ranks",
-        *(["-m", "--", *spec.program[1:]] if spec.program[0] == "-m" else ["--", *spec.program]),
+        *torchrun_program(spec.program_in(epoch)),
     ]  # fmt: skip
