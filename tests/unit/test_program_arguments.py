@@ -9,7 +9,7 @@ import pytest
 
 from evener.core.base.errors import UsageError
 from evener.launch.script.program_arguments import parse_program
-from evener.launch.script.script_sync import script_sync_options
+from evener.launch.script.script_options import script_options
 
 
 @pytest.fixture
@@ -116,14 +116,23 @@ def test_script_elsewhere_is_its_own_project(folder: Path, tmp_path_factory: pyt
     assert (program.project, program.argv) == (folder, ["x.py", "a"])
 
 
+MEASURED = {"independent": False, "no_compat": False, "no_measure": False}
+
+
 @pytest.mark.parametrize(
     ("sync", "options"), [("ddp", []), ("int8", ["sync=int8"]), ("powersgd:4", ["sync=powersgd:4"])]
 )
 def test_strategies_of_ddp_are_for_programs(sync: str, options: list[str]) -> None:
-    assert script_sync_options(sync) == options
+    assert script_options(sync, "equal", **MEASURED) == options
 
 
 @pytest.mark.parametrize("sync", ["diloco:10", "int8+sparse", "fsdp", "none", "in8"])
 def test_other_strategies_are_refused_for_programs(sync: str) -> None:
     with pytest.raises(UsageError, match=f"--sync {re.escape(sync)}"):
-        script_sync_options(sync)
+        script_options(sync, "equal", **MEASURED)
+
+
+@pytest.mark.parametrize("shares", ["auto", "1:0", "a:b", ""])
+def test_shares_of_programs_are_numbers_above_zero(shares: str) -> None:
+    with pytest.raises(UsageError, match=f"--shares {re.escape(shares)}"):
+        script_options("ddp", shares, **MEASURED)

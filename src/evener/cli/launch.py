@@ -36,6 +36,13 @@ def launch(
     sync: str = typer.Option(
         "ddp", metavar="NAME", help="how DDP sums gradients: ddp, packed, bf16, int8, int4 or powersgd:R"
     ),
+    shares: str = typer.Option("equal", help="shares of each batch by rank, such as 2:1"),
+    membership: str = typer.Option(
+        "fixed", metavar="fixed|restart", help="when a host is lost: end the run, or restart all ranks on the others"
+    ),
+    resume_args: str = typer.Option(
+        "", metavar="ARGS", help="with restart: given to the program at every start but the first: '--resume latest'"
+    ),
     independent: bool = typer.Option(
         False, "--independent", help="the ranks are meant to have nothing to do with each other, as in a sweep"
     ),
@@ -76,14 +83,14 @@ def launch(
     from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
     from evener.launch.script.passed_variables import read_passed_variables
     from evener.launch.script.program_arguments import parse_program
-    from evener.launch.script.script_sync import script_sync_options
+    from evener.launch.script.script_options import check_number_of_shares, script_options, script_resume_args
     from evener.launch.start_run import plan_script, started
     from evener.transfer.file_tree import ignored_file_sizes, summarize_largest
 
     path = fleet_path(fleet)
     parsed = parse_program(program, Path.cwd().resolve())
-    chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
-    options = [name for name, is_set in chosen.items() if is_set] + script_sync_options(sync)
+    options = script_options(sync, shares, independent=independent, no_compat=no_compat, no_measure=no_measure)
+    restarts = script_resume_args(membership, resume_args, no_measure=no_measure or independent)
     passed = read_passed_variables(env or [], env_file or [], os.environ)
     ranks = ranks or parsed.ranks or (parsed.total_ranks if path is None else None)
     if parsed.is_translated:
@@ -95,8 +102,11 @@ def launch(
         with connect_hosts(None if path is None else approve_fleet(load_fleet(path), trust)) as hosts:
             machine = MachineSpec(private=private)
             prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=parsed.project)
-            run = plan_script(prepared, rundir, parsed.project, parsed.argv, os.environ, include or [], passed, options)
+            run = plan_script(
+                prepared, rundir, parsed.project, parsed.argv, os.environ, include or [], passed, options, restarts
+            )
             plan = run.plan
+            check_number_of_shares(shares, plan.world_size)
             run_output.print_warnings(run)
             if dry_run:
                 run_output.print_plan(plan, as_json)
@@ -147,7 +157,8 @@ def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorSta
         result = {"run_dir": str(rundir), "stopped": stopped, "hosts": states, "written": files}
         print_escaped(json.dumps(result | run_output.checkpoint_info(rundir, plan)))
     else:
-        run_output.print_status(f"{'stopped' if stopped else 'finished'} on {', '.join(states)}; logs in {rundir}/logs")
+        ended = [name for name, state in states.items() if state.get("status") == 0 or stopped]  # others were lost
+        run_output.print_status(f"{'stopped' if stopped else 'finished'} on {', '.join(ended)}; logs in {rundir}/logs")
         if not stopped and (line := missing_gpu_message(rundir, plan, states)):
             run_output.print_status(f"warning: the program succeeded, but printed: {line}\n"
                        "hint:  it expects GPUs; does it have an option for CPUs?")  # fmt: skip

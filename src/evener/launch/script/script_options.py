@@ -1,0 +1,68 @@
+"""The options of `evener launch` that instrument a user's program, as `evener.worker.script` takes them."""
+
+from __future__ import annotations
+
+import shlex
+
+from evener.core.base.errors import UsageError
+from evener.core.run.roster import SyncKind, parse_shares, parse_sync
+
+SCRIPT_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
+
+
+def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool, no_measure: bool) -> list[str]:
+    """Return the options for a program. Raise UsageError if a strategy or shares are none for it.
+
+    >>> script_options("int8", "equal", independent=False, no_compat=True, no_measure=False)
+    ['no-compat', 'sync=int8']
+    """
+    chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
+    options = [name for name, is_set in chosen.items() if is_set]
+    spec = parse_sync(sync)
+    if spec.kind not in SCRIPT_KINDS or spec.sparse:
+        raise UsageError(
+            f"--sync {sync}: not for a program of your own", hint=f"--sync {', '.join(SCRIPT_KINDS[:-1])} or powersgd:4"
+        )
+    if spec.kind != "ddp":
+        options.append(f"sync={spec}")
+    if shares != "equal":
+        weights = parse_shares(shares)
+        if weights is None or not all(weights):
+            raise UsageError(f"--shares {shares}: not for a program of your own", hint="one number per rank, as in 2:1")
+        if independent:
+            raise UsageError(
+                "--shares divides a batch, and --independent ranks have none in common", hint="one of them"
+            )
+        options.append(f"shares={shares}")
+    return options
+
+
+def script_resume_args(membership: str, resume_args: str, *, no_measure: bool) -> list[str] | None:
+    """Return the words that a program gets when it is restarted; None if the loss of a host ends the run.
+
+    Raise UsageError if the words cannot be told apart, or if nobody would see whether the program gets ahead.
+
+    >>> script_resume_args("restart", "--resume 'latest one'", no_measure=False)
+    ['--resume', 'latest one']
+    """
+    if membership not in ("fixed", "restart"):
+        raise UsageError(f"--membership {membership}: not for a program of your own", hint="fixed or restart")
+    if membership == "fixed":
+        if resume_args:
+            raise UsageError("--resume-args needs --membership restart: nothing is restarted without it")
+        return None
+    if no_measure:
+        raise UsageError(
+            "--membership restart tells by the measured steps whether the program gets ahead",
+            hint="without --no-measure and --independent",
+        )
+    try:
+        return shlex.split(resume_args)
+    except ValueError as error:
+        raise UsageError(f"--resume-args {resume_args}: {error}") from None
+
+
+def check_number_of_shares(shares: str, num_ranks: int) -> None:
+    """Raise UsageError unless there is a share for each rank, or all are equal."""
+    if shares != "equal" and (number := len(shares.split(":"))) != num_ranks:
+        raise UsageError(f"--shares {shares}: {number} shares, and the run has {num_ranks} ranks")

@@ -1,0 +1,245 @@
+"""Give the ranks of a program parts of each batch in proportion to their shares: `evener launch --shares 2:1`.
+
+    the program's batch size b on n ranks    the global batch of nb samples, as without shares
+    rank r's share of it                     b_r samples; all b_r together are nb
+    its gradient                             times n b_r / (nb), before the program averages over the ranks
+
+DDP's average of n gradients, each a mean over b_r samples, is then the mean over nb samples. Batches are divided where
+the program iterates over them: a DataLoader with a DistributedSampler, or with accelerate's BatchSamplerShard, as
+transformers' Trainer has. What is evaluated under no_grad is not divided.
+
+A short last batch is filled with samples of its own to a multiple that has these proportions.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from evener.core.run.roster import weighted_shares
+from evener.worker.script.loss_graph import find_reduction
+from evener.worker.script.module_changer import ModuleChange
+from evener.worker.script.report import end_program, launched_rank
+
+
+def divide_batch(batch: int, weights: Sequence[float]) -> list[int]:
+    """Return each rank's samples of a global batch: at least one, the rest in proportion to the weights.
+
+    >>> divide_batch(12, [2, 1]), divide_batch(4, [9, 1, 1])
+    ([8, 4], [2, 1, 1])
+    """
+    shares = weighted_shares(batch, weights)
+    for rank in range(len(shares)):
+        while shares[rank] < 1:
+            shares[shares.index(max(shares))] -= 1
+            shares[rank] += 1
+    return shares
+
+
+def own_part(whole: Sequence[Any], sizes: Sequence[int], rank: int) -> list[Any]:
+    """Return a rank's part of a global batch, which may be a short last one.
+
+    >>> own_part("abcdefghijkl", [8, 4], 1), own_part("abcde", [8, 4], 1)
+    (['i', 'j', 'k', 'l'], ['e', 'a'])
+    """
+    parts = math.gcd(*sizes)
+    unit = sum(sizes) // parts  # the smallest batch of these proportions
+    num_units = min(parts, math.ceil(len(whole) / unit))
+    filled = [whole[i % len(whole)] for i in range(num_units * unit)]
+    begin, size = (num_units * number // parts for number in (sum(sizes[:rank]), sizes[rank]))
+    return filled[begin : begin + size]
+
+
+class BatchShares:
+    """The share of this rank."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights, self._rank = weights, launched_rank()
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._factor: float | None = None  # of gradients, as of the newest batch
+        self._refusal = "its batches come from no DataLoader with a DistributedSampler or with accelerate's sharding"
+        self._depth = 0  # of backward passes: torch's checkpoints call backward inside
+        self._is_weighted_by_program = False
+
+    def _refuse(self, reason: str) -> None:
+        shares = ":".join(f"{weight:g}" for weight in self._weights)
+        end_program(
+            f"--shares {shares}: {reason}",
+            hint="leave --shares out; or use evener.join, which divides batches itself: evener docs guides/own-loop",
+        )
+
+    def sizes(self, batch: int) -> list[int]:
+        """Return the ranks' parts of a global batch, and weigh this rank's gradients by its own from now on."""
+        if batch < self._world_size:
+            self._refuse(f"a batch of {batch} samples has less than one for each of {self._world_size} ranks")
+        sizes = divide_batch(batch, self._weights)
+        self._factor = self._world_size * sizes[self._rank] / batch
+        return sizes
+
+    # --- loaders ----------------------------------------------------------------------------------------------------
+
+    def divide_loader(self, sampler_of: Callable[[Any], Any]) -> property:
+        """Return the property of a DataLoader that gives its batches of indices."""
+
+        def divided(loader: Any) -> Any:
+            from torch.utils.data import BatchSampler, DistributedSampler
+
+            sampler, original = loader.sampler, sampler_of(loader)
+            if not isinstance(sampler, DistributedSampler) or type(original) is not BatchSampler:
+                return original
+            if sampler.num_replicas != self._world_size:
+                return original
+            if type(sampler).__iter__ is not DistributedSampler.__iter__:
+                self._refusal = f"its {type(sampler).__name__} chooses samples in a way of its own"
+                return original
+            return _DividedBatches(original, lambda: self._of_sampler(sampler, loader.batch_size, loader.drop_last))
+
+        return property(divided)
+
+    def _of_sampler(self, sampler: Any, batch_size: int, drop_last: bool) -> Iterator[list[Any]]:
+        sizes = self.sizes(batch_size * self._world_size)
+        ranks = []
+        for rank in range(self._world_size):
+            other = copy.copy(sampler)
+            other.rank = rank
+            ranks.append(list(other))
+        for begin in range(0, len(ranks[0]), batch_size):
+            whole = [index for indices in ranks for index in indices[begin : begin + batch_size]]
+            if len(whole) == sum(sizes) or not drop_last:
+                yield own_part(whole, sizes, self._rank)
+
+    def divide_shard(self, iterate: Callable[[Any], Iterator[list[Any]]]) -> Callable[[Any], Iterator[list[Any]]]:
+        """Return the __iter__ of accelerate's BatchSamplerShard."""
+
+        @functools.wraps(iterate)
+        def divided(shard: Any) -> Iterator[list[Any]]:
+            if not _is_grad_enabled() or shard.num_processes != self._world_size:
+                yield from iterate(shard)
+                return
+            if not shard.even_batches or shard.batch_size is None:
+                self._refuse("accelerate's batches are uneven: even_batches=False, or batches of a size of their own")
+            sizes = self.sizes(shard.batch_size * (1 if shard.split_batches else self._world_size))
+            batches = _Batches(list(shard.batch_sampler), shard.batch_size)
+            shards = []
+            for rank in range(self._world_size):
+                other = copy.copy(shard)
+                other.batch_sampler, other.process_index = batches, rank
+                shards.append(iterate(other))
+            for parts in zip(*shards, strict=True):
+                yield own_part([index for part in parts for index in part], sizes, self._rank)
+
+        return divided
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def weigh(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Return torch.autograd.backward that multiplies gradients by this rank's factor."""
+
+        @functools.wraps(backward)
+        def weighted(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._depth == 0 and not self._is_weighted_by_program:
+                grad_tensors = self._weighted(tensors, grad_tensors)
+            self._depth += 1
+            try:
+                backward(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        return weighted
+
+    def _weighted(self, tensors: Any, gradients: Any) -> Any:
+        import torch
+
+        factor = self._factor
+        if factor is None:
+            self._refuse(self._refusal)
+            raise AssertionError("the program has ended")
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        given = [gradients] if isinstance(gradients, torch.Tensor) or gradients is None else list(gradients)
+        if len(given) < len(roots):
+            given = [None] * len(roots)
+        for root, gradient in zip(roots, given, strict=True):
+            reduction = find_reduction(root.grad_fn) if gradient is None else None
+            if reduction is not None and not reduction.is_mean and not reduction.is_mean_of_rows:
+                self._refuse(
+                    "the loss is a sum and no mean over the rank's samples, so that the program's average over the "
+                    "ranks is not weighted by them"
+                )
+        return [
+            torch.full_like(root, factor) if gradient is None else gradient * factor
+            for root, gradient in zip(roots, given, strict=True)
+        ]
+
+    def note_trainer(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return transformers' Trainer.training_step: it may divide a sum by the samples of all ranks by itself."""
+
+        @functools.wraps(step)
+        def noted(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            self._is_weighted_by_program = (
+                num_items_in_batch is not None
+                and trainer.args.average_tokens_across_devices
+                and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+            )
+            return step(trainer, model, inputs, num_items_in_batch)
+
+        return noted
+
+
+class _Batches:
+    """Batches of indices that are known, in the place of a BatchSampler."""
+
+    def __init__(self, batches: list[list[Any]], batch_size: int) -> None:
+        self._batches, self.batch_size = batches, batch_size
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return (list(batch) for batch in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class _DividedBatches:
+    """The batches of a DataLoader: divided where gradients are wanted, else as they are."""
+
+    def __init__(self, original: Any, divide: Callable[[], Iterator[list[Any]]]) -> None:
+        self._original, self._divide = original, divide
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._divide() if _is_grad_enabled() else iter(self._original)
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+
+def divide_batches(shares: BatchShares) -> dict[str, ModuleChange]:
+    """Return what to change in the modules when each is imported."""
+
+    def change_autograd(autograd: ModuleType) -> None:
+        autograd.backward = shares.weigh(autograd.backward)  # type: ignore[attr-defined]
+
+    def change_loader(module: ModuleType) -> None:
+        module.DataLoader._index_sampler = shares.divide_loader(module.DataLoader._index_sampler.fget)
+
+    def change_accelerate(module: ModuleType) -> None:
+        module.BatchSamplerShard.__iter__ = shares.divide_shard(module.BatchSamplerShard.__iter__)
+
+    def change_trainer(module: ModuleType) -> None:
+        module.Trainer.training_step = shares.note_trainer(module.Trainer.training_step)
+
+    return {
+        "torch.autograd": change_autograd,
+        "torch.utils.data.dataloader": change_loader,
+        "accelerate.data_loader": change_accelerate,
+        "transformers.trainer": change_trainer,
+    }
+
+
+def _is_grad_enabled() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()

@@ -1,0 +1,108 @@
+"""A program of one's own goes on without a lost host, from what it saved itself: `launch --membership restart`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evener.core.run.rundir import RunDir
+from evener.lab.lab_spec import HostSpec
+from tests.lab.conftest import MakeLab, come_home, wait_until, worlds_of
+from tests.tiers import exhaustive
+
+pytestmark = exhaustive
+WITHIN_S = 300.0  # of a machine as busy as it likes
+NUM_STEPS = 60
+PROGRAM = f"""
+import os, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model, first = DistributedDataParallel(nn.Linear(10, 5)), 0
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+if sys.argv[1:] == ["--resume", "the newest"]:
+    saved = torch.load("state.pt")
+    model.load_state_dict(saved["model"])
+    first = saved["step"] + 1
+print("starts at step", first, "as one of", dist.get_world_size(), flush=True)
+for step in range(first, {NUM_STEPS}):
+    nn.functional.mse_loss(model(torch.randn(8, 10)), torch.zeros(8, 5)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if "fails" in sys.argv:
+        raise ValueError("always")
+    torch.save({{"step": step, "model": model.state_dict()}}, "new.pt")
+    os.replace("new.pt", "state.pt")
+    time.sleep(0.25)
+dist.barrier()
+dist.destroy_process_group()
+"""
+EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
+
+
+def launch(folder: Path, file: Path, *words: str) -> subprocess.Popen[bytes]:
+    project = folder / "project"  # all of it is sent
+    project.mkdir()
+    (project / "x.py").write_text(PROGRAM)
+    argv = [*EVENER, "launch", "--fleet", str(file), "--membership=restart", "--out=../run", *words]
+    with (folder / "told").open("wb") as told:
+        return subprocess.Popen(argv, cwd=project, stdout=told, stderr=told)
+
+
+def test_program_goes_on_without_lost_host(make_lab: MakeLab, tmp_path: Path) -> None:
+    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    running = launch(tmp_path, file, "--resume-args=--resume 'the newest'", "--", "x.py")
+    try:
+        wait_until(lambda: (tmp_path / "run").exists() and bool(run.recorded_ranks()), "steps are taken", WITHIN_S)
+        wait_until(lambda: len(run.records(0)) > 5, "some more", WITHIN_S)
+        lab.host("a").power_off()
+        wait_until(lambda: bool(come_home(run)) and worlds_of(run)[-1] == ["b", "c"], "b and c go on", WITHIN_S)
+        running.wait(WITHIN_S)
+    finally:
+        subprocess.run([*EVENER, "stop", "run"], cwd=tmp_path, capture_output=True, check=False)
+        running.wait(WITHIN_S)
+    told = (tmp_path / "told").read_text()
+    assert running.returncode == 0, told
+    assert "going on with b, c: a is out of reach" in told
+    assert "finished on b, c; logs in" in told
+    for rank in (1, 2):
+        steps = [record.step for record in run.records(rank)]
+        assert steps == list(range(len(steps)))
+        assert NUM_STEPS - 20 <= len(steps) <= NUM_STEPS + 5  # those of the last seconds are lost, or taken twice
+        assert {record.members for record in run.records(rank)} == {2, 3}
+    manifest = run.manifest()
+    assert (manifest.verdict, manifest.roster.hosts) == ("finished", ["b", "c"])
+    assert [member.rank for member in manifest.roster.members] == [1, 2]
+    lab.down()
+
+
+def test_program_that_always_fails_is_not_restarted_for_ever(make_lab: MakeLab, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    lab = make_lab(file, a=HostSpec(), b=HostSpec())
+    running = launch(tmp_path, file, "--", "x.py", "fails")
+    assert running.wait(WITHIN_S) == 1
+    told = (tmp_path / "told").read_text()
+    assert "ValueError: always" in told
+    lab.down()
+
+
+@pytest.mark.parametrize("verb", ["add", "leave"])
+def test_hosts_of_programs_do_not_come_and_go_by_command(verb: str, make_lab: MakeLab, tmp_path: Path) -> None:
+    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, a=HostSpec(), b=HostSpec())
+    running = launch(tmp_path, file, "--", "x.py")
+    try:
+        wait_until(lambda: (tmp_path / "run").exists() and bool(run.recorded_ranks()), "steps are taken", WITHIN_S)
+        done = subprocess.run([*EVENER, verb, "run", "--host", "b"], cwd=tmp_path, capture_output=True, text=True,
+                              check=False)  # fmt: skip
+        assert (done.returncode, "runs a program of your own" in done.stderr) == (2, True), done.stderr
+    finally:
+        subprocess.run([*EVENER, "stop", "run", "--now"], cwd=tmp_path, capture_output=True, check=False)
+        running.wait(WITHIN_S)
+    lab.down()
