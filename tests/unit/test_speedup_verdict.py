@@ -99,3 +99,31 @@ def test_custom_model_is_judged_by_its_own_work(told):
         "It was worth it: a and b trained 990 samples/s; a alone, without exchanging and waiting, would have trained "
         "496 samples/s: together they are 2.00 times as fast."
     )
+
+
+def of_program(run, **changes):
+    """The verdict on the same records, as those of a program of one's own."""
+    own = {"shape": None, "program": "x.py", "argv": ["x.py", "--lr", "1"], "unit": "samples"}
+    run.write_manifest(msgspec.structs.replace(run.manifest(), **(own | changes)))
+    summary = summarize_run(run)
+    return speedup_verdict(summary, predict_alternatives(summary))
+
+
+def test_program_on_unequal_hosts_is_told_shares(told):
+    _, run = told(1000.0, 250.0, job=changed(JOB, shares="equal"))
+    found = of_program(run)
+    assert found.hint.startswith("Try batches divided by speed, if it uses a DistributedSampler")
+    assert found.command == "evener launch --shares 4:1 -- x.py --lr 1"
+
+
+def test_program_that_mostly_exchanges_is_told_a_strategy(told):
+    _, run = told(500.0, 500.0, bandwidth_Bps=1e6)
+    found = of_program(run)
+    assert (found.hint, found.command) == (
+        "Try a quarter of the bytes, if it uses DistributedDataParallel", "evener launch --sync int8 -- x.py --lr 1"
+    )  # fmt: skip
+
+
+def test_program_that_mostly_computes_is_told_nothing(told):
+    _, run = told(500.0, 500.0)
+    assert of_program(run).command == ""

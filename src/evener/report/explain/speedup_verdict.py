@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
+from evener.core.run.run_plan import read_plan_if_present
+from evener.core.run.rundir import RunDir
 from evener.plan.choice.advice import format_loss_change, format_throughput
 from evener.plan.choice.options import MIN_GAIN
 from evener.plan.choice.search import recommended_flags
@@ -14,6 +16,7 @@ from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import slowest_rank
 
 MIN_SPEEDUP = 1.05  # a smaller ratio does not count as a speedup
+MIN_LOST_SHARE = 0.15  # of a step, spent exchanging or waiting, before a program's launch can be improved
 MAX_NAMED_HOSTS = 3  # hosts listed by name; of more, give the number
 
 
@@ -51,7 +54,8 @@ def _multi_host_verdict(
     who = join_names(hosts) if len(hosts) <= MAX_NAMED_HOSTS else f"{len(hosts)} hosts"
     trained = f"{who} trained {format_throughput(tokens_per_s, summary.unit)}"
     if alternatives is None or alternatives.best_single_host is None:
-        return SpeedupVerdict(_verdict_by_own_work(summary, trained))
+        message = _verdict_by_own_work(summary, trained)
+        return SpeedupVerdict(message, *(_faster_launch(summary) if summary.manifest.program is not None else ()))
     alone = alternatives.best_single_host
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
     link = format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)
@@ -88,6 +92,27 @@ def _verdict_by_own_work(summary: RunSummary, trained: str) -> str:
     if ratio > 1 / MIN_SPEEDUP:
         return f"It made no difference: {trained}; {by}."
     return f"It was not worth it: {trained}; {by}: {1 / ratio:.2f} times as fast as together."
+
+
+def _faster_launch(summary: RunSummary) -> tuple[str, str]:
+    """Return what would save a program time that it spends exchanging and waiting, and the command; or ("", "")."""
+    manifest, costs = summary.manifest, [rank.typical for rank in summary.ranks]
+    exposed = max((cost.exposed_sync_s or 0.0) / (cost.total_s or 1.0) for cost in costs)
+    waiting = max((cost.wait_s or 0.0) / (cost.total_s or 1.0) for cost in costs)
+    work_s = [(cost.data_s or 0.0) + (cost.compute_s or 0.0) + (cost.optimizer_s or 0.0) for cost in costs]
+    flags, hints = [], []
+    if waiting > MIN_LOST_SHARE and summary.unit == "samples" and all(work_s) and all(r.tokens for r in summary.ranks):
+        rates = [(rank.tokens or 0.0) / seconds for rank, seconds in zip(summary.ranks, work_s, strict=True)]
+        flags += ["--shares", ":".join(f"{rate / min(rates):.2g}" for rate in rates)]
+        hints.append("batches divided by speed, if it uses a DistributedSampler, accelerate or the Trainer")
+    if exposed > MIN_LOST_SHARE and manifest.roster.sync.kind == "ddp":
+        flags += ["--sync", "int8"]
+        hints.append("a quarter of the bytes, if it uses DistributedDataParallel")
+    if not flags:
+        return "", ""
+    plan = read_plan_if_present(RunDir(summary.run_dir))
+    where = ["--fleet", plan.fleet_file] if plan is not None and plan.fleet_file else []
+    return f"Try {join_names(hints)}", quote_command(["evener", "launch", *where, *flags, "--", *manifest.argv])
 
 
 def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, message: str) -> SpeedupVerdict:
