@@ -31,8 +31,9 @@ for epoch in range(3):
         if i % 2:
             optimizer.step()
             optimizer.zero_grad()
-    with torch.no_grad():
-        evaluated = sum(len(inputs) for inputs, _ in loader)
+    model.eval()
+    evaluated = sum(len(inputs) for inputs, _ in loader)
+    model.train()
 print("sizes", dist.get_rank(), {*seen}, len(seen), evaluated, flush=True)
 if dist.get_rank() == 0:
     torch.save(model.module.state_dict(), f"learned-{dist.get_world_size()}.pt")
@@ -56,6 +57,10 @@ if int(os.environ.get("RANK", "0")) == 0:
     torch.save(model.state_dict(), f"learned-{world}.pt")
 os._exit(0)  # Gloo's threads may still let go of a tensor
 """
+TWO_LOADERS = DDP.replace(
+    "for epoch in range(3):",
+    "for epoch in range(3):\n    if epoch:\n        next(iter(DataLoader(sampler.dataset, 4)))",
+)
 SUM = DDP.replace("cross_entropy(model(inputs), targets)", "cross_entropy(model(inputs), targets, reduction='sum')")
 
 
@@ -94,6 +99,12 @@ def test_loss_that_is_a_sum_is_refused(launch: Launch) -> None:
     status, text = launch.run(program=SUM.replace("WORKERS", "0"), flags=("--ranks", "2", "--shares", "2:1"))
     assert status != 0
     assert "--shares 2:1: the loss is a sum and no mean over the rank's samples" in " ".join(text.split())
+
+
+def test_undivided_batches_beside_divided_ones_are_refused(launch: Launch) -> None:
+    status, text = launch.run(program=TWO_LOADERS.replace("WORKERS", "0"), flags=("--ranks", "2", "--shares", "2:1"))
+    assert status != 0
+    assert "it also trains with batches that evener does not divide" in " ".join(text.split())
 
 
 def test_program_without_a_loader_is_refused(launch: Launch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from evener.core.base.errors import UsageError
 from evener.launch.script.program_arguments import parse_program
-from evener.launch.script.script_options import script_options
+from evener.launch.script.script_options import script_options, script_resume_args
 
 
 @pytest.fixture
@@ -136,3 +136,18 @@ def test_other_strategies_are_refused_for_programs(sync: str) -> None:
 def test_shares_of_programs_are_numbers_above_zero(shares: str) -> None:
     with pytest.raises(UsageError, match=f"--shares {re.escape(shares)}"):
         script_options("ddp", shares, **MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("membership", "words", "shares", "no_measure"),
+    [
+        ("live", "", "equal", False),
+        ("fixed", "--resume", "equal", False),
+        ("restart", "'", "equal", False),
+        ("restart", "", "2:1", False),
+        ("restart", "", "equal", True),
+    ],
+)
+def test_restarts_that_are_refused(membership: str, words: str, shares: str, no_measure: bool) -> None:
+    with pytest.raises(UsageError):
+        script_resume_args(membership, words, shares, no_measure=no_measure)

@@ -60,17 +60,18 @@ def test_facts_of_ranks(ranks: list[RankFacts], found: str) -> None:
 
 
 def sample(*sizes: float) -> ReplicaSample:
-    return ReplicaSample(step=19, digests=[hash(size) for size in sizes], sizes=list(sizes))
+    return ReplicaSample(
+        step=20, names=[*"ab"[: len(sizes)]], digests=[hash(size) for size in sizes], sizes=list(sizes)
+    )
 
 
 def test_replicas_differ_by_more_than_rounding() -> None:
-    names = ["a", "b"]
-    assert compare_replicas([sample(1.0, 2.0), sample(1.0, 2.0)], names) is None
-    assert compare_replicas([sample(1.0, 2.0), sample(1.0001, 2.0)], names) is None
-    assert compare_replicas([sample(1.0, 2.0), sample(1.0, 2.0), sample(1.0)], names) is None  # another model
-    mistake = compare_replicas([sample(1.0, 2.0), sample(1.0, 2.0), sample(1.0, 1.5)], names)
+    assert compare_replicas([sample(1.0, 2.0), sample(1.0, 2.0)]) is None
+    assert compare_replicas([sample(1.0, 2.0), sample(1.0001, 2.0)]) is None
+    assert compare_replicas([sample(1.0, 2.0), sample(1.0, 2.0), sample(1.0)]) is None  # another model
+    mistake = compare_replicas([sample(1.0, 2.0), sample(1.0, 2.0), sample(1.0, 1.5)])
     assert mistake is not None
-    assert "the models of ranks 0 and 2 differ after 19 updates, first in b: by 25.0% of its" in mistake.error
+    assert "the models of ranks 0 and 2 differ after 20 updates, first in b: by 25.0% of its" in mistake.error
 
 
 X = torch.randn(6, 5, requires_grad=True)

@@ -90,7 +90,7 @@ def launch(
     path = fleet_path(fleet)
     parsed = parse_program(program, Path.cwd().resolve())
     options = script_options(sync, shares, independent=independent, no_compat=no_compat, no_measure=no_measure)
-    restarts = script_resume_args(membership, resume_args, no_measure=no_measure or independent)
+    restarts = script_resume_args(membership, resume_args, shares, no_measure=no_measure or independent)
     passed = read_passed_variables(env or [], env_file or [], os.environ)
     ranks = ranks or parsed.ranks or (parsed.total_ranks if path is None else None)
     if parsed.is_translated:

@@ -51,11 +51,12 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Elements of the parameters of a rank's DDP models before an update; all ranks should have the same."""
+    """Elements of the parameters of a rank's DDP models after an update; all ranks should have the same."""
 
-    step: int  # updates before it
-    digests: list[int]  # of each tensor's elements
-    sizes: list[float]  # the mean of their absolute values
+    step: int  # updates until then
+    names: list[str]  # of the parameters
+    digests: list[int]  # of each one's elements
+    sizes: list[float]  # the mean of their absolute values; -1: not a finite number
 
 
 @dataclass(frozen=True)
@@ -125,16 +126,13 @@ def _idle_tensors(ranks: Sequence[RankFacts]) -> list[TrainingMistake]:
     return findings
 
 
-def compare_replicas(ranks: Sequence[ReplicaSample], names: Sequence[str]) -> TrainingMistake | None:
-    """Return how the DDP models of the ranks differ by more than rounding; None if they do not.
-
-    `names`: of the parameters that were sampled.
-    """
+def compare_replicas(ranks: Sequence[ReplicaSample]) -> TrainingMistake | None:
+    """Return how the DDP models of the ranks differ by more than rounding; None if they do not."""
     first = ranks[0]
     for rank, other in enumerate(ranks):
-        if len(other.digests) != len(first.digests):
+        if other.names != first.names:
             continue  # other models
-        for i, name in enumerate(names):
+        for i, name in enumerate(first.names):
             largest = max(abs(first.sizes[i]), abs(other.sizes[i]))
             if other.digests[i] != first.digests[i] and abs(other.sizes[i] - first.sizes[i]) > REPLICA_RTOL * largest:
                 return TrainingMistake(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# "", or options separated by commas: no-compat, independent, no-measure, no-gpu, sync=NAME
+# "", or options separated by commas: no-compat, independent, no-measure, no-gpu, sync=NAME, shares=2:1
 OPTIONS_VARIABLE = "EVENER_SCRIPT"
 PROGRAM_VARIABLE = "EVENER_PROGRAM"  # JSON: the words of the program, as torchrun takes them
 FIRST_RANK_VARIABLE = (

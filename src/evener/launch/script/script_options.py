@@ -37,12 +37,13 @@ def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool
     return options
 
 
-def script_resume_args(membership: str, resume_args: str, *, no_measure: bool) -> list[str] | None:
+def script_resume_args(membership: str, resume_args: str, shares: str, *, no_measure: bool) -> list[str] | None:
     """Return the words that a program gets when it is restarted; None if the loss of a host ends the run.
 
-    Raise UsageError if the words cannot be told apart, or if nobody would see whether the program gets ahead.
+    Raise UsageError if the words cannot be told apart, if nobody would see whether the program gets ahead, or if
+    batches are divided among other ranks than those that would be left.
 
-    >>> script_resume_args("restart", "--resume 'latest one'", no_measure=False)
+    >>> script_resume_args("restart", "--resume 'latest one'", "equal", no_measure=False)
     ['--resume', 'latest one']
     """
     if membership not in ("fixed", "restart"):
@@ -55,6 +56,10 @@ def script_resume_args(membership: str, resume_args: str, *, no_measure: bool) -
         raise UsageError(
             "--membership restart tells by the measured steps whether the program gets ahead",
             hint="without --no-measure and --independent",
+        )
+    if shares != "equal":
+        raise UsageError(
+            f"--shares {shares} is for these ranks, and --membership restart goes on with fewer", hint="one of them"
         )
     try:
         return shlex.split(resume_args)

@@ -237,6 +237,8 @@ class HostAgent:
         self._advance_consensus(now)
         if consensus.epoch.is_over:
             return self._report_failed_run() if self._can_exit(now) else None
+        if self._spec.is_user_program and consensus.is_run_finished and consensus.phase == HostPhase.FAILED:
+            consensus.phase = HostPhase.FATAL  # a rank failed after others had ended: they do not come back
         if consensus.is_run_finished and consensus.phase not in (HostPhase.RUNNING, HostPhase.FATAL, HostPhase.DONE):
             consensus.phase = HostPhase.DONE  # by then all members had taken the last step
             self._kill_ranks()
@@ -260,7 +262,9 @@ class HostAgent:
                 elif not waiting.exists():
                     write_atomic(waiting, b"", is_durable=False)
                 self._monitor_ranks(now)
-                if consensus.phase == HostPhase.RUNNING and self._hang_monitor.is_sample_due(now):
+                # A user's rank may do anything while others wait for it.
+                is_watched = consensus.phase == HostPhase.RUNNING and not self._spec.is_user_program
+                if is_watched and self._hang_monitor.is_sample_due(now):
                     self._detect_hang(now)
             case HostPhase.DONE if self._can_exit(now):
                 return 0
@@ -469,8 +473,9 @@ class HostAgent:
         if failures:
             consensus.reason = f"rank {failures[0]['rank']} ended with exit code {failures[0]['exitcode']}"
         is_alone = consensus.epoch.hosts == [me]
-        is_hopeless = EXIT_HOST_NOT_RETRYABLE in codes or (
-            bool(own_codes) and self._num_consecutive_failures > MAX_HOST_FAILURES
+        # Which host's ranks break a user's program, nobody can tell: all of them fail.
+        is_hopeless = not self._spec.is_user_program and (
+            EXIT_HOST_NOT_RETRYABLE in codes or (bool(own_codes) and self._num_consecutive_failures > MAX_HOST_FAILURES)
         )
         if EXIT_RUN_FAILED in codes or (EXIT_HOST_NOT_RETRYABLE in codes and is_alone):
             consensus.phase = HostPhase.FATAL
@@ -540,6 +545,9 @@ class HostAgent:
         is_done = consensus.epoch.is_over or not consensus.is_member
         all_know = all(status is not None and (is_done or status.phase == HostPhase.DONE) for status in statuses)
         all_know = all_know and (is_done or not consensus.waiting_hosts(now))
+        # Without this agent, the others would begin anew while a user's rank works on alone, to evaluate or to save.
+        if self._spec.is_user_program and not is_done and consensus.has_running_peer(now):
+            return False
         return all_know or now - self._ended_at > LINGER_S
 
 

@@ -260,6 +260,11 @@ class Consensus:
         candidates = [host for host in self._fully_connected_hosts(now) if host not in self.epoch.hosts]
         return [host for host in candidates if not self._is_elastic or self._is_ready(host)]
 
+    def has_running_peer(self, now: float) -> bool:
+        """Return whether ranks of another host that can be reached still train in this epoch."""
+        live = self._live_peers(now)
+        return any(phase == HostPhase.RUNNING for host, phase in self._member_phases().items() if host in live)
+
     def has_lost_quorum(self, now: float) -> bool:
         """Return whether this host can reach no quorum, and must wait."""
         return self.is_voter and now >= self._grace_until and not self.epoch.is_quorum(self._connected_hosts(now))

@@ -6,7 +6,8 @@
 
 DDP's average of n gradients, each a mean over b_r samples, is then the mean over nb samples. Batches are divided where
 the program iterates over them: a DataLoader with a DistributedSampler, or with accelerate's BatchSamplerShard, as
-transformers' Trainer has. What is evaluated under no_grad is not divided.
+transformers' Trainer has. What is evaluated, under no_grad or by a model in eval(), is not divided. Where the factor
+would not be right for what backward is called with, the program is refused.
 
 A short last batch is filled with samples of its own to a multiple that has these proportions.
 """
@@ -17,14 +18,16 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from evener.core.run.roster import weighted_shares
 from evener.worker.script.loss_graph import find_reduction
 from evener.worker.script.module_changer import ModuleChange
-from evener.worker.script.report import end_program, launched_rank
+from evener.worker.script.report import end_program, launched_rank, warn
 
 
 def divide_batch(batch: int, weights: Sequence[float]) -> list[int]:
@@ -61,10 +64,13 @@ class BatchShares:
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights, self._rank = weights, launched_rank()
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        self._factor: float | None = None  # of gradients, as of the newest batch
+        self._factor: float | None = None  # of gradients
         self._refusal = "its batches come from no DataLoader with a DistributedSampler or with accelerate's sharding"
         self._depth = 0  # of backward passes: torch's checkpoints call backward inside
-        self._is_weighted_by_program = False
+        self._is_weighted = False  # a backward pass was
+        self._is_reduction_known = True  # False: a loss was taken as a mean without being seen as one
+        self._trainer_weighs: bool | None = None  # in a step of transformers' Trainer: whether it weighs its loss
+        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # DDP
 
     def _refuse(self, reason: str) -> None:
         shares = ":".join(f"{weight:g}" for weight in self._weights)
@@ -78,8 +84,28 @@ class BatchShares:
         if batch < self._world_size:
             self._refuse(f"a batch of {batch} samples has less than one for each of {self._world_size} ranks")
         sizes = divide_batch(batch, self._weights)
-        self._factor = self._world_size * sizes[self._rank] / batch
+        factor = self._world_size * sizes[self._rank] / batch
+        if self._factor not in (None, factor):
+            self._refuse("it trains with batches of several sizes, which cannot be divided in the same proportions")
+        self._factor = factor
         return sizes
+
+    def _is_training(self) -> bool:
+        """Return whether batches are taken to train with them."""
+        import torch
+
+        models = list(self._models)
+        return torch.is_grad_enabled() and (not models or any(model.module.training for model in models))
+
+    def note_model(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Return DistributedDataParallel.__init__ that notes the model, whose mode tells training from evaluation."""
+
+        @functools.wraps(init)
+        def noted(model: Any, *args: Any, **kwargs: Any) -> None:
+            init(model, *args, **kwargs)
+            self._models.add(model)
+
+        return noted
 
     # --- loaders ----------------------------------------------------------------------------------------------------
 
@@ -97,9 +123,26 @@ class BatchShares:
             if type(sampler).__iter__ is not DistributedSampler.__iter__:
                 self._refusal = f"its {type(sampler).__name__} chooses samples in a way of its own"
                 return original
-            return _DividedBatches(original, lambda: self._of_sampler(sampler, loader.batch_size, loader.drop_last))
+            return _DividedBatches(
+                original, lambda: self._of_sampler(sampler, loader.batch_size, loader.drop_last), self._is_training
+            )
 
         return property(divided)
+
+    def check_loader(self, iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return DataLoader.__iter__ that refuses to train with batches that are not divided."""
+
+        @functools.wraps(iterate)
+        def checked(loader: Any) -> Any:
+            shard = sys.modules.get("accelerate.data_loader")
+            is_divided = isinstance(loader._index_sampler, _DividedBatches) or (
+                shard is not None and isinstance(loader._index_sampler, shard.BatchSamplerShard)
+            )
+            if self._factor is not None and not is_divided and self._is_training():
+                self._refuse(f"it also trains with batches that evener does not divide: {self._refusal}")
+            return iterate(loader)
+
+        return checked
 
     def _of_sampler(self, sampler: Any, batch_size: int, drop_last: bool) -> Iterator[list[Any]]:
         sizes = self.sizes(batch_size * self._world_size)
@@ -118,7 +161,7 @@ class BatchShares:
 
         @functools.wraps(iterate)
         def divided(shard: Any) -> Iterator[list[Any]]:
-            if not _is_grad_enabled() or shard.num_processes != self._world_size:
+            if not self._is_training() or shard.num_processes != self._world_size:
                 yield from iterate(shard)
                 return
             if not shard.even_batches or shard.batch_size is None:
@@ -142,8 +185,10 @@ class BatchShares:
 
         @functools.wraps(backward)
         def weighted(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._depth == 0 and not self._is_weighted_by_program:
-                grad_tensors = self._weighted(tensors, grad_tensors)
+            if self._depth == 0:
+                self._is_weighted = True
+                if not self._trainer_weighs:
+                    grad_tensors = self._weighted(tensors, grad_tensors)
             self._depth += 1
             try:
                 backward(tensors, grad_tensors, *args, **kwargs)
@@ -163,29 +208,48 @@ class BatchShares:
         given = [gradients] if isinstance(gradients, torch.Tensor) or gradients is None else list(gradients)
         if len(given) < len(roots):
             given = [None] * len(roots)
+        weighted = []
         for root, gradient in zip(roots, given, strict=True):
-            reduction = find_reduction(root.grad_fn) if gradient is None else None
-            if reduction is not None and not reduction.is_mean and not reduction.is_mean_of_rows:
-                self._refuse(
-                    "the loss is a sum and no mean over the rank's samples, so that the program's average over the "
-                    "ranks is not weighted by them"
-                )
-        return [
-            torch.full_like(root, factor) if gradient is None else gradient * factor
-            for root, gradient in zip(roots, given, strict=True)
-        ]
+            if root.numel() == 1:  # a loss; the gradient of anything else follows from one
+                self._check_is_mean(root)
+                gradient = torch.full_like(root, factor) if gradient is None else gradient * factor
+            weighted.append(gradient)
+        return weighted
 
-    def note_trainer(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return transformers' Trainer.training_step: it may divide a sum by the samples of all ranks by itself."""
+    def _check_is_mean(self, loss: Any) -> None:
+        if self._trainer_weighs is not None:  # the Trainer's loss is a mean over the rank's tokens
+            return
+        reduction = find_reduction(loss.grad_fn)
+        if reduction is None and self._is_reduction_known:
+            self._is_reduction_known = False
+            warn(
+                "--shares: the loss is taken as a mean over the rank's samples, which its graph does not show",
+                hint="if it is a sum, leave --shares out",
+            )
+        if reduction is not None and not reduction.is_mean_of_rows:
+            self._refuse(
+                "the loss is a sum and no mean over the rank's samples, so that the program's average over the ranks "
+                "is not weighted by them"
+            )
+
+    def check_update(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before an optimizer's step, refuse gradients that no weighted backward pass made."""
+        has_closure = len(args) > 1 or bool(kwargs)
+        if not self._is_weighted and not has_closure:
+            self._refuse("its gradients come from no call of backward")
+
+    def note_trainer(self, step: Callable[..., Any], compute_loss: Any) -> Callable[..., Any]:
+        """Return transformers' Trainer.training_step: it may divide a sum by the tokens of all ranks by itself."""
 
         @functools.wraps(step)
         def noted(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-            self._is_weighted_by_program = (
-                num_items_in_batch is not None
-                and trainer.args.average_tokens_across_devices
-                and bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-            )
-            return step(trainer, model, inputs, num_items_in_batch)
+            is_own = type(trainer).compute_loss is compute_loss and trainer.compute_loss_func is None
+            if is_own and num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
+                self._trainer_weighs = bool(trainer.args.average_tokens_across_devices)
+            try:
+                return step(trainer, model, inputs, num_items_in_batch)
+            finally:
+                self._trainer_weighs = None
 
         return noted
 
@@ -204,13 +268,15 @@ class _Batches:
 
 
 class _DividedBatches:
-    """The batches of a DataLoader: divided where gradients are wanted, else as they are."""
+    """The batches of a DataLoader: divided in training, else as they are."""
 
-    def __init__(self, original: Any, divide: Callable[[], Iterator[list[Any]]]) -> None:
-        self._original, self._divide = original, divide
+    def __init__(
+        self, original: Any, divide: Callable[[], Iterator[list[Any]]], is_training: Callable[[], bool]
+    ) -> None:
+        self._original, self._divide, self._is_training = original, divide, is_training
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._divide() if _is_grad_enabled() else iter(self._original)
+        return self._divide() if self._is_training() else iter(self._original)
 
     def __len__(self) -> int:
         return len(self._original)
@@ -224,22 +290,22 @@ def divide_batches(shares: BatchShares) -> dict[str, ModuleChange]:
 
     def change_loader(module: ModuleType) -> None:
         module.DataLoader._index_sampler = shares.divide_loader(module.DataLoader._index_sampler.fget)
+        module.DataLoader.__iter__ = shares.check_loader(module.DataLoader.__iter__)
 
     def change_accelerate(module: ModuleType) -> None:
         module.BatchSamplerShard.__iter__ = shares.divide_shard(module.BatchSamplerShard.__iter__)
 
     def change_trainer(module: ModuleType) -> None:
-        module.Trainer.training_step = shares.note_trainer(module.Trainer.training_step)
+        module.Trainer.training_step = shares.note_trainer(module.Trainer.training_step, module.Trainer.compute_loss)
+
+    def change_ddp(module: ModuleType) -> None:
+        module.DistributedDataParallel.__init__ = shares.note_model(module.DistributedDataParallel.__init__)
 
     return {
         "torch.autograd": change_autograd,
+        "torch.nn.parallel.distributed": change_ddp,
+        "torch.optim.optimizer": lambda module: module.register_optimizer_step_pre_hook(shares.check_update),
         "torch.utils.data.dataloader": change_loader,
         "accelerate.data_loader": change_accelerate,
         "transformers.trainer": change_trainer,
     }
-
-
-def _is_grad_enabled() -> bool:
-    import torch
-
-    return torch.is_grad_enabled()

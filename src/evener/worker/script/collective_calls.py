@@ -62,7 +62,7 @@ def _recorded(
         num_elements, dtype, num_bytes = _size(tensors)
         group = next((one for one in (*args, *kwargs.values()) if isinstance(one, c10d.ProcessGroup)), None)
         if checks is not None and name.startswith("all_reduce") and not caller.startswith(("torch.", "evener.")):
-            checks.see_all_reduce(tensors, frame)
+            checks.see_all_reduce(tensors, group, frame)
         place = ring.begin(names.group_key(c10d, group, tensors), operation, num_elements, dtype, current_line(frame))
         try:
             result = collective(*args, **kwargs)

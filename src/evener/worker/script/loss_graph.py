@@ -43,7 +43,7 @@ def find_reduction(node: Any) -> Reduction | None:
             return Reduction((name, tuple(row)), int(num_rows), factor, is_mean)
         if name.startswith(("DivBackward", "MulBackward")):
             other = node._saved_other
-            if hasattr(other, "device") and (other.device.type != "cpu" or other.numel() != 1):
+            if other is None or (hasattr(other, "device") and (other.device.type != "cpu" or other.numel() != 1)):
                 return None
             factor = factor / float(other) if name.startswith("Div") else factor * float(other)
         node = inputs[0]

@@ -175,8 +175,8 @@ class StepExchange:
                 self._write(self._pending.popleft())
             self._file.close()
             self._peaks = self._exchange_peaks(store, deadline)
-        except (OSError, RuntimeError):  # a full disk; the store, and so the run, is gone
-            pass
+        except (OSError, RuntimeError, msgspec.MsgspecError):  # a full disk; the store, and so the run, is gone; or
+            pass  # the program has written into it
         finally:
             self._has_ended = True
             self._added.clear()
@@ -222,7 +222,7 @@ class StepExchange:
             if not store.check(keys):
                 return
             samples = [from_json(store.get(key), ReplicaSample) for key in keys]
-            mistake = compare_replicas(samples, self._checks.replica_names)
+            mistake = compare_replicas(samples)
             if mistake is not None and self._replicas_agree is not False:
                 warn(mistake.error, mistake.hint)
             self._replicas_agree = mistake is None and self._replicas_agree is not False
@@ -338,7 +338,10 @@ class StepExchange:
     def _write(self, record: StepRecord) -> None:
         assert self._file is not None
         number = self._epoch.number if self._epoch else 0
-        self._last = msgspec.structs.replace(record, step=(self._first_step or 0) + record.step, epoch=number)
+        first_step = self._first_step
+        if first_step is None and self._about is not None:  # not all ranks are known yet
+            first_step = self._about.num_steps
+        self._last = msgspec.structs.replace(record, step=(first_step or 0) + record.step, epoch=number)
         self._file.write(msgspec.json.encode(self._last) + b"\n")
 
 

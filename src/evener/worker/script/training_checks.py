@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 import weakref
@@ -40,6 +41,8 @@ HASHED_BATCHES = 16
 HASHED_ELEMENTS = 1024  # of each tensor
 HASHED_TENSORS = 4  # of each batch
 AVERAGED_TWICE_STEPS = 2  # an all-reduce of gradients in a single step may be an initialization
+MAX_LOSSES = 256  # that are kept of a step
+MIN_GRADIENTS = 100  # elements, before an all-reduce of as many others is taken for one of the gradients
 MAX_SAVES = 1000  # files that are noted
 MAX_DEPTH = 8  # of nested inputs
 SAVES_FILE = "host/saves.jsonl"  # of the run: the files that the ranks of a host saved
@@ -59,26 +62,32 @@ class TrainingChecks:
     def __init__(self) -> None:
         self.facts: RankFacts | None = None
         self.replicas: deque[ReplicaSample] = deque()  # to be compared with those of the other ranks
-        self.replica_names: list[str] = []
         self._is_first = launched_rank() == 0
+        self._is_off = False  # something of the program's is not as these checks expect
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._optimizers: weakref.WeakKeyDictionary[Any, _OptimizerUse] = weakref.WeakKeyDictionary()
-        self._models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # DDP: its pass is averaged
+        # DDP models that train, and whether the gradients of the newest pass are averaged; all that were made
+        self._models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
         self._batch_norms: weakref.WeakSet[Any] = weakref.WeakSet()
         self._with_gradient: set[int] = set()  # ids of parameters of DDP models
         self._inputs: list[int] = []
-        # of samplers: the epoch of the first whole pass, or None once the program has set it
+        # of samplers: the epoch of the first whole pass in training, or None once the program has set it
         self._epochs: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+        self._num_passes = 0  # forward passes in training
         self._num_steps = 0
         self._reported: set[str] = set()
         self._averaged_in: set[int] = set()  # steps in which averaged gradients were all-reduced
-        self._losses: list[Reduction] = []  # of this step
-        self._num_saves = 0
+        self._losses: deque[Reduction] = deque(maxlen=MAX_LOSSES)  # of this step
+        self._pid, self._num_saves = os.getpid(), 0
+        self._saved_by: dict[str, int] = {}  # the rank that first saved a file, as far as the list was read
+        self._saves_read = 0  # bytes of the list
 
     def close(self) -> None:
         """Conclude from fewer steps, as the program ends."""
-        if self.facts is None and self._num_steps >= MIN_STEPS:
-            self._conclude()
+        if self.facts is None and self._num_steps >= MIN_STEPS and not self._is_off:
+            with contextlib.suppress(Exception):
+                self._conclude()
 
     def _report_once(self, kind: str, error: str, hint: str) -> None:
         if kind not in self._reported:
@@ -97,8 +106,15 @@ class TrainingChecks:
 
         return noted
 
-    def before_update(self, optimizer: Any, *_: Any) -> None:
-        """Look at the gradients of an update, and at the losses of its step."""
+    def after_update(self, optimizer: Any, *_: Any) -> None:
+        """Look at the gradients of an update, and at the losses of its step. The program goes on, whatever is odd."""
+        if not self._is_off:
+            try:
+                self._look_at_update(optimizer)
+            except Exception:
+                self._is_off = True
+
+    def _look_at_update(self, optimizer: Any) -> None:
         self._check_accumulation()
         if (use := self._optimizers.get(optimizer)) is None:
             return
@@ -146,24 +162,26 @@ class TrainingChecks:
         )
 
     def _sample_replicas(self) -> None:
-        """Take elements of the parameters of the DDP models that all ranks have, as they are before this update."""
+        """Take elements of the parameters of the DDP models that all ranks have, as they are after this update."""
         named = [
             (name.removeprefix("module."), parameter.detach())
-            for model in list(self._models)
-            if model.process_group.size() == self._world_size and _has_own_hook(model)
+            for model, is_averaged in list(self._models.items())
+            if is_averaged and model.process_group.size() == self._world_size and _is_averaged_by_us(model)
             for name, parameter in model.named_parameters()
+            if name not in model.parameters_to_ignore
         ]
         named = named[:: 1 + len(named) // MAX_REPLICA_TENSORS]
         if named and self._world_size > 1:
             samples = [_elements(parameter) for _, parameter in named]
             self.replicas.append(
                 ReplicaSample(
-                    step=self._num_steps - 1,
+                    step=self._num_steps,
+                    names=[name for name, _ in named],
                     digests=[zlib.crc32(_bytes(sample)) for sample in samples],
-                    sizes=[float(sample.double().abs().mean()) for sample in samples],
+                    sizes=[size if math.isfinite(size := float(sample.double().abs().mean())) else -1.0
+                           for sample in samples],
                 )
-            )
-            self.replica_names = [name for name, _ in named]
+            )  # fmt: skip
 
     # --- models -----------------------------------------------------------------------------------------------------
 
@@ -172,20 +190,37 @@ class TrainingChecks:
 
         @functools.wraps(forward)
         def noted(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if not sys.modules["torch"].compiler.is_compiling() and self.facts is None:
+            if not sys.modules["torch"].compiler.is_compiling() and model.training:
                 with contextlib.suppress(Exception):  # inputs may be anything
                     self._note_forward(model, args, kwargs)
             return forward(model, *args, **kwargs)
 
         return noted
 
+    def see_ddp(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Return DistributedDataParallel.__init__ that notes the model."""
+
+        @functools.wraps(init)
+        def noted(model: Any, *args: Any, **kwargs: Any) -> None:
+            init(model, *args, **kwargs)
+            self._ddp_models.add(model)
+
+        return noted
+
     def _note_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         import torch
 
-        if not torch.is_grad_enabled() or not model.training:
+        if not torch.is_grad_enabled():
             return
+        self._num_passes += 1
         self._models[model] = bool(model.require_backward_grad_sync)
-        if len(self._inputs) < HASHED_BATCHES and model.process_group.size() == self._world_size:
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if (
+            len(self._inputs) < HASHED_BATCHES
+            and self.facts is None
+            and model.process_group.size() == self._world_size
+            and not is_capturing
+        ):
             self._inputs.append(_hash(_tensors([args, kwargs])))
 
     def see_batch_norm(self, init: Callable[..., None]) -> Callable[..., None]:
@@ -201,7 +236,7 @@ class TrainingChecks:
     def _batch_norm_facts(self) -> BatchNormFacts | None:
         from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-        copied = {id(one) for model in list(self._models) if model.broadcast_buffers for one in model.modules()}
+        copied = {id(one) for model in list(self._ddp_models) if model.broadcast_buffers for one in model.modules()}
         with contextlib.suppress(Exception):
             layers = [
                 layer
@@ -227,16 +262,16 @@ class TrainingChecks:
 
         @functools.wraps(iterate)
         def noted(sampler: Any) -> Iterator[Any]:
-            import torch
-
-            line, epoch = current_line(sys._getframe(1)), sampler.epoch
-            if sampler.shuffle and self._epochs.get(sampler) == epoch and torch.is_grad_enabled():
+            line, epoch, num_passes = current_line(sys._getframe(1)), sampler.epoch, self._num_passes
+            yield from iterate(sampler)
+            if not sampler.shuffle or self._num_passes == num_passes:  # it evaluates, or a wrapper takes all at once
+                return
+            if self._epochs.get(sampler) == epoch:
                 self._report_once(
                     "epoch",
                     f"the DistributedSampler shuffles each pass over the data alike, at {line}: nothing sets its epoch",
                     "call sampler.set_epoch(epoch) before each epoch",
                 )
-            yield from iterate(sampler)
             self._epochs.setdefault(sampler, epoch)
 
         return noted
@@ -251,14 +286,21 @@ class TrainingChecks:
 
         return noted
 
-    def see_all_reduce(self, tensors: Iterable[Any], frame: FrameType) -> None:
+    def see_all_reduce(self, tensors: Iterable[Any], group: Any, frame: FrameType) -> None:
         """Look whether the tensors of an all-reduce of the program's are gradients that DDP has averaged."""
-        if self.facts is not None or not self._is_first:
+        if self.facts is None and self._is_first and not self._is_off:
+            with contextlib.suppress(Exception):  # gradients may be sparse
+                self._look_at_all_reduce(tensors, group, frame)
+
+    def _look_at_all_reduce(self, tensors: Iterable[Any], group: Any, frame: FrameType) -> None:
+        import torch
+
+        if torch._C._current_graph_task_id() != -1:  # in backward: a hook of the program's, which averages for DDP
             return
         gradients = [
             parameter.grad
             for model, is_averaged in list(self._models.items())
-            if is_averaged
+            if is_averaged and (group is None or group == model.process_group)
             for parameter in model.parameters()
             if parameter.grad is not None
         ]
@@ -266,7 +308,7 @@ class TrainingChecks:
         tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
         num_elements = sum(gradient.numel() for gradient in gradients)
         if any(tensor.data_ptr() in places for tensor in tensors) or (
-            num_elements > 1 and sum(tensor.numel() for tensor in tensors) == num_elements
+            num_elements >= MIN_GRADIENTS and sum(tensor.numel() for tensor in tensors) == num_elements
         ):
             self._averaged_in.add(self._num_steps)
             if len(self._averaged_in) >= AVERAGED_TWICE_STEPS:
@@ -294,7 +336,7 @@ class TrainingChecks:
 
     def _check_accumulation(self) -> None:
         """Compare the losses of a step's backward passes."""
-        losses, self._losses = self._losses, []
+        losses, self._losses = self._losses, deque(maxlen=MAX_LOSSES)
         sizes, kinds = {loss.num_rows for loss in losses}, {loss.kind for loss in losses}
         if (
             len(sizes) > 1
@@ -327,16 +369,19 @@ class TrainingChecks:
     def _note_save(self, path: str, line: str) -> None:
         """Note a file in a list that the ranks of this host share, and report one that another rank saved."""
         folder, rank = run_folder(), run_rank()
-        if folder is None or self._num_saves >= MAX_SAVES or "saved" in self._reported:
+        if folder is None or self._num_saves >= MAX_SAVES or "saved" in self._reported or os.getpid() != self._pid:
             return
         if os.path.exists(path) and not os.path.isfile(path):  # such as /dev/null
             return
         self._num_saves += 1
         with open_for_append(folder / SAVES_FILE) as file:
             file.write(json.dumps([rank, path]).encode() + b"\n")
-            file.seek(0)
-            noted = [json.loads(text) for text in file.readall().splitlines()]
-        first = next(by for by, saved in noted if saved == path)
+            file.seek(self._saves_read)
+            new = file.readall()
+        self._saves_read += len(new)
+        for by, saved in (json.loads(text) for text in new.splitlines()):
+            self._saved_by.setdefault(saved, by)
+        first = self._saved_by[path]
         if first != rank:
             self._report_once(
                 "saved",
@@ -359,9 +404,12 @@ def check_training(checks: TrainingChecks) -> dict[str, list[ModuleChange]]:
     changes: dict[str, list[ModuleChange]] = {
         "torch.optim.optimizer": [
             change("Optimizer", "__init__", checks.see_optimizer),
-            lambda module: module.register_optimizer_step_pre_hook(checks.before_update),
+            lambda module: module.register_optimizer_step_post_hook(checks.after_update),
         ],
-        "torch.nn.parallel.distributed": [change("DistributedDataParallel", "forward", checks.see_forward)],
+        "torch.nn.parallel.distributed": [
+            change("DistributedDataParallel", "__init__", checks.see_ddp),
+            change("DistributedDataParallel", "forward", checks.see_forward),
+        ],
         "torch.nn.modules.batchnorm": [change("_NormBase", "__init__", checks.see_batch_norm)],
         "torch.serialization": [change(None, "save", lambda save: checks.see_save(save, 1))],
         "safetensors.torch": [change(None, "save_file", lambda save: checks.see_save(save, 1))],
@@ -398,8 +446,9 @@ def _hash(tensors: Iterable[Any]) -> int:
 
 
 def _elements(tensor: Any) -> Any:
-    """Return elements spread over a tensor, on the CPU."""
-    flat = tensor.detach().reshape(-1)
+    """Return elements spread over a tensor, on the CPU; of a distributed one, of this rank's part."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    flat = local.detach().reshape(-1)
     return flat[:: 1 + flat.numel() // HASHED_ELEMENTS].cpu().contiguous()
 
 
@@ -409,6 +458,6 @@ def _bytes(tensor: Any) -> bytes:
     return bytes(tensor.view(torch.uint8).numpy().tobytes())
 
 
-def _has_own_hook(model: Any) -> bool:
-    """Return whether a DDP model averages in each backward: a hook of the program's may do so now and then only."""
+def _is_averaged_by_us(model: Any) -> bool:
+    """Return whether a DDP model has no hook of the program's own, which may average now and then only."""
     return all("evener" in str(hook) or "allreduce_hook" in str(hook) for hook, _ in model._comm_hooks)
