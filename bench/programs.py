@@ -2,7 +2,7 @@
 
     python bench/programs.py --programs DIR [--only NAME,…]
 
-DIR holds checkouts (nanochat, nanoGPT, pytorch/examples as `examples`); what is not there, and packages that are not
+DIR holds checkouts (nanochat, nanoGPT, torchtitan, pytorch/examples as `examples`); what is not there, and packages that are not
 installed, are skipped and named. A program that trains prints its losses: those of two hosts must be those of torchrun
 with two local ranks, within 1e-5. A program that cannot train here must end with a reason, by itself or by evener.
 Every program adds a line to bench/programs.jsonl. Needs Linux and root.
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
@@ -129,6 +130,30 @@ os._exit(0)
     )
 
 
+def write_sft_inputs(folder: Path) -> None:
+    """Write a small model, its tokenizer and some conversations, as TRL's own script reads them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    texts = [path.read_text(errors="ignore")[:2000] for path in sorted(Path(os.__file__).parent.glob("*.py"))[:64]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=512, special_tokens=["<end>", "<pad>"]))
+    make: Any = PreTrainedTokenizerFast
+    make(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder / "tiny")
+    shape = GPT2Config(vocab_size=512, n_positions=256, n_embd=64, n_layer=2, n_head=2, resid_pdrop=0.0,
+                       embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=1)  # fmt: skip
+    GPT2LMHeadModel(shape).save_pretrained(folder / "tiny")
+    (folder / "data").mkdir()
+    rows = [json.dumps({"prompt": text[:100], "completion": text[100:300]}) for text in texts]
+    (folder / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
+
+
+SFT_FLAGS = (
+    "--model_name_or_path tiny --dataset_name data --dataset_train_split train --output_dir out --max_steps 8 "
+    "--per_device_train_batch_size 2 --logging_steps 1 --use_cpu --bf16 False --report_to none --save_strategy no "
+    "--disable_tqdm True --gradient_checkpointing False --learning_rate 1e-3 --dtype float32"
+)
 CASES = (
     ProgramCase("nanochat base_train", "nanochat", f"-m scripts.base_train {NANOCHAT_FLAGS}",
                 reason="the 2 ranks have no process group", packages=("rustbpe", "wandb"), env=("NANOCHAT_BASE_DIR",)),
@@ -147,6 +172,13 @@ CASES = (
     ProgramCase("transformers Trainer", "", "accelerate launch --cpu --num_processes 2 trainer.py",
                 losses=r"loss ([\d.]+)", reference="trainer.py", packages=("transformers", "accelerate"),
                 prepare=write_trainer_script),
+    ProgramCase("TRL sft", "", f"-m trl.scripts.sft {SFT_FLAGS}", losses=r"'loss': '?([\d.]+)",
+                packages=("trl", "datasets"), prepare=write_sft_inputs),
+    ProgramCase("torchtitan debug model", "torchtitan",
+                "-m torchtitan.train --module llama3 --config llama3_debugmodel",
+                reason="CUDA", packages=("tyro", "spmd_types")),
+    ProgramCase("torchtitan run_train.sh", "torchtitan", "bash run_train.sh",
+                reason="torchrun starts ranks of its own"),
     ProgramCase("Lightning BoringModel", "", "python boring.py", losses=r"loss ([\d.]+)", reference="boring.py",
                 packages=("lightning",), prepare=write_lightning_script),
 )  # fmt: skip
@@ -186,12 +218,18 @@ def run_case(case: ProgramCase, programs: Path, folder: Path, number: int) -> di
     else:
         project.mkdir()
     case.prepare(project)
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if "NANOCHAT_BASE_DIR" in case.env:  # in the project, which is sent
         shutil.copytree(prepare_nanochat(programs, folder), project / "base")
         env |= {"NANOCHAT_BASE_DIR": "base"}
     argv = [*EVENER_COMMAND, "launch", "--fleet", str(folder / "f.toml"), "--out", "runs/launched"]
-    argv += [word for name in case.env for word in ("--env", name)] + ["--env", "OMP_NUM_THREADS", "--"]
+    argv += [word for name in case.env for word in ("--env", name)] + [
+        "--env",
+        "OMP_NUM_THREADS",
+        "--env",
+        "HF_HUB_OFFLINE",
+        "--",
+    ]
     began = time.monotonic()
     done = subprocess.run([*argv, *case.argv.split()], cwd=project, env=env, capture_output=True, text=True,
                           timeout=TIMEOUT_S, check=False)  # fmt: skip
