@@ -2,9 +2,10 @@
 
     python bench/programs.py --programs DIR [--only NAME,…]
 
-DIR holds checkouts (nanochat, nanoGPT, torchtitan, pytorch/examples as `examples`); what is not there, and packages that are not
-installed, are skipped and named. A program that trains prints its losses: those of two hosts must be those of torchrun
-with two local ranks, within 1e-5. A program that cannot train here must end with a reason, by itself or by evener.
+DIR holds checkouts (nanochat, nanoGPT, torchtitan, pytorch/examples as `examples`); what is not there, and packages
+that are not installed, are skipped and named. A program that trains prints its losses: those of two hosts must be
+those of torchrun with two local ranks, within 1e-5. A program that cannot train here must end with a reason, by itself
+or by evener.
 Every program adds a line to bench/programs.jsonl. Needs Linux and root.
 
 nanochat is run twice: as it is, and with the line that its README leaves to people without a GPU (a process group on

@@ -255,6 +255,7 @@ def test_steps_of_unchanged_program_are_measured(launch: Launch) -> None:
     assert manifest.result is not None
     assert (manifest.result.steps, len(manifest.result.peak_memory_bytes)) == (12, 2)
     assert "12 steps measured: " in text
+    assert manifest.started < first[0].ended - first[0].wall_s + 1.0  # with the program, before its first step
     reported = subprocess.run(
         [str(Path(sys.executable).with_name("evener")), "report", str(rundir.path)], capture_output=True, text=True,
         check=False,

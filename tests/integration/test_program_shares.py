@@ -95,18 +95,21 @@ def test_trainer_is_divided_as_one_process_learns(launch: Launch, average: str) 
     assert difference(launch, TRAINER.replace("AVERAGE", average), "2:1", 2) < 1e-5
 
 
+@exhaustive
 def test_loss_that_is_a_sum_is_refused(launch: Launch) -> None:
     status, text = launch.run(program=SUM.replace("WORKERS", "0"), flags=("--ranks", "2", "--shares", "2:1"))
     assert status != 0
     assert "--shares 2:1: the loss is a sum and no mean over the rank's samples" in " ".join(text.split())
 
 
+@exhaustive
 def test_undivided_batches_beside_divided_ones_are_refused(launch: Launch) -> None:
     status, text = launch.run(program=TWO_LOADERS.replace("WORKERS", "0"), flags=("--ranks", "2", "--shares", "2:1"))
     assert status != 0
     assert "it also trains with batches that evener does not divide" in " ".join(text.split())
 
 
+@exhaustive
 def test_program_without_a_loader_is_refused(launch: Launch) -> None:
     program = "dist.init_process_group('gloo')\ntrain(DistributedDataParallel(nn.Linear(10, 5)), 5)\n"
     status, text = launch.run(program=program, flags=("--ranks", "2", "--shares", "2:1"))

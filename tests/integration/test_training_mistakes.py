@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from evener.core.run.rundir import RunDir
 from tests.integration.test_launched_programs import Launch, launch, line_of
+from tests.tiers import exhaustive
 
 __all__ = ["launch"]
 
@@ -165,12 +166,14 @@ def test_epoch_never_set_parameter_without_gradient_and_own_statistics(launch: L
     assert "the running statistics of their BatchNorm layers are those of each rank's own samples" in text
 
 
+@exhaustive
 def test_optimizer_of_another_model_is_named_with_one_rank(launch: Launch) -> None:
     status, text = launch.run(program=NO_GRADIENT, flags=("--ranks", "1"))
     assert status == 0, text
     assert "holds 2 tensors, of 2, that no rank gave a gradient in 5 steps" in text
 
 
+@exhaustive
 def test_what_looks_like_a_mistake_gives_no_finding(launch: Launch) -> None:
     status, text = launch.run(program=LOOKS_WRONG)
     assert status == 0, text

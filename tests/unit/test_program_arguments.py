@@ -25,6 +25,7 @@ def folder(tmp_path: Path) -> Path:
         "conda activate deepspeed && python x.py --strategy deepspeed\npip install deepspeed\n"
         "command -v torchrun >/dev/null\necho starting torchrun now\nexport BACKEND=deepspeed ; python x.py\n"
     )
+    (tmp_path / "given.sh").write_text('torchrun --nproc-per-node ${NUM} x.py "$@"\n')
     (tmp_path / "later.sh").write_text("echo '#1'; torchrun \\\n  --nproc-per-node 2 x.py | tee log\n")
     (tmp_path / "mpi.sh").write_text("mpirun -np 2 python x.py\n")
     return tmp_path
@@ -86,6 +87,7 @@ def test_translation_is_a_command(folder: Path) -> None:
         ("bash -c x", "bash -c x: expected a shell script", "bash run.sh"),
         ("bash ranks.sh", "ranks.sh, line 3: torchrun starts ranks of its own", "-- torchrun --nproc-per-node 2 x.py"),
         ("./later.sh", "later.sh, line 1: torchrun starts", "evener launch -- torchrun --nproc-per-node 2 x.py"),
+        ("bash given.sh", "given.sh, line 1: torchrun starts", "with the script's variables filled in"),
         ("LR=1 python x.py", "LR=…: not a program", "evener launch --env LR=VALUE"),
         ("./mpi.sh", "mpi.sh, line 1: mpirun starts ranks of its own", "evener launch -- mpirun"),
         ("mpirun -np 2 python x.py a", "mpirun starts ranks of its own", "evener launch -- x.py a"),

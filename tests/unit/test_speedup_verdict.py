@@ -112,7 +112,7 @@ def of_program(run, **changes):
 def test_program_on_unequal_hosts_is_told_shares(told):
     _, run = told(1000.0, 250.0, job=changed(JOB, shares="equal"))
     found = of_program(run)
-    assert found.hint.startswith("Try batches divided by speed, if it uses a DistributedSampler")
+    assert found.hint.startswith("It may be faster with batches divided by speed, for a DistributedSampler")
     assert found.command == "evener launch --shares 4:1 -- x.py --lr 1"
 
 
@@ -120,7 +120,8 @@ def test_program_that_mostly_exchanges_is_told_a_strategy(told):
     _, run = told(500.0, 500.0, bandwidth_Bps=1e6)
     found = of_program(run)
     assert (found.hint, found.command) == (
-        "Try a quarter of the bytes, if it uses DistributedDataParallel", "evener launch --sync int8 -- x.py --lr 1"
+        "It may be faster with a quarter of the bytes, for DistributedDataParallel",
+        "evener launch --sync int8 -- x.py --lr 1",
     )  # fmt: skip
 
 

@@ -282,7 +282,9 @@ def _check_starts_no_ranks(script: Path, given: str) -> None:
             command = re.split(r"[;&|<>]", code[match.start("call") :])[0]
             raise UsageError(
                 f"{given}, line {first + 1}: {match['call']} starts ranks of its own in every rank",
-                hint=f"evener launch -- {quote_command(command.split())}",
+                hint="type that line after `evener launch --`, with the script's variables filled in"
+                if "$" in command
+                else f"evener launch -- {quote_command(command.split())}",
             )
 
 

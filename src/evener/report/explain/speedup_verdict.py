@@ -104,15 +104,17 @@ def _faster_launch(summary: RunSummary) -> tuple[str, str]:
     if waiting > MIN_LOST_SHARE and summary.unit == "samples" and all(work_s) and all(r.tokens for r in summary.ranks):
         rates = [(rank.tokens or 0.0) / seconds for rank, seconds in zip(summary.ranks, work_s, strict=True)]
         flags += ["--shares", ":".join(f"{rate / min(rates):.2g}" for rate in rates)]
-        hints.append("batches divided by speed, if it uses a DistributedSampler, accelerate or the Trainer")
+        hints.append("batches divided by speed, for a DistributedSampler, accelerate or the Trainer")
     if exposed > MIN_LOST_SHARE and manifest.roster.sync.kind == "ddp":
         flags += ["--sync", "int8"]
-        hints.append("a quarter of the bytes, if it uses DistributedDataParallel")
+        hints.append("a quarter of the bytes, for DistributedDataParallel")
     if not flags:
         return "", ""
     plan = read_plan_if_present(RunDir(summary.run_dir))
     where = ["--fleet", plan.fleet_file] if plan is not None and plan.fleet_file else []
-    return f"Try {join_names(hints)}", quote_command(["evener", "launch", *where, *flags, "--", *manifest.argv])
+    return f"It may be faster with {join_names(hints)}", quote_command(
+        ["evener", "launch", *where, *flags, "--", *manifest.argv]
+    )
 
 
 def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, message: str) -> SpeedupVerdict:

@@ -69,6 +69,7 @@ class StepExchange:
 
     def __init__(self, rundir: RunWriter, rank: int, world_size: int, sync: str, checks: TrainingChecks) -> None:
         """`sync`: how gradients of DDP models are summed."""
+        self._started = time.time()  # of the program
         self._checks, self._has_sent_facts, self._has_compared = checks, False, rank > 0
         self._num_samples = self._num_compared = 0  # of replicas
         self._replicas_agree: bool | None = None  # None: not compared
@@ -282,7 +283,7 @@ class StepExchange:
         words = _program_words()
         self._manifest = Manifest(
             verdict="running",
-            started=time.time(),
+            started=self._started,
             argv=words,
             program=words[1] if words[0] == "-m" and len(words) > 1 else os.path.basename(words[0]),
             unit=self._unit,
