@@ -85,8 +85,10 @@ def average(state, bucket):
     work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 hooked.register_comm_hook(None, average)
-local = DistributedDataParallel(nn.Linear(10, 5))
+local, sharded = DistributedDataParallel(nn.Linear(10, 5)), DistributedDataParallel(nn.Linear(10, 64))
 optimizers = [SGD(model.parameters(), 0.01) for model in (sparse, hooked, local)]
+from torch.distributed.optim import ZeroRedundancyOptimizer
+optimizers.append(ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=0.1))
 data = TensorDataset(torch.randint(0, 64, (48,)), torch.randn(48, 10))
 loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
 for x, y in loader:
@@ -97,6 +99,7 @@ for x, y in loader:
         loss.backward()
         dist.all_reduce(loss.detach())
         hooked(y).square().mean().backward()
+        sharded(y).square().mean().backward()
         with local.no_sync():
             local(y).square().mean().backward()
         for optimizer in optimizers:

@@ -35,7 +35,7 @@ from evener.worker.script.report import launched_rank, run_folder, run_rank, war
 
 CHECKED_STEPS = 20  # of each optimizer, whose gradients are looked at
 MIN_STEPS = 4  # in which a shorter program must have updated a model, for its facts to say anything
-REPLICAS_EVERY = 200  # updates, before one of which replicas are compared
+REPLICAS_EVERY = 200  # updates, after one of which replicas are compared
 MAX_REPLICA_TENSORS = 200
 HASHED_BATCHES = 16
 HASHED_ELEMENTS = 1024  # of each tensor
@@ -75,6 +75,7 @@ class TrainingChecks:
         # of samplers: the epoch of the first whole pass in training, or None once the program has set it
         self._epochs: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._num_passes = 0  # forward passes in training
+        self._is_sample_due = False  # of replicas, before the next pass
         self._num_steps = 0
         self._reported: set[str] = set()
         self._averaged_in: set[int] = set()  # steps in which averaged gradients were all-reduced
@@ -122,7 +123,7 @@ class TrainingChecks:
         is_new_step = use.num_steps > self._num_steps
         self._num_steps = max(self._num_steps, use.num_steps)
         if is_new_step and self._num_steps % REPLICAS_EVERY == CHECKED_STEPS:
-            self._sample_replicas()
+            self._is_sample_due = True  # an optimizer may be part of another, which then sends what it has updated
         if self.facts is not None:
             return
         for group in optimizer.param_groups:
@@ -162,7 +163,8 @@ class TrainingChecks:
         )
 
     def _sample_replicas(self) -> None:
-        """Take elements of the parameters of the DDP models that all ranks have, as they are after this update."""
+        """Take elements of the parameters of the DDP models that all ranks have, as the newest update left them."""
+        self._is_sample_due = False
         named = [
             (name.removeprefix("module."), parameter.detach())
             for model, is_averaged in list(self._models.items())
@@ -213,6 +215,8 @@ class TrainingChecks:
         if not torch.is_grad_enabled():
             return
         self._num_passes += 1
+        if self._is_sample_due:
+            self._sample_replicas()
         self._models[model] = bool(model.require_backward_grad_sync)
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if (
