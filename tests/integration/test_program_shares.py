@@ -119,4 +119,4 @@ def test_program_without_a_loader_is_refused(launch: Launch) -> None:
 
 def test_as_many_shares_as_ranks(launch: Launch) -> None:
     status, text = launch.run(program="", flags=("--ranks", "2", "--shares", "2:1:1"))
-    assert (status, "--shares 2:1:1: 3 shares, and the run has 2 ranks" in text) == (2, True)
+    assert (status, "--shares 2:1:1: 3 shares, and 2 ranks" in text) == (2, True)

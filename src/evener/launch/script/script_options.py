@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from evener.core.base.errors import UsageError
+from evener.core.base.units import pluralize
 from evener.core.run.roster import SyncKind, parse_shares, parse_sync
 
 SCRIPT_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
@@ -28,7 +29,9 @@ def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool
     if shares != "equal":
         weights = parse_shares(shares)
         if weights is None or not all(weights):
-            raise UsageError(f"--shares {shares}: not for a program of your own", hint="one number per rank, as in 2:1")
+            raise UsageError(
+                f"--shares {shares}: not for a program of your own", hint="a number above 0 for each rank, as in 2:1"
+            )
         if independent:
             raise UsageError(
                 "--shares divides a batch, and --independent ranks have none in common", hint="one of them"
@@ -70,4 +73,4 @@ def script_resume_args(membership: str, resume_args: str, shares: str, *, no_mea
 def check_number_of_shares(shares: str, num_ranks: int) -> None:
     """Raise UsageError unless there is a share for each rank, or all are equal."""
     if shares != "equal" and (number := len(shares.split(":"))) != num_ranks:
-        raise UsageError(f"--shares {shares}: {number} shares, and the run has {num_ranks} ranks")
+        raise UsageError(f"--shares {shares}: {pluralize(number, 'share')}, and {pluralize(num_ranks, 'rank')}")
