@@ -41,7 +41,7 @@ class BatchNormFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank's first optimizer steps trained with."""
+    """The batches, optimizers and layers with which a rank took its first optimizer steps."""
 
     num_steps: int
     inputs: list[int] = []  # hashes of the first batches of its DDP models of all ranks

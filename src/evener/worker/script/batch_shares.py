@@ -26,7 +26,7 @@ from typing import Any
 
 from evener.core.run.roster import weighted_shares
 from evener.worker.script.loss_graph import find_reduction
-from evener.worker.script.module_changer import ModuleChange
+from evener.worker.script.module_changer import ModuleChange, collect_instances
 from evener.worker.script.report import end_program, launched_rank, warn
 
 
@@ -70,13 +70,14 @@ class BatchShares:
         self._is_weighted = False  # a backward pass was
         self._is_reduction_known = True  # False: a loss was taken as a mean without being seen as one
         self._trainer_weighs: bool | None = None  # in a step of transformers' Trainer: whether it weighs its loss
-        self._models: weakref.WeakSet[Any] = weakref.WeakSet()  # DDP
+        # DDP models, whose mode tells training from evaluation
+        self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _refuse(self, reason: str) -> None:
         shares = ":".join(f"{weight:g}" for weight in self._weights)
         end_program(
             f"--shares {shares}: {reason}",
-            hint="leave --shares out; or use evener.join, which divides batches itself: evener docs guides/own-loop",
+            hint="leave --shares out, or write the loop with evener.join, which divides batches itself",
         )
 
     def sizes(self, batch: int) -> list[int]:
@@ -94,18 +95,8 @@ class BatchShares:
         """Return whether batches are taken to train with them."""
         import torch
 
-        models = list(self._models)
+        models = list(self.ddp_models)
         return torch.is_grad_enabled() and (not models or any(model.module.training for model in models))
-
-    def note_model(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Return DistributedDataParallel.__init__ that notes the model, whose mode tells training from evaluation."""
-
-        @functools.wraps(init)
-        def noted(model: Any, *args: Any, **kwargs: Any) -> None:
-            init(model, *args, **kwargs)
-            self._models.add(model)
-
-        return noted
 
     # --- loaders ----------------------------------------------------------------------------------------------------
 
@@ -299,7 +290,8 @@ def divide_batches(shares: BatchShares) -> dict[str, ModuleChange]:
         module.Trainer.training_step = shares.note_trainer(module.Trainer.training_step, module.Trainer.compute_loss)
 
     def change_ddp(module: ModuleType) -> None:
-        module.DistributedDataParallel.__init__ = shares.note_model(module.DistributedDataParallel.__init__)
+        ddp = module.DistributedDataParallel
+        ddp.__init__ = collect_instances(ddp.__init__, shares.ddp_models)
 
     return {
         "torch.autograd": change_autograd,

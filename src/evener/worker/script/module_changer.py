@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 ModuleChange = Callable[[ModuleType], None]
+
+
+def collect_instances(init: Callable[..., None], instances: weakref.WeakSet[Any]) -> Callable[..., None]:
+    """Return a class's __init__ that adds each new object to `instances`, which does not keep it alive."""
+
+    @functools.wraps(init)
+    def collected(instance: Any, *args: Any, **kwargs: Any) -> None:
+        init(instance, *args, **kwargs)
+        instances.add(instance)
+
+    return collected
 
 
 class ModuleChanger(importlib.abc.MetaPathFinder):

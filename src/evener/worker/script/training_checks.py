@@ -30,7 +30,7 @@ from evener.core.base.file_io import open_for_append
 from evener.core.script.training_facts import BatchNormFacts, OptimizerFacts, RankFacts, ReplicaSample, TensorFacts
 from evener.worker.record.heartbeat import current_line
 from evener.worker.script.loss_graph import Reduction, find_reduction
-from evener.worker.script.module_changer import ModuleChange
+from evener.worker.script.module_changer import ModuleChange, collect_instances
 from evener.worker.script.report import launched_rank, run_folder, run_rank, warn
 
 CHECKED_STEPS = 20  # of each optimizer, whose gradients are looked at
@@ -68,8 +68,8 @@ class TrainingChecks:
         self._optimizers: weakref.WeakKeyDictionary[Any, _OptimizerUse] = weakref.WeakKeyDictionary()
         # DDP models that train, and whether the gradients of the newest pass are averaged; all that were made
         self._models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._batch_norms: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.batch_norms: weakref.WeakSet[Any] = weakref.WeakSet()  # by __init__: forward stays as it is for compilers
         self._with_gradient: set[int] = set()  # ids of parameters of DDP models
         self._inputs: list[int] = []
         # of samplers: the epoch of the first whole pass in training, or None once the program has set it
@@ -199,16 +199,6 @@ class TrainingChecks:
 
         return noted
 
-    def see_ddp(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Return DistributedDataParallel.__init__ that notes the model."""
-
-        @functools.wraps(init)
-        def noted(model: Any, *args: Any, **kwargs: Any) -> None:
-            init(model, *args, **kwargs)
-            self._ddp_models.add(model)
-
-        return noted
-
     def _note_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         import torch
 
@@ -227,24 +217,14 @@ class TrainingChecks:
         ):
             self._inputs.append(_hash(_tensors([args, kwargs])))
 
-    def see_batch_norm(self, init: Callable[..., None]) -> Callable[..., None]:
-        """Return _NormBase.__init__ that notes the layer. Its forward stays as it is, for torch.compile."""
-
-        @functools.wraps(init)
-        def noted(layer: Any, *args: Any, **kwargs: Any) -> None:
-            init(layer, *args, **kwargs)
-            self._batch_norms.add(layer)
-
-        return noted
-
     def _batch_norm_facts(self) -> BatchNormFacts | None:
         from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
-        copied = {id(one) for model in list(self._ddp_models) if model.broadcast_buffers for one in model.modules()}
+        copied = {id(one) for model in list(self.ddp_models) if model.broadcast_buffers for one in model.modules()}
         with contextlib.suppress(Exception):
             layers = [
                 layer
-                for layer in list(self._batch_norms)
+                for layer in list(self.batch_norms)
                 if isinstance(layer, _BatchNorm)
                 and not isinstance(layer, SyncBatchNorm)
                 and id(layer) not in copied
@@ -411,10 +391,12 @@ def check_training(checks: TrainingChecks) -> dict[str, list[ModuleChange]]:
             lambda module: module.register_optimizer_step_post_hook(checks.after_update),
         ],
         "torch.nn.parallel.distributed": [
-            change("DistributedDataParallel", "__init__", checks.see_ddp),
+            change("DistributedDataParallel", "__init__", lambda init: collect_instances(init, checks.ddp_models)),
             change("DistributedDataParallel", "forward", checks.see_forward),
         ],
-        "torch.nn.modules.batchnorm": [change("_NormBase", "__init__", checks.see_batch_norm)],
+        "torch.nn.modules.batchnorm": [
+            change("_NormBase", "__init__", lambda init: collect_instances(init, checks.batch_norms))
+        ],
         "torch.serialization": [change(None, "save", lambda save: checks.see_save(save, 1))],
         "safetensors.torch": [change(None, "save_file", lambda save: checks.see_save(save, 1))],
     }
