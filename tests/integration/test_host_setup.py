@@ -244,6 +244,7 @@ def test_only_one_setup_runs_at_a_time(session, tmp_path):
     assert session.call("venv_setup", "lock_setup", workdir=str(tmp_path)) is None
 
 
+@exhaustive
 def test_up_to_date_environment_needs_no_setup(tmp_path):
     fleet = Fleet(hosts={"here": HostConfig(address="local", workdir=str(tmp_path))})
     found = run_setup(fleet)["here"]
@@ -252,6 +253,7 @@ def test_up_to_date_environment_needs_no_setup(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@exhaustive
 def test_non_venv_python_is_unchanged_and_used_to_create_venv(tmp_path):
     base = f"{sys.base_prefix}/bin/python3"
     found = remote.inspect_setup(str(tmp_path), python=base)

@@ -196,6 +196,7 @@ def test_ranks_without_process_group_are_an_error(launch: Launch) -> None:
     assert "evener launch --independent" in error
 
 
+@exhaustive
 def test_independent_ranks_run_by_shell_script_with_variables(launch: Launch) -> None:
     (launch.folder / "run.sh").write_text('test "$WORLD_SIZE" = 2\nWHO="$WHO $1" exec python x.py\n')
     status, text = launch.run(
@@ -207,6 +208,7 @@ def test_independent_ranks_run_by_shell_script_with_variables(launch: Launch) ->
     assert "hidden" not in next(launch.folder.glob("runs/*/plan.json")).read_text()
 
 
+@exhaustive
 def test_ranks_of_its_own_are_an_error(launch: Launch) -> None:
     error = launch.error(SPAWN)
     line = line_of(SPAWN, "dist.init_process_group")
@@ -221,6 +223,7 @@ def test_extra_collective_of_one_rank_is_named(launch: Launch) -> None:
     assert f"DDP's all_reduce of 55 float32 at x.py:{backward} in train" in error
 
 
+@exhaustive
 def test_update_that_raises_does_not_end_measurement(launch: Launch) -> None:
     status, text = launch.run(program=RAISES, flags=("--ranks", "1"))
     assert status == 0, text

@@ -213,6 +213,7 @@ def test_run_with_killed_supervisors_finishes(fleet: Fleet, corpus: Path) -> Non
     assert run.checkpoint_steps() == [60]
 
 
+@exhaustive
 def test_host_with_killed_supervisor_and_agent_rejoins(fleet: Fleet, corpus: Path) -> None:
     """Its rank would wait for a word that never comes: it ends with its agent."""
     run = fleet.rundir("runs/both")

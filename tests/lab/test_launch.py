@@ -165,6 +165,7 @@ def test_a_script_runs_on_every_host(fleet: Fleet) -> None:
     assert fleet.processes("runs/one") == {}
 
 
+@exhaustive
 def test_arguments_cross_ssh_unchanged(fleet: Fleet) -> None:
     """Spaces, quotes, $, newlines, non-ASCII, a leading dash, an empty one; and a project folder full of them."""
     folder = fleet.folder / 'it\'s a "$HOME" ü'
@@ -231,6 +232,7 @@ def test_exit_status_255_of_program_is_not_ssh_failure(fleet: Fleet) -> None:
     assert not (fleet.folder / "runs/away").exists()
 
 
+@exhaustive
 def test_local_machine_can_take_part(fleet: Fleet) -> None:
     """The controller is a host itself: one host is "local", the other behind ssh."""
     home = fleet.lab.host("a").home
@@ -261,6 +263,7 @@ def test_first_failure_is_reported_first(fleet: Fleet) -> None:
     assert fleet.processes("runs/die") == {}
 
 
+@exhaustive
 def test_exception_is_shown_with_its_traceback(fleet: Fleet) -> None:
     done = fleet.run("launch", "--out", "runs/raise", "--", "hello.py", "raise")
     assert done.returncode == 1

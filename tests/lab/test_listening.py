@@ -14,7 +14,7 @@ from evener.lab.host import LabHost
 from evener.node.agent.store_tunnel import LOOPBACK
 from tests.lab.conftest import wait_until
 from tests.lab.test_launch import Fleet, fleet  # noqa: F401  a fixture
-from tests.tiers import exhaustively
+from tests.tiers import exhaustive
 
 FLAGS = ["--model", "tiny", "--batch", "8", "--eval-tokens", "256", "--threads", "1", "--device", "cpu",
          "--compile", "off", "--sync", "diloco:10:int8:streamed", "--steps", "1000000"]  # fmt: skip
@@ -49,7 +49,8 @@ def _dotted(raw: bytes) -> str:
 OFTEN_S = 0.01  # from look to look: some sockets are there for a moment
 
 
-@pytest.mark.parametrize("membership", ["live", *exhaustively("fixed", "restart")])
+@exhaustive
+@pytest.mark.parametrize("membership", ["live", "fixed", "restart"])
 def test_all_listeners_bind_run_address(fleet: Fleet, corpus: Path, membership: str) -> None:  # noqa: F811
     """From before the launch until steps are taken, whenever somebody looks: store, Gloo, agents, and the look at the
     hosts.

@@ -9,8 +9,10 @@ import sys
 from evener.core.cluster.fleet_file import load_fleet
 from evener.core.run.rundir import RunDir
 from evener.lab.lab_spec import HostSpec
+from tests.tiers import exhaustive
 
 
+@exhaustive
 def test_text_and_two_machines_become_a_trained_model(make_lab, tmp_path):
     fleets = tmp_path / "config" / "evener" / "fleets"
     fleets.mkdir(parents=True)

@@ -28,7 +28,7 @@ from evener.node.agent.consensus import (
 )
 from evener.node.agent.peer_links import ACK_TIMEOUT_S, RECONNECT_S
 
-from ..tiers import seeds
+from ..tiers import exhaustively, seeds
 from ..volatile_disk import VolatileDisk
 
 TICK_S = TICK_INTERVAL_S
@@ -339,7 +339,7 @@ def test_epoch_number_has_only_one_membership_where_disks_keep_what_they_confirm
                 disk.close()
 
 
-@pytest.mark.parametrize("lives", [False, True])
+@pytest.mark.parametrize("lives", [False, *exhaustively(True)])
 @pytest.mark.parametrize("block", seeds(200 // 2 // LYING_HISTORIES))
 def test_split_brain_is_reported_and_ends_in_one_history_where_disks_lie(block: int, lives: bool) -> None:
     """A host that changes sides without a report fails in `Net.tick`; hosts that stay apart fail in `all_run`."""

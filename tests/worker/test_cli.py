@@ -208,6 +208,7 @@ def test_commands_that_a_run_and_hints_print_do_what_they_say(tmp_path, corpus):
     paste(f"evener train {name} --model tiny --steps 1 --out typed")
 
 
+@exhaustive
 def test_each_line_typed_on_a_terminal_is_continued(tmp_path, corpus):
     train = evener(tmp_path, "train", "--data", str(corpus), *TINY, "--steps", "2", "--out", "run")
     assert train.returncode == 0, train.stderr

@@ -63,6 +63,7 @@ def test_training_initializes_from_export_and_from_run(tmp_path: Path, train: Ca
         assert all(torch.equal(weights[name], taken[name]) for name in weights), place
 
 
+@exhaustive
 def test_init_from_other_shape_is_refused(tmp_path: Path, train: Callable[..., RunDir], start: Callable) -> None:
     train(tmp_path / "run", *FLAGS, "--steps", "1")
     refused = start(tmp_path / "other", *FLAGS, "--width", "128", "--steps", "1", "--init-from", str(tmp_path / "run"))
@@ -90,6 +91,7 @@ def test_exported_tokenizer_matches(tmp_path: Path, kind: str) -> None:
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
+@exhaustive
 def test_export_of_non_gpt2_model_is_refused(tmp_path: Path, train: Callable[..., RunDir]) -> None:
     train(tmp_path / "run", *FLAGS, "--model", "d4", "--width", "128", "--block-size", "32", "--steps", "1")
     with pytest.raises(Exception, match="not GPT-2-like"):

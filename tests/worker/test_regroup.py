@@ -115,9 +115,9 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("sync", "ranks"),
     [
-        ("diloco:6:int8:streamed", 2),
+        ("diloco:4", 2),
         *exhaustively(
-            ("diloco:4", 2),
+            ("diloco:6:int8:streamed", 2),
             ("diloco:6", 3),
             ("diloco:6:streamed", 2),
             ("diloco:6:streamed", 3),

@@ -70,6 +70,7 @@ def tamper(run, rank, step, **values):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@exhaustive
 def test_replay_of_multi_rank_run_equals_single_process_run(original, tmp_path, corpus, server):
     """Beside it an uninterrupted run of one process, which is what a replay has to come to."""
     alone = start_run(server, tmp_path / "alone", corpus, ranks=1).records(0)

@@ -36,7 +36,7 @@ from evener.worker.state.checkpoint import load
 from tests.conftest import TIMEOUT_S
 from tests.worker.test_membership_epochs import Training, alone, pytestmark  # noqa: F401
 
-from ..tiers import exhaustive, exhaustively
+from ..tiers import exhaustive
 
 # evener's own worker with a fault: before each update, `spoil` may change what a host holds.
 SPOILED = """
@@ -110,7 +110,8 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("what", ["gradient norm", *exhaustively("loss")])
+@exhaustive
+@pytest.mark.parametrize("what", ["gradient norm", "loss"])
 def test_non_finite_step_rolls_back_and_is_retried(tmp_path: Path, corpus: Path, undisturbed: list[float],
                                                 what: str) -> None:  # fmt: skip
     fleet = Spoiled.by(ONCE[what], tmp_path, corpus)

@@ -361,6 +361,7 @@ def test_run_that_changes_loses_no_more_than_one_that_always_drifts(tmp_path, co
         assert changes < 1.005 * max(ddp, drifts)
 
 
+@exhaustive
 def test_run_that_changed_to_drifting_replicas_resumes_bit_for_bit(tmp_path, corpus, run_script):
     """Resumed from a checkpoint among drifting steps: as if it had not been stopped, though another strategy was in
     force when it was.

@@ -108,6 +108,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         process.wait()
 
 
+@exhaustive
 def test_first_host_stays_until_all_ranks_finish(agents: Agents) -> None:
     """torchrun's barrier gives up after 300 s, here 1: the first host stays, and nobody is ended."""
     patience = """
@@ -134,6 +135,7 @@ torchrun.REFUSED_TIMEOUT_S = 1
     assert agents.wait(0) == 0, agents.said("a")
 
 
+@exhaustive
 def test_first_host_stops_on_signal_while_waiting_for_others(agents: Agents) -> None:
     """Its ranks are done, and it stays for the other's sake."""
     agents.start(0, "")
@@ -192,6 +194,7 @@ def test_stranger_reaches_no_store(agents: Agents) -> None:
     assert all(process.poll() is None for process in agents.processes.values())
 
 
+@exhaustive
 def test_launcher_without_key_says_how_to_make_one(agents: Agents) -> None:
     agents.key_file.unlink()
     agents.start(0, LASTING)

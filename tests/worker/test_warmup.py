@@ -15,6 +15,8 @@ from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.state.training_state import TrainingState
 from evener.worker.train.warmup import WarmupStep, classify_loss_reduction
 
+from ..tiers import exhaustively
+
 GROUP = ProcessGroups("cpu")  # of one rank
 NUM_PROGRAMS = 4
 LOSSES = {
@@ -90,7 +92,7 @@ def test_loss_that_grows_faster_than_its_samples_is_refused(loss, refused):
         rehearse(nn.Linear(16, 5), lambda module, part: loss(module, x[part]), 8)
 
 
-@pytest.mark.parametrize("values_a_sample", [1, 16])
+@pytest.mark.parametrize("values_a_sample", [16, *exhaustively(1)])
 def test_noisy_sum_is_not_mistaken_for_a_multiplied_sum(values_a_sample):
     """The loss of one sample is the sum of squares of that many normal values, as an untrained diffusion model's."""
     draw = np.random.default_rng(4)
