@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import msgspec
@@ -20,10 +21,11 @@ from evener.core.run.step_cost import StepCost
 from evener.report.draw import run_charts
 from evener.watch import run_view
 from evener.watch.multi_run import comparison_fragments, overview_row
-from evener.watch.page_fragments import all_fragments, rank_fragments, state_fragments, tab_status
+from evener.watch.page_fragments import all_fragments, rank_fragments, run_page, state_fragments, tab_status
 from evener.watch.prometheus import exposition_text
 from evener.watch.run_health import assess_health
 from evener.watch.run_reader import RunReader
+from evener.watch.terminal_dashboard import status_line
 from tests.unit.planner import job_of
 
 from ..sample_runs import MEASURED, STARTED
@@ -293,3 +295,18 @@ def test_records_that_do_not_arrive_are_no_reason_to_suspect_the_run(tmp_path, w
     ended = read(write_run(tmp_path / "two", [{}, {}], verdict="finished", sync_s=0.02))
     ended.follow_error = "the disk is full"
     assert "do not arrive" not in assess_health(ended, STARTED + 1e6).message
+
+
+def test_page_of_a_launched_program_offers_and_states_only_what_evener_can(tmp_path, write_run):
+    """It cannot save the program, and does not know when it ends."""
+    rundir = write_run(tmp_path / "own", [{}, {}], verdict="running")
+    manifest = rundir.manifest()
+    rundir.write_manifest(msgspec.structs.replace(manifest, program="train.py", shape=None, unit="samples"))
+    reader = read(rundir)
+    page = run_page(reader, "own", axis="step", links={}, can_control=True, can_sample=False, assets="")
+    assert re.findall(r'data-action="\w+">([^<]*)<', page) == ["stop"]
+    assert 'role="progressbar"' not in page
+    assert tab_status(reader, "own", SOON).title.endswith("healthy · own · evener")
+    assert "left" not in [figure.name for figure in run_view.key_figures(reader, assess_health(reader, SOON))]
+    assert "samples/s" in status_line("own", reader, SOON)
+    assert run_view.progress_share(reader) is None

@@ -46,8 +46,9 @@ class TabStatus:
 def tab_status(reader: RunReader, name: str, now: float) -> TabStatus:
     """Return the tab status of one run."""
     run_health = assess_health(reader, now)
-    share = f" {run_view.progress_share(reader):.0%}" if run_health.state in ("healthy", "slow") else ""
-    title = f"{MARK_SYMBOLS[run_health.mark]} {run_health.state}{share} · {name}"
+    share = run_view.progress_share(reader) if run_health.state in ("healthy", "slow") else None
+    progress = "" if share is None else f" {share:.0%}"
+    title = f"{MARK_SYMBOLS[run_health.mark]} {run_health.state}{progress} · {name}"
     return TabStatus(
         f"{title} · evener", run_health.mark, run_health.state, f"{name} {run_health.state}: {run_health.message}"
     )

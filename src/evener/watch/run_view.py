@@ -140,9 +140,14 @@ def _rank_summary(reader: RunReader, index: int, rank: int) -> RankSummary:
     )
 
 
-def progress_share(reader: RunReader) -> float:
-    """Return the share of the run that is done, by steps or by its time limit, whichever is greater."""
+def progress_share(reader: RunReader) -> float | None:
+    """Return the share of the run that is done, by steps or by its time limit, whichever is greater.
+
+    None while a program of the user's own goes on: only it knows when it ends.
+    """
     manifest, last = reader.manifest, reader.curves.last_record
+    if manifest is not None and manifest.planned_steps is None and not reader.is_over:
+        return None
     if manifest is None or last is None or manifest.planned_steps is None:
         return 1.0 if reader.is_over and last is not None else 0.0
     remaining_s = time_left_s(reader)
@@ -189,7 +194,7 @@ def key_figures(reader: RunReader, health: RunHealth) -> list[KeyFigure]:
     if health.is_over:
         took = None if manifest.ended is None else format_seconds(manifest.ended - manifest.started)
         shown.append(KeyFigure("took", took))
-    else:
+    elif manifest.planned_steps is not None:
         remaining_s = time_left_s(reader)
         shown.append(KeyFigure("left", None if remaining_s is None else format_seconds(remaining_s)))
     return shown if manifest.world_size > 1 else [fact for fact in shown if fact.name != "communication"]

@@ -44,10 +44,15 @@ def status_line(name: str, reader: RunReader, now: float) -> str:
     run_health, last, rate = assess_health(reader, now), reader.curves.last_record, run_view.tokens_per_s(reader)
     fields = [f"{name}: {run_health.state}, {run_health.message.removesuffix('.')}"]
     fields += [f"loss {last.loss:.4f}"] if last is not None and last.loss is not None else []
-    fields += [f"{format_count(rate)} tokens/s"] if rate and not run_health.is_over else []
+    fields += [_format_rate(reader, rate)] if rate and not run_health.is_over else []
     remaining_s = run_view.time_left_s(reader)
     fields += [f"left {format_seconds(remaining_s)}"] if remaining_s and not run_health.is_over else []
     return "  ".join([*fields, *([run_health.hint] if run_health.hint else [])])
+
+
+def _format_rate(reader: RunReader, rate: float) -> str:
+    unit = reader.manifest.counted_unit if reader.manifest is not None else "tokens"
+    return f"{format_count(rate)} {unit}/s"
 
 
 def _run_lines(name: str, reader: RunReader, width: int, height: int, now: float) -> list[Text]:
@@ -56,7 +61,9 @@ def _run_lines(name: str, reader: RunReader, width: int, height: int, now: float
         _truncate(Text.assemble((name, "bold"), (f"  {' · '.join(run_view.run_descriptions(reader))}", "dim")), width)
     ]
     lines += _state_lines(run_health, width)
-    lines.append(_progress_line(run_view.progress_share(reader), run_view.time_left_s(reader), run_health, width))
+    share = run_view.progress_share(reader)
+    if share is not None:
+        lines.append(_progress_line(share, run_view.time_left_s(reader), run_health, width))
     lines += _key_figure_lines(reader, run_health, width)
     curve = _loss_curve_lines(reader, width)
     strips = run_view.rank_strips(reader)

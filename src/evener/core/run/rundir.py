@@ -120,6 +120,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.train.steps if self.program is None else None
 
     @property
+    def counted_unit(self) -> str:
+        """What the records count: tokens, or in a user's own program samples, or steps if those are not known."""
+        return self.unit or "samples" if self.shape is None else "tokens"
+
+    @property
     def was_time_up(self) -> bool:
         """Return whether the run's time limit was over when it ended."""
         max_s = self.spec.train.max_s

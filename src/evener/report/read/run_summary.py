@@ -60,8 +60,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> str:
-        """Return what a step counts: tokens, or in a user's own program samples, or steps if those are not known."""
-        return self.manifest.unit or "samples" if self.manifest.shape is None else "tokens"
+        """What a step counts: tokens, samples or steps."""
+        return self.manifest.counted_unit
 
     @property
     def cores(self) -> int:
