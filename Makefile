@@ -15,12 +15,16 @@ PARALLEL := --dist worksteal -n
 # Tests start hundreds of processes, and without cached bytecode each would compile evener anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-all lint format bench dist docs docs-build docs-generate clean
+.PHONY: demo check unit test test-all lint format bench dist docs docs-build docs-generate clean
 
 demo: .venv/installed
 	$(BIN)/evener demo
 
-check: lint
+# mypy has one thread: the tests use the other cores meanwhile.
+check: .venv/tools
+	$(MAKE) --no-print-directory -j 2 lint unit
+
+unit: .venv/tools
 	$(PYTEST) $(PARALLEL) $(WORKERS) tests/unit src --ignore=src/evener/worker
 
 test: check

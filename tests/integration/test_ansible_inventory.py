@@ -17,7 +17,7 @@ from evener.sources import ansible_inventory, import_hosts
 from evener.sources.ansible_inventory import import_inventory
 from evener.sources.import_hosts import merge_host_lists
 
-from ..tiers import exhaustively
+from ..tiers import exhaustive, exhaustively
 
 
 def written(tmp_path, text, name="hosts"):
@@ -181,6 +181,7 @@ LAUGHS = "all:\n hosts:\n  h:\n   a0: &a0 [x,x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
+@exhaustive
 @pytest.mark.parametrize("text", [LAUGHS, "n[1:999999999]\n"], ids=["yaml", "range"])
 def test_inventory_that_expands_without_end_is_refused(tmp_path, monkeypatch, text):
     monkeypatch.setattr(import_hosts, "READER_TIMEOUT_S", 4.0)

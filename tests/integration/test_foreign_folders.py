@@ -16,6 +16,7 @@ from evener.core.run.runwriter import RunWriter
 from evener.corpus.prepare_corpus import prepare
 from evener.report.pages.png_charts import save_png
 from evener.ssh.session import open_session
+from tests.tiers import exhaustive
 
 from ..source_code import syntax_nodes
 from ..unit.test_corpus import splits
@@ -103,6 +104,7 @@ def test_picture_replaces_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@exhaustive
 def test_pictures_obey_no_matplotlibrc_of_the_current_folder(tmp_path: Path) -> None:
     """With text.usetex it would have LaTeX run on text that it chooses."""
     program = "from evener.report.pages.png_charts import scaling_png; scaling_png({}, 'picture.png')"

@@ -216,6 +216,7 @@ def test_ranks_of_its_own_are_an_error(launch: Launch) -> None:
     assert "remove mp.spawn" in error
 
 
+@exhaustive
 def test_extra_collective_of_one_rank_is_named(launch: Launch) -> None:
     error = launch.error(EVALUATES)
     line, backward = line_of(EVALUATES, "dist.all_reduce"), line_of(EVALUATES, "backward()")
@@ -264,6 +265,38 @@ def test_steps_of_unchanged_program_are_measured(launch: Launch) -> None:
         check=False,
     )  # fmt: skip
     assert reported.returncode == 0, reported.stderr
+    check_timeline(rundir, num_params)
+    again, text = launch.run(program=MEASURED, flags=("--ranks", "2", "--sync", "int8", "--dry-run"))
+    assert again == 0, text
+    assert f"predicted from runs/{rundir.path.name}: a step of " in text
+    assert " samples/s: compute " in text
+    again, text = launch.run(program=MEASURED, flags=("--ranks", "2", "--shares", "auto", "--dry-run"))
+    assert again == 0, text
+    [shares] = re.findall(r"predicted from \S+ with --shares (\d+:\d+): ", text)
+    assert f"shares={shares}" in text  # an option of the ranks
+    again, text = launch.run(
+        "x.py", "--other", flags=("--ranks", "2", "--shares", "auto", "--dry-run"), program=MEASURED
+    )
+    assert again == 0, text
+    assert "no earlier run of x with these words on these hosts" in text
+
+
+def check_timeline(rundir: RunDir, num_params: int) -> None:
+    """The spans of a step are its record's phases, its buckets all gradients, which end within backward."""
+    for rank in (0, 1):
+        recorded = {record.step: record for record in rundir.records(rank)}
+        spans = rundir.spans(rank)
+        assert [one.step for one in spans] == [*range(12)]
+        for one in spans[1:]:
+            cost, times_s = recorded[one.step].cost, one.phase_times_s()
+            assert times_s["compute_s"] == pytest.approx(cost.compute_s, abs=1e-5)
+            assert times_s["blocked"] == pytest.approx((cost.exposed_sync_s or 0.0) + (cost.wait_s or 0.0), abs=1e-5)
+            assert sum(bucket.size_bytes for bucket in one.exchanges) == 4 * num_params
+            assert all(0.0 <= bucket.begin_s < bucket.end_s <= one.laps[-1].end_s for bucket in one.exchanges)
+    gradients = rundir.manifest().gradients
+    assert sum(tensor.num_params for tensor in gradients) == num_params
+    assert [tensor.ready for tensor in gradients] == sorted(tensor.ready for tensor in gradients)
+    assert {tensor.name for tensor in gradients[:2]} == {"2.weight", "2.bias"}  # of the last layer
 
 
 def test_gradients_of_unchanged_program_are_compressed(launch: Launch) -> None:
@@ -279,6 +312,8 @@ def test_gradients_of_unchanged_program_are_compressed(launch: Launch) -> None:
     assert fidelity
     assert all(one.error < 0.25 and one.cosine > 0.97 for one in fidelity)
     assert str(rundir.manifest().roster.sync) == "int8"
+    exchanges = rundir.spans(0)[-1].exchanges
+    assert sum(bucket.sent_bytes for bucket in exchanges) == records[-1].bytes
 
 
 @exhaustive

@@ -271,6 +271,7 @@ class Child:
             time.sleep(0.05)
 
 
+@exhaustive
 def test_killed_logger_and_successor_log_each_step_once(run):
     whole = {rank: lines_of(run, rank) for rank in (0, 1)}
 

@@ -400,7 +400,7 @@ def test_terabyte_in_a_file_of_a_host_is_skipped_or_refused(world: Path, name: s
 
 
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"format":2,"started":1e999}', b"\xff\xfe", b"{}", b"NaN", b"9" * 9_999]
+    "content", [b"[" * 100_000, b'{"format":3,"started":1e999}', b"\xff\xfe", b"{}", b"NaN", b"9" * 9_999]
 )
 def test_damaged_run_is_one_row_and_others_are_listed(world: Path, content: bytes) -> None:
     (world / "runs/here/manifest.json").write_bytes(content)

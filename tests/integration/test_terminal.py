@@ -12,7 +12,7 @@ import pytest
 from evener.launch import torch_subprocess
 
 from ..sample_runs import write_run
-from ..tiers import exhaustive, exhaustively
+from ..tiers import exhaustive, exhaustively, thinned
 from .pseudo import COLOUR, ESCAPE, argv, environment, in_pipe, in_terminal
 from .test_plan_verb import FLEET, ONE, WORDS
 
@@ -54,7 +54,7 @@ def fits(text, whole, columns):
 
 
 @pytest.mark.parametrize("columns", [60, *exhaustively(80, 120)])
-@pytest.mark.parametrize("form", PLANS)
+@pytest.mark.parametrize("form", thinned([*PLANS], 3))
 def test_plan_verdict_is_shown_at_any_width(place, form, columns):
     asked = ("plan", *PLANS[form])
     short = ESCAPE.sub("", in_terminal(*asked, columns=columns, cwd=place))

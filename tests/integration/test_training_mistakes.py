@@ -158,6 +158,7 @@ def test_same_data_new_head_and_gradients_averaged_twice(launch: Launch) -> None
     assert f"both write model.pt, at x.py:{line_of(SAME_DATA, 'torch.save')}" in " ".join(text.split())
 
 
+@exhaustive
 def test_epoch_never_set_parameter_without_gradient_and_own_statistics(launch: Launch) -> None:
     status, text = launch.run(program=NO_EPOCH)
     assert status == 0, text

@@ -123,7 +123,7 @@ def foreign_run(trick: Trick = (REMOTE, {}), path: str = "runs/foreign", **more:
     if "python" in host:  # a relative one is damaged
         host = host | {"python": str(Path(host["python"]).absolute())}
     plan = {
-        "format": 2, "id": "cafe", "kind": "train", "spec": json.loads(run.manifest_path.read_bytes())["spec"],
+        "format": 3, "id": "cafe", "kind": "train", "spec": json.loads(run.manifest_path.read_bytes())["spec"],
         "hosts": [{"name": "h", "host": host, "node_rank": 0, "first_rank": 0, "num_ranks": 1, "address": "10.0.0.1",
                    "interface": "eth0", "run": "/nowhere", "code": None, "cwd": "/nowhere", "argv": ["python"],
                    "env": {}} | part],

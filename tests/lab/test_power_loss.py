@@ -195,6 +195,7 @@ sync("run/new")
 LIST = "import pathlib; print({path.name: path.read_text() for path in pathlib.Path('run').rglob('*')})"
 
 
+@exhaustive
 def test_power_off_loses_what_was_not_flushed(make_lab: MakeLab) -> None:
     """A flushed file whose name was not flushed is lost, too, and a rename that was not flushed is taken back."""
     host = make_lab(a=HostSpec(writeback_s=3600.0, disk="64MB")).host("a")

@@ -250,7 +250,7 @@ def test_run_of_first_format_is_refused_naming_its_sampler(world, file, tmp_path
             continue
         assert_refused(tmp_path, *verb, "runs/good")
         _, told = call(*verb, "runs/good")
-        assert f"{file}: format 1, this evener reads 2" in told
+        assert f"{file}: format 1, this evener reads 3" in told
         assert "its batches came from the sampler uniform-1, which this evener no longer has" in told
 
 

@@ -208,6 +208,7 @@ def with_small_disk(place, size_bytes: int, argv: list[str]) -> subprocess.Compl
 needs_unshare = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare (util-linux)")
 
 
+@exhaustive
 @needs_unshare
 def test_a_full_disk_leaves_the_last_complete_checkpoint(tmp_path):
     done = with_small_disk(tmp_path / "disk", 1_000_000, [sys.executable, "-c", FILLS, str(tmp_path / "disk")])

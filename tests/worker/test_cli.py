@@ -284,6 +284,7 @@ def test_ctrl_c_before_start_leaves_nothing(tmp_path, corpus):
     assert not (tmp_path / "run").exists()
 
 
+@exhaustive
 def test_detached_run_can_be_logged_listed_and_stopped(tmp_path, corpus):
     done = evener(tmp_path, *long_run(corpus, 2, "runs/alone"), "--detach")
     assert done.returncode == 0, done.stderr

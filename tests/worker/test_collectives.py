@@ -53,6 +53,7 @@ def measure(ranks: int, **fields: object) -> tuple[CollectiveBenchGroup, list[Co
     )
 
 
+@exhaustive
 @pytest.mark.parametrize(("ranks", "dtype", "in_place"), [(2, "fp32", False), *exhaustively((3, "bf16", True))])
 def test_every_collective_is_correct_at_every_size(ranks, dtype, in_place):
     world, rows, stopped = measure(ranks, dtype=dtype, in_place=in_place, seconds=600.0)  # on a machine however busy

@@ -112,6 +112,7 @@ os._exit(0)
 """
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("sync", "ranks"),
     [

@@ -100,6 +100,7 @@ def test_verify_replay_prints_tolerance_and_verdict(original, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("name", "by", "kind"),
     [

@@ -54,6 +54,7 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path, train, s
     assert parts.manifest().verdict == "finished"
 
 
+@exhaustive
 def test_resume_on_other_rank_count_matches_within_rounding(tmp_path, train):
     flags = [word for word in STEPS if word not in ("--dropout", "0.1")]
     whole = train(tmp_path / "whole", *flags)

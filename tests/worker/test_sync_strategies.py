@@ -146,6 +146,7 @@ def test_packed_losses_equal_ddp_losses_bit_for_bit(shared_train, dtype):
     assert sent[1] < (0.6 if dtype == "bf16" else 1.001) * sent[0]
 
 
+@exhaustive
 @pytest.mark.parametrize(("sync", "ranks"), [("ddp+sparse", 3), *exhaustively(("ddp+sparse", 2), ("int8+sparse", 2))])
 def test_sparse_embeddings_give_same_losses_as_dense(tmp_path, train, sync, ranks):
     flags = (*FLAGS, *TABLES)
@@ -320,6 +321,7 @@ def test_strategy_change_between_steps_keeps_replicas_equal(tmp_path, corpus, ru
 THERE_AND_BACK = ("10=diloco:5:int8:streamed,30=packed,35=int8,40=ddp,41=diloco:5,56=ddp,61=diloco:4:streamed", 70)
 
 
+@exhaustive
 @pytest.mark.parametrize("ranks", [2, *exhaustively(3, 4)])
 def test_change_between_equal_and_drifting_replicas_keeps_learning(tmp_path, corpus, run_script, ranks):
     """Also where an exchange is in flight, in the middle of a round, and with residuals of both kinds."""
@@ -471,6 +473,7 @@ os._exit(0)  # Gloo's threads may still let go of a tensor
 """
 
 
+@exhaustive
 @pytest.mark.parametrize("which", ["all", "by turns"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_residual_is_sent_after_strategy_change(run_script, ranks, which):

@@ -148,6 +148,7 @@ def test_first_host_stops_on_signal_while_waiting_for_others(agents: Agents) -> 
     assert agents.wait(0) == 143, agents.said("a")
 
 
+@exhaustive
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -303,6 +304,7 @@ def test_silent_host_is_detected(agents: Agents, frozen: int, said: str) -> None
     assert said in agents.said("ab"[1 - frozen])
 
 
+@exhaustive
 def test_killed_first_agent_is_detected(agents: Agents) -> None:
     agents.start(0, LASTING)
     agents.start(1, LASTING, change="torchrun.REFUSED_TIMEOUT_S = 1")

@@ -15,7 +15,7 @@ from evener.core.run.rundir import RunDir
 from evener.worker.compare_weights import compare_replicas
 from evener.worker.state.replica_hashes import hash_tensor
 
-from ..tiers import exhaustively
+from ..tiers import exhaustive, exhaustively
 
 FLIP = """
 import sys, numpy, torch, evener
@@ -41,6 +41,7 @@ with evener.join(parse_args(flags)) as run:
 """
 
 
+@exhaustive
 @pytest.mark.parametrize("ranks", [3, *exhaustively(2)])
 def test_a_planted_bit_flip_is_reported_with_rank_step_and_tensor(tmp_path, run_script, ranks):
     done = run_script(FLIP, str(tmp_path / "run"), ranks=ranks)

@@ -123,7 +123,7 @@ def request_for_budget(
         return 0.0 if prediction is None else option_throughput(prediction.option(prediction.recommended))
 
     def shape(candidate: RunSpec) -> GPTShape:
-        return make_request(candidate).job.shape
+        return make_request(candidate).job.gpt_shape
 
     choice = choose_for_budget(spec, given, corpus, budget, throughput, shape)
     request = make_request(choice.spec)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from evener.core.run.run_plan import Plan
     from evener.core.run.rundir import RunDir
+    from evener.launch.script.predict_program import LaunchPrediction
     from evener.transfer.mirror import SupervisorState
 
 
@@ -34,9 +35,12 @@ def launch(
         None, metavar="FILE", help="a file of such variables, one a line; may be given again"
     ),
     sync: str = typer.Option(
-        "ddp", metavar="NAME", help="how DDP sums gradients: ddp, packed, bf16, int8, int4 or powersgd:R"
+        "ddp",
+        metavar="NAME",
+        help="how DDP sums gradients: ddp, packed, bf16, int8, int4, powersgd:R; or auto, from the newest run of "
+        "this program",
     ),
-    shares: str = typer.Option("equal", help="shares of each batch by rank, such as 2:1"),
+    shares: str = typer.Option("equal", help="shares of each batch by rank, such as 2:1; or auto, as for --sync"),
     membership: str = typer.Option(
         "fixed", metavar="fixed|restart", help="when a host is lost: end the run, or restart all ranks on the others"
     ),
@@ -73,7 +77,10 @@ def launch(
     import time
     from pathlib import Path
 
+    import msgspec
+
     from evener.cli import follow_output, run_output
+    from evener.cli.run_output import find_run_dirs
     from evener.cli.trust import approve_fleet
     from evener.core.base.errors import RunError, UsageError
     from evener.core.cluster.fleet_file import fleet_path, load_fleet
@@ -82,15 +89,23 @@ def launch(
     from evener.launch.follow_run import follow_run
     from evener.launch.prepare_hosts import connect_hosts, prepare_hosts
     from evener.launch.script.passed_variables import read_passed_variables
+    from evener.launch.script.predict_program import predict_program, program_digest
     from evener.launch.script.program_arguments import parse_program
-    from evener.launch.script.script_options import check_number_of_shares, script_options, script_resume_args
+    from evener.launch.script.script_options import (
+        check_number_of_shares,
+        check_options,
+        script_options,
+        script_resume_args,
+    )
     from evener.launch.start_run import plan_script, started
     from evener.transfer.file_tree import ignored_file_sizes, summarize_largest
 
     path = fleet_path(fleet)
     parsed = parse_program(program, Path.cwd().resolve())
-    options = script_options(sync, shares, independent=independent, no_compat=no_compat, no_measure=no_measure)
-    restarts = script_resume_args(membership, resume_args, shares, no_measure=no_measure or independent)
+    switches = {"independent": independent, "no_compat": no_compat, "no_measure": no_measure}
+    measures = not (no_measure or independent)
+    check_options(sync, shares, **switches)
+    restarts = script_resume_args(membership, resume_args, shares, no_measure=not measures)
     passed = read_passed_variables(env or [], env_file or [], os.environ)
     ranks = ranks or parsed.ranks or (parsed.total_ranks if path is None else None)
     if parsed.is_translated:
@@ -102,10 +117,19 @@ def launch(
         with connect_hosts(None if path is None else approve_fleet(load_fleet(path), trust)) as hosts:
             machine = MachineSpec(private=private)
             prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=parsed.project)
+            digest = program_digest(parsed.project, parsed.argv)
+            known = None
+            if measures:
+                known = predict_program(find_run_dirs(rundir.path.parent), digest, prepared.rank_counts, sync, shares)
+            sync, shares = _print_prediction(known, parsed.name, sync, shares)
+            options = script_options(sync, shares, **switches)
             run = plan_script(
                 prepared, rundir, parsed.project, parsed.argv, os.environ, include or [], passed, options, restarts
             )
-            plan = run.plan
+            plan = msgspec.structs.replace(
+                run.plan, program_digest=digest, prediction=known.prediction if known else None
+            )
+            run = msgspec.structs.replace(run, plan=plan)
             check_number_of_shares(shares, plan.world_size)
             run_output.print_warnings(run)
             if dry_run:
@@ -138,6 +162,24 @@ def launch(
                 run_output.print_outputs(rundir, plan)
             raise
     return _print_result(rundir, plan, states, as_json)
+
+
+def _print_prediction(known: LaunchPrediction | None, name: str, sync: str, shares: str) -> tuple[str, str]:
+    """Print what is known of a launch beforehand; return its strategy and shares, without "auto"."""
+    from evener.cli.run_output import print_status
+    from evener.plan.choice.program_request import advise_on_launch, launch_flags
+    from evener.plan.choice.search import format_run_prediction
+
+    if known is None:
+        if "auto" in (sync, shares):
+            print_status(f"no earlier run of {name} with these words on these hosts: the next launch knows more")
+        return sync.replace("auto", "ddp"), shares.replace("auto", "equal")
+    flags = launch_flags(known.prediction.option(known.prediction.chosen))
+    how = f" with {flags}" if "auto" in (sync, shares) else ""
+    print_status(f"predicted from {known.run}{how}: {format_run_prediction(known.prediction)}")
+    for advice in advise_on_launch(known.prediction):
+        print_status(f"hint:  {advice.text}")
+    return known.sync, known.shares
 
 
 def _print_result(rundir: RunDir, plan: Plan, states: Mapping[str, SupervisorState], as_json: bool) -> int:

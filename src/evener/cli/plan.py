@@ -87,6 +87,7 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     from evener.cli.budget import parse_budget, request_for_budget
     from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
     from evener.core.base.errors import UsageError
+    from evener.core.model.gradients import ProgramModel
     from evener.core.run.roster import requested_sync
     from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
     from evener.plan.choice.plan_request import PlanRequest, answer_request
@@ -123,6 +124,11 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     given = given_fields(file, texts)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
+        if isinstance(request.job.shape, ProgramModel):
+            meaningless = [_flag_name(COST_OPTIONS, name) for name, value in of_bill.items() if value is not None]
+            if budget is not None or meaningless:
+                flag = meaningless[0] if meaningless else "--for"
+                raise UsageError(f"{flag}: {request.job.model} decides itself how long it trains")
         if budget is not None:
             request = request_for_budget(lambda _: request, request.job.spec, set(FLAGS), None, budget)
     else:

@@ -14,6 +14,7 @@ from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.cluster.fleet_file import fleet_path, load_fleet, local_fleet_path, select_hosts
 from evener.core.cluster.fleet_update import update_fleet_file
+from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.roster import DDP, format_shares
 from evener.core.run.run_spec import RunSpec
@@ -21,6 +22,7 @@ from evener.plan.choice import plan_request
 from evener.plan.choice.advice import collect_advice, format_loss_change, option_above_budget
 from evener.plan.choice.break_even import Advice, Fabric, LinkSearch, best_single_host, with_bf16_gradients
 from evener.plan.choice.plan_request import PlanRequest, with_assumptions
+from evener.plan.choice.program_request import advise_on_launch
 from evener.plan.choice.training_cost import TrainingCost, estimate_training_cost, parse_offers, total_tokens
 
 if TYPE_CHECKING:
@@ -76,13 +78,14 @@ def with_assumed_vocabulary(request: PlanRequest) -> PlanRequest:
 
 def load_run_request(run: str, texts: dict[str, str], link: str | None, fleet: str | None) -> PlanRequest:
     """Make a request from a run's records and the flags; with `fleet`, write the run's rates to that file."""
-    from evener.core.run.run_plan import read_prediction
+    from evener.core.run.run_plan import fleet_of_run, read_prediction
     from evener.core.run.rundir import RunDir
 
     rundir = RunDir(run)
     manifest = rundir.manifest()
     records = [rundir.records(member.rank) for member in manifest.roster.members]
-    request = plan_request.request_from_run(run, manifest, records, read_prediction(rundir))
+    known = read_prediction(rundir)
+    request = plan_request.request_from_run(run, manifest, records, known, fleet_of_run(rundir, manifest.roster.hosts))
     if fleet is not None:
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         rates, links = plan_request.calibrated_rates(request, load_fleet(fleet), fleet, measured_at=now)
@@ -114,6 +117,9 @@ class PlanExtras(msgspec.Struct, frozen=True, kw_only=True):
 def compute_extras(prediction: Prediction, request: PlanRequest, tokens: str | None, price_per_kwh: float | None,
            rent: str | None) -> PlanExtras:  # fmt: skip
     """Compute predictions for other links, advice, and the cost of training the given number of tokens."""
+    if isinstance(prediction.job.shape, ProgramModel):  # only it knows how long it trains
+        advice = [*collect_advice(prediction), *advise_on_launch(prediction)]
+        return PlanExtras(links=[], advice=advice, bills=[])
     links = LinkSearch(prediction.job, prediction.cluster) if len(prediction.cluster.host_names) > 1 else None
     bills = _compute_bills(prediction, request, tokens, price_per_kwh, rent)
     return PlanExtras(links=links.fabrics if links else [], advice=collect_advice(prediction, links), bills=bills)
@@ -197,21 +203,23 @@ def print_plan(prediction: Prediction, request: PlanRequest, extras: PlanExtras,
     `is_long`: also all other options, where a step's time goes on each host, other links, and what was assumed.
     """
     screen = make_console()
-    shape, roster = prediction.job.shape, prediction.option(prediction.chosen).roster
+    job, roster = prediction.job, prediction.option(prediction.chosen).roster
     print_text(screen, prediction.verdict, style="bold")
     if request.budget:
         print_text(screen, request.budget)
+    batch = f"{pluralize(roster.batch, 'sequence')} of {job.shape.block_size} tokens"
+    if isinstance(job.shape, ProgramModel):
+        batch = f"{roster.batch:,} {job.unit}"
     what = (
-        f"{prediction.job.model}: {format_count(shape.num_params())} parameters, "
-        f"{pluralize(roster.batch, 'sequence')} of "
-        f"{shape.block_size} tokens a step, {roster.dtypes_text}; figures from {request.source}"
+        f"{job.model}: {format_count(job.shape.num_params())} parameters, {batch} a step, {roster.dtypes_text}; "
+        f"figures from {request.source}"
     )
     print_text(screen, what, style="dim")
     screen.print()
     if is_long:
         _print_details(screen, prediction, extras.links if request.wants_fabrics else [])
     else:
-        _print_options(screen, compared_options(prediction))
+        _print_options(screen, compared_options(prediction), job.unit)
     screen.print()
     _print_bills(screen, extras.bills)
     for advice in extras.advice:
@@ -257,7 +265,7 @@ def compared_options(prediction: Prediction) -> list[PlanOption]:
     return [by_name[name] for name in dict.fromkeys(names) if name in by_name]
 
 
-def _print_options(screen: Console, options: Sequence[PlanOption]) -> None:
+def _print_options(screen: Console, options: Sequence[PlanOption], unit: str) -> None:
     """Print a row an option, the recommended one first."""
     rows = [
         [
@@ -269,7 +277,7 @@ def _print_options(screen: Console, options: Sequence[PlanOption]) -> None:
         ]
         for option in options
     ]
-    titles = ("strategy", "step", "tokens/s", "×", "loss")
+    titles = ("strategy", "step", f"{unit}/s", "×", "loss")
     print_table(screen, titles, rows, droppable=("step",), bold_row=0 if not options[0].rejected_because else None)
 
 
@@ -348,7 +356,7 @@ def _print_step_times(screen: Console, prediction: Prediction) -> None:
             _format_rate(option.tokens_per_s),
             f"{option.speedup_vs_best_host:.2f}" if option.speedup_vs_best_host else "–",
         ])  # fmt: skip
-    titles = ("strategy", "step", "compute", "exposed", "update", "tokens/s", "×")
+    titles = ("strategy", "step", "compute", "exposed", "update", f"{prediction.job.unit}/s", "×")
     print_table(
         screen, titles, rows, droppable=("update", "compute", "exposed"), bold_row=0 if prediction.recommended else None
     )
@@ -371,7 +379,8 @@ def _print_hosts(screen: Console, prediction: Prediction) -> None:
             format_bytes(rank.memory_bytes or 0),
             *bound,
         ])  # fmt: skip
-    titles = ["host", "sequences", "compute", "exposed", "wait", "update", "memory", *(["bound by"] if known else [])]
+    counted = prediction.job.unit if isinstance(prediction.job.shape, ProgramModel) else "sequences"
+    titles = ["host", counted, "compute", "exposed", "wait", "update", "memory", *(["bound by"] if known else [])]
     print_text(screen, f"each host, with {option.name}:", style="dim")
     print_table(screen, titles, rows, droppable=("bound by", "update", "memory") if known else ("update", "memory"))
 

@@ -114,6 +114,11 @@ class PreparedFleet(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether the run is on this machine alone, with the run directory as its folder."""
         return all(place.is_local_run for place in self.hosts)
 
+    @property
+    def rank_counts(self) -> list[tuple[str, int]]:
+        """The hosts, and how many ranks of a user's program each has."""
+        return [(place.name, len(place.rank_slots(MachineSpec()))) for place in self.hosts]
+
     def new_key(self) -> str:
         """Return a key for a run, or "" if it has a single host, which authenticates itself to no other."""
         return make_run_key() if len(self.hosts) > 1 else ""
@@ -259,7 +264,7 @@ def script_plan(
     host is lost. The hosts authenticate each other with `key`.
     """
     places = prepared.hosts
-    counts = [len(place.rank_slots(MachineSpec())) for place in places]
+    counts = [num for _, num in prepared.rank_counts]
     withheld = {*withheld_variables(environment), *passed_env}
     forwarded = {name: value for name, value in _forwarded_variables(environment).items() if name not in withheld}
     hosts = []

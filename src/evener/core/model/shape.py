@@ -22,7 +22,7 @@ from evener.core.base.errors import UsageError, did_you_mean
 MLP_EXPANSION = 4  # the MLP's hidden layer is four times as wide as the model, in GPT-2 and in nanochat
 
 
-class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GPTShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="gpt"):
     """All properties that determine a GPT's parameters and arithmetic. No defaults: take a preset and change it."""
 
     vocab_size: int

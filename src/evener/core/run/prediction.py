@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from evener.core.cluster.link import LinkModel, Positive
+from evener.core.model.gradients import ModelShape, ProgramModel
 from evener.core.model.shape import GPTShape
 from evener.core.run.roster import Dtype, Member, RankSlot, Roster, initial_roster
 from evener.core.run.run_spec import RunSpec
@@ -27,14 +28,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A training job: the requested run and the shape of its model."""
 
     spec: RunSpec
-    shape: GPTShape
+    shape: ModelShape
     noise_tokens: float | None = None  # gradient noise scale where the run starts or resumes; None: not measured
     distinct_tokens: list[float] = []  # mean number in 1, 2, 4, … sequences; empty: not measured
 
     @property
     def model(self) -> str:
-        """The preset's name."""
-        return self.spec.model.model
+        """The name of the preset, or of the user's program."""
+        return self.shape.name if isinstance(self.shape, ProgramModel) else self.spec.model.model
+
+    @property
+    def unit(self) -> str:
+        """What rates count, in a second."""
+        return self.shape.unit if isinstance(self.shape, ProgramModel) else "tokens"
+
+    @property
+    def gpt_shape(self) -> GPTShape:
+        """The shape of a model of evener's own: only a run's records say how fast a user's program is."""
+        assert isinstance(self.shape, GPTShape), f"{self.model} is a user's program"
+        return self.shape
 
     @property
     def tokens(self) -> int:
@@ -44,13 +56,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def embedding_rows(self, sequences: int) -> float:
         """Return the mean number of embedding rows that this many sequences look up; one per token if not measured.
 
-        Between two measured numbers and beyond the last, distinct tokens grow as a power of all tokens   [Heaps' law].
+        0 for a user's program, whose tables are sent whole. Between two measured numbers and beyond the last, distinct
+        tokens grow as a power of all tokens   [Heaps' law].
 
         >>> from evener.core.model.shape import preset_shape
         >>> job = Job(spec=RunSpec(), shape=preset_shape("d8", 32768, 256), distinct_tokens=[100.0, 160.0, 250.0])
         >>> [round(job.embedding_rows(sequences)) for sequences in (0, 1, 2, 3, 4, 8, 1 << 20)]
         [0, 100, 160, 208, 250, 391, 32768]
         """
+        if isinstance(self.shape, ProgramModel):
+            return 0.0
         distinct, vocab_size = self.distinct_tokens, self.shape.vocab_size
         if not distinct or not sequences:
             return min(sequences * self.shape.block_size, vocab_size)

@@ -13,9 +13,18 @@ import msgspec
 from evener.core.base.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
+from evener.core.model.gradients import ModelShape, ProgramModel
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
-from evener.core.run.roster import NO_SYNC, Roster, SyncSpec, check_sync_supported, parse_shares, requested_sync
+from evener.core.run.roster import (
+    NO_SYNC,
+    Roster,
+    SyncSpec,
+    check_sync_of_program,
+    check_sync_supported,
+    parse_shares,
+    requested_sync,
+)
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
@@ -131,8 +140,13 @@ def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
 
 
-def check_sync_for_shape(sync: SyncSpec, shape: GPTShape) -> None:
-    """Raise UsageError if a sync strategy would save nothing in a model of this shape."""
+def check_sync_for_shape(sync: SyncSpec, shape: ModelShape) -> None:
+    """Raise UsageError if a sync strategy would save nothing in a model of this shape, or is none for a program."""
+    if isinstance(shape, ProgramModel):
+        check_sync_of_program(sync)
+        shortest = max((min(tensor.rows, tensor.columns) for tensor in shape.gradients), default=0)
+        check_sync_is_useful(sync, has_sparse_embeddings=False, is_low_rank_smaller=shortest > 2 * sync.rank)
+        return
     check_sync_is_useful(
         sync, has_sparse_embeddings=shape.has_sparse_embeddings, is_low_rank_smaller=shape.width > 2 * sync.rank
     )

@@ -108,6 +108,16 @@ _PARAMETER_HINTS = {
 }
 
 
+PROGRAM_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
+
+
+def check_sync_of_program(sync: SyncSpec) -> None:
+    """Raise UsageError for a strategy that DDP's communication hook, and so a user's own program, cannot use."""
+    if sync.kind not in PROGRAM_KINDS or sync.sparse:
+        raise UsageError(f"--sync {sync}: not for a program of your own",
+                         hint=f"--sync {', '.join(PROGRAM_KINDS[:-1])} or powersgd:4")  # fmt: skip
+
+
 def parse_sync(text: str) -> SyncSpec:
     """Return the sync strategy of this name. Raise UsageError if there is none.
 

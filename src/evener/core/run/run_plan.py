@@ -8,6 +8,7 @@ This file is all that is needed later to follow, stop or resume the run, even af
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.json_files import decode_versioned_json, read_json
 from evener.core.base.shell import quote_command, quote_word
-from evener.core.cluster.fleet_file import Fleet, HostConfig, HostName, check_host
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostName, check_host, load_fleet, select_hosts
 from evener.core.run.membership_epoch import AGENT_SPEC_FILE, RUN_KEY_FILE, AgentSpec
 from evener.core.run.prediction import Prediction
 from evener.core.run.roster import Roster
@@ -104,9 +105,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 0.0  # how long the ranks may take to save after a request to stop
     spec: RunSpec | None  # as requested; None for a user's own script
     project: str | None = None  # the local folder of a script
+    program_digest: str = ""  # of a script's words, and of the files that they name
     hosts: list[HostPlan] = []
     fleet_file: str | None = None  # the fleet file of the hosts, an absolute path; None: this machine alone
-    prediction: Prediction | None = None  # None: a user's own script, or too little is known
+    prediction: Prediction | None = None  # None: too little is known
 
     @property
     def is_local_run(self) -> bool:
@@ -189,6 +191,20 @@ def report_run_to_launcher(rundir: RunDir) -> None:
     path = os.environ.get("EVENER_JOINED")
     if path is not None and not Path(path).exists():
         write_atomic(Path(path), str(rundir.path.absolute()).encode())
+
+
+def fleet_of_run(rundir: RunDir, hosts: Sequence[str]) -> Fleet | None:
+    """Return these hosts of a run with what is known of them now, by the fleet file with which it was started.
+
+    None if the run was on this machine alone, or the file has changed or is not here any more.
+    """
+    plan = read_plan_if_present(rundir)
+    if plan is None or plan.fleet_file is None:
+        return None
+    try:
+        return select_hosts(load_fleet(plan.fleet_file), ",".join(hosts))
+    except UsageError:
+        return None
 
 
 def read_plan_text(rundir: RunDir) -> bytes | None:

@@ -32,6 +32,7 @@ from evener.core.base.shell import quote_word
 from evener.core.cluster.host_info import HostInfo
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.model.corpus import Corpus
+from evener.core.model.gradients import GradientTensor
 from evener.core.model.shape import GPTShape
 from evener.core.run.roster import NO_SYNC, Roster, SyncSpec
 from evener.core.run.run_spec import RunSpec
@@ -39,10 +40,11 @@ from evener.core.run.step_cost import StepRecord
 from evener.core.run.step_spans import StepSpans
 
 RESUME_LOCK_FILE = "resume.lock"  # locked by the program that resumes the run
-RUN_FORMAT = 2  # of manifest.json and plan.json
+RUN_FORMAT = 3  # of manifest.json and plan.json
 OLD_FORMAT_HINTS = {
     1: "its batches came from the sampler uniform-1, which this evener no longer has: it drew the same samples "
-    "step after step; start the run again with another --out"
+    "step after step; start the run again with another --out",
+    2: "an earlier evener wrote it; start the run again with another --out",
 }
 CHECKPOINT_FORMAT = 4
 # --sampling: the sampler, with a version that grows when the same seed and step give other samples. A run is resumed
@@ -93,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     argv: list[str]
     program: str | None = None  # the name of a program that `evener launch` started and measured
-    unit: Literal["tokens", "samples", "steps"] | None = None  # that records count, where it is not the usual one
+    unit: Literal["tokens", "samples", "batches"] | None = None  # that records count, where it is not the usual one
     versions: dict[str, str]  # evener, torch, python
     spec: RunSpec
     shape: GPTShape | None  # None for a user's own model
@@ -109,6 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankProcess]
     contention: Contention | None = None
     result: RunResult | None = None
+    gradients: list[GradientTensor] = []  # of a user's program, in the order in which backward completes them
 
     @property
     def world_size(self) -> int:
@@ -121,7 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted_unit(self) -> str:
-        """What the records count: tokens, or in a user's own program samples, or steps if those are not known."""
+        """What the records count: tokens; in a user's own program samples, or else each rank's batch as one."""
         return self.unit or "samples" if self.shape is None else "tokens"
 
     @property

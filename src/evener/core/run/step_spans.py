@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,16 @@ class PhaseSpan(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     begin_s: Seconds
     end_s: Seconds
+
+
+class BucketCommEvent(NamedTuple):
+    """The exchange of one bucket or fragment: the Clock's marks around it, and its size."""
+
+    bucket: int
+    begin: Any
+    end: Any
+    size_bytes: int  # of the summed tensor
+    sent_bytes: int  # by this rank
 
 
 class BucketSpan(msgspec.Struct, frozen=True, array_like=True):

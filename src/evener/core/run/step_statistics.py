@@ -35,6 +35,13 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     # the first third of the run and the last; None: too few steps
     thirds: tuple[IntervalMedians, IntervalMedians] | None = None
 
+    @property
+    def working_cpus(self) -> float | None:
+        """The number of cores that were busy while the rank had work: its CPU seconds per second of that."""
+        cost = self.typical
+        work_s = (cost.data_s or 0.0) + (cost.compute_s or 0.0) + (cost.optimizer_s or 0.0)
+        return None if self.cpu_s is None or not work_s else self.cpu_s / work_s
+
 
 class TypicalStep(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the steps with the run's current ranks and settings, after the warm-up; None = not measured.

@@ -6,9 +6,16 @@ import shlex
 
 from evener.core.base.errors import UsageError
 from evener.core.base.units import pluralize
-from evener.core.run.roster import SyncKind, parse_shares, parse_sync
+from evener.core.run.roster import check_sync_of_program, parse_shares, parse_sync
 
-SCRIPT_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
+
+def check_options(sync: str, shares: str, *, independent: bool, no_compat: bool, no_measure: bool) -> None:
+    """Raise UsageError if `script_options` will, or if "auto" follows from measuring, which is left out."""
+    if "auto" in (sync, shares) and (independent or no_measure):
+        flag = "--sync" if sync == "auto" else "--shares"
+        raise UsageError(f"{flag} auto follows from what was measured", hint="without --no-measure and --independent")
+    known = "ddp" if sync == "auto" else sync, "equal" if shares == "auto" else shares
+    script_options(*known, independent=independent, no_compat=no_compat, no_measure=no_measure)
 
 
 def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool, no_measure: bool) -> list[str]:
@@ -20,17 +27,15 @@ def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool
     chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
     options = [name for name, is_set in chosen.items() if is_set]
     spec = parse_sync(sync)
-    if spec.kind not in SCRIPT_KINDS or spec.sparse:
-        raise UsageError(
-            f"--sync {sync}: not for a program of your own", hint=f"--sync {', '.join(SCRIPT_KINDS[:-1])} or powersgd:4"
-        )
+    check_sync_of_program(spec)
     if spec.kind != "ddp":
         options.append(f"sync={spec}")
     if shares != "equal":
         weights = parse_shares(shares)
         if weights is None or not all(weights):
             raise UsageError(
-                f"--shares {shares}: not for a program of your own", hint="a number above 0 for each rank, as in 2:1"
+                f"--shares {shares}: not for a program of your own",
+                hint="auto, or a number above 0 for each rank, as in 2:1",
             )
         if independent:
             raise UsageError(

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, join_names, pluralize
+from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.roster import NO_SYNC, parse_sync, requested_sync
 from evener.core.run.step_cost import token_multiplier
@@ -48,22 +49,22 @@ def format_verdict(prediction: Prediction) -> str:
         why = prediction.option(prediction.chosen).rejected_because
         return f"This cannot be trained here: {why}."
     best, chosen = prediction.option(prediction.recommended), prediction.option(prediction.chosen)
-    hosts, its_hosts = prediction.cluster.host_names, best.roster.hosts
+    hosts, its_hosts, unit = prediction.cluster.host_names, best.roster.hosts, prediction.job.unit
     taken = set(its_hosts)
     left_out = [name for name in hosts if name not in taken]
     everyone = "both hosts" if len(hosts) == 2 else f"all {len(hosts)} hosts"
     if len(hosts) == 1:
         ranks = pluralize(best.roster.world_size, "rank")
-        return f"{hosts[0]} with {ranks} trains {format_throughput(best.tokens_per_s)}."
+        return f"{hosts[0]} with {ranks} trains {format_throughput(best.tokens_per_s, unit)}."
     if not left_out:
         gain = f", {best.speedup_vs_best_host:.2f} times the fastest host alone" if best.speedup_vs_best_host else ""
         return (
             f"Train on {everyone} with {best.name}: "
-            f"{format_throughput(best.tokens_per_s)}{gain}{format_loss_penalty(best)}."
+            f"{format_throughput(best.tokens_per_s, unit)}{gain}{format_loss_penalty(best)}."
         )
     if explain_memory_shortage(chosen, prediction.cluster):
         return f"Use {join_names(its_hosts)} only. With {everyone} it {chosen.rejected_because}."
-    with_all, fewer = format_throughput(chosen.tokens_per_s), format_throughput(best.tokens_per_s)
+    with_all, fewer = format_throughput(chosen.tokens_per_s, unit), format_throughput(best.tokens_per_s, unit)
     if (why := why_strategy_rejected(chosen, prediction.job.spec.train.loss_budget / 100)) and option_throughput(
         chosen
     ) > option_throughput(best):
@@ -105,6 +106,8 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
     advice = []
     if len(chosen.ranks) > 1:
         advice.append(Advice(text=_describe_step(chosen)))
+    if isinstance(prediction.job.shape, ProgramModel):
+        return advice  # all else is for evener's own models; see program_request.py
     if not prediction.recommended:
         advice += advise_on_memory(prediction)
     elif len(cluster.host_names) > 1:
@@ -124,7 +127,7 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
 
     If there are none, name the fastest sharded strategy that would fit.
     """
-    job, cluster = prediction.job, prediction.cluster
+    job, cluster, unit = prediction.job, prediction.cluster, prediction.job.unit
     spec, advice = job.spec, []
     largest = max(member.micro_batch for member in prediction.option(prediction.chosen).roster.members)
     smaller = [largest >> i for i in range(1, largest.bit_length())]
@@ -145,7 +148,7 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
             if best.roster.sync not in (NO_SYNC, requested_sync(variant.spec)):
                 flags["--sync"] = str(best.roster.sync)
             text = (
-                f"{format_flags(flags)} fits, and trains {format_throughput(best.tokens_per_s)} on "
+                f"{format_flags(flags)} fits, and trains {format_throughput(best.tokens_per_s, unit)} on "
                 f"{join_names(best.roster.hosts)}."
             )
             advice.append(Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s))
@@ -163,7 +166,7 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
         need = max(rank.memory_bytes or 0 for rank in best.ranks)
         text += (
             f" {best.name} would fit, with {format_bytes(need)}, and train "
-            f"{format_throughput(best.tokens_per_s)}; train cannot run it yet."
+            f"{format_throughput(best.tokens_per_s, unit)}; train cannot run it yet."
         )
     return [Advice(text=text)]
 
@@ -214,12 +217,12 @@ def advise_on_loss_budget(prediction: Prediction) -> list[Advice]:
 
 def _advise_strategy(prediction: Prediction, best: PlanOption, more: str = "") -> Advice:
     """Advise to take this option's strategy in place of the recommended one."""
-    recommended = prediction.option(prediction.recommended)
+    recommended, unit = prediction.option(prediction.recommended), prediction.job.unit
     flags = {"--sync": str(best.roster.sync)} | flags_for(best, prediction.job, prediction.cluster)
     text = (
         f"With {format_flags(flags)}, {join_names(best.roster.hosts)} would train "
-        f"{format_throughput(best.tokens_per_s)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as much"
-        f"{format_loss_penalty(best)}.{more}"
+        f"{format_throughput(best.tokens_per_s, unit)}, {best.tokens_per_s / recommended.tokens_per_s:.2f} times as "
+        f"much{format_loss_penalty(best)}.{more}"
     )
     return Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)
 

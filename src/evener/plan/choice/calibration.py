@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import msgspec
 
 from evener.core.base.errors import UsageError
+from evener.core.base.units import format_bytes
+from evener.core.cluster.fleet_file import Fleet, Rates
 from evener.core.cluster.link import LinkModel
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption
 from evener.core.run.roster import DDP, Member, RankSlot, Roster
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepRecord, align_steps
 from evener.core.run.step_statistics import RankSummary, TypicalStep, summarize_steps
-from evener.plan.choice.cluster import map_links, with_uniform_link
+from evener.plan.choice.cluster import AssumptionLog, NotMeasuredError, link_models, map_links, with_uniform_link
 from evener.plan.choice.options import option_name
 from evener.plan.cost.cost_model import predict_step, recompute_factor
 
 UNKNOWN_RATE = 1e30  # placeholder for a rate that was not measured, until the records give one
+ASSUMED_COPY_BPS = 8e9  # *assumption*: a core of a laptop with DDR4
 PLACEHOLDER_LINK = LinkModel(latency_s=0.0, bandwidth_Bps=1e12)  # placeholder for a link over which nothing was sent
 
 
@@ -37,9 +41,8 @@ def calibrate_cluster(
             f"no step was recorded by all ranks{manifest.window_text}", hint="evener report shows what was"
         )
     if prior is None or not _matches_roster(prior, roster):
-        prior, has_prior = _unmeasured_cluster(manifest), False
-    else:
-        has_prior = True
+        prior = cluster_of_run(manifest, None)
+    has_links = prior.wire is not PLACEHOLDER_LINK
     stolen_s = _contention_s(job, prior, roster)
     hosts = {}
     for name in roster.hosts:
@@ -54,13 +57,13 @@ def calibrate_cluster(
     late_s = typical_step.jitter_wait_s
     cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=late_s, jitter=0.0, are_links_measured=True)
     if roster.sync != DDP:
-        if not has_prior and len(roster.hosts) > 1:
+        if not has_links and len(roster.hosts) > 1:
             raise UsageError(
                 f"a run with {roster.sync} does not show how fast the links are, and they were not measured before",
                 hint="evener probe wire measures them, and evener plan --fleet uses that",
             )
         return cluster
-    return _calibrate_links(job, roster, cluster, typical_step, has_prior=has_prior)
+    return _calibrate_links(job, roster, cluster, typical_step, has_links=has_links)
 
 
 def _typical_step(manifest: Manifest, records: Sequence[Sequence[StepRecord]]) -> TypicalStep:
@@ -98,17 +101,46 @@ def _with_typical_shares(roster: Roster, typical_step: TypicalStep, block_size: 
     return roster.replace_shares(shares) if sum(shares) == roster.batch and not roster.round_shares else roster
 
 
-def _unmeasured_cluster(manifest: Manifest) -> Cluster:
-    """Return a cluster of placeholders for the machines of a run that had no prediction."""
-    roster = manifest.roster
+def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
+    """Return the cluster of a run that had no prediction: with placeholders for the speed of hosts and of links, unless
+    probing has measured the links of this fleet. What compression and copying cost is known from there, too.
+    """
+    roster, assumed = manifest.roster.renumber_ranks(), AssumptionLog()
     memory = {host.host: host.memory_bytes for host in manifest.hosts}
+    wire, wires = PLACEHOLDER_LINK, dict[str, dict[str, LinkModel]]()
+    if fleet is not None and len(roster.hosts) > 1:
+        with contextlib.suppress(NotMeasuredError):
+            common, wires = link_models(fleet, assumed)
+            wire = common or next(iter(next(iter(wires.values())).values()))
     return Cluster(
         slots=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
                for member in roster.members],
-        hosts={member.host: HostRates(tokens_per_s={member.dtype: UNKNOWN_RATE}, local=PLACEHOLDER_LINK,
-                                      memory_bytes=memory.get(member.host)) for member in roster.members},
-        wire=PLACEHOLDER_LINK,
+        hosts={member.host: _rates_besides_compute(member, memory.get(member.host), fleet, assumed)
+               for member in roster.members},
+        wire=wire,
+        wires=wires,
+        assumed=assumed.sentences(len(roster.hosts)),
     )  # fmt: skip
+
+
+def _rates_besides_compute(
+    member: Member, memory_bytes: int | None, fleet: Fleet | None, assumed: AssumptionLog
+) -> HostRates:
+    """Return the rates of a member's host that do not depend on the model, with a placeholder for those that do."""
+    rates = fleet.rates.get(member.host, {}) if fleet is not None else {}
+    rate = rates.get(member.device) or Rates()
+    if rate.copy_Bps is None and not member.is_gpu:
+        text = f"compression is assumed to copy {format_bytes(ASSUMED_COPY_BPS)}/s; evener probe host measures it"
+        assumed.add(text, member.host)
+    return HostRates(
+        tokens_per_s={member.dtype: UNKNOWN_RATE},
+        local=PLACEHOLDER_LINK,
+        memory_bytes=memory_bytes,
+        sync_Bps=rate.sync_Bps,
+        sum_Bps=rate.sum_Bps.get("fp32"),
+        copy_Bps=rate.copy_Bps or (None if member.is_gpu else ASSUMED_COPY_BPS),
+        coding_Bps=dict(rate.coding_Bps),
+    )
 
 
 def _matches_roster(prior: Cluster, roster: Roster) -> bool:
@@ -154,21 +186,21 @@ def _calibrate_host(
         basis="measured",
         update_s=rank.typical.optimizer_s or 0.0,
         data_s=rank.typical.data_s or 0.0,
-        cpus=base.cpus or max((summary.cpus for _, summary in ranks if summary.cpus is not None), default=None),
+        cpus=base.cpus or max((cpus for _, summary in ranks if (cpus := summary.working_cpus)), default=None),
     )
 
 
 def _calibrate_links(
-    job: Job, roster: Roster, cluster: Cluster, typical_step: TypicalStep, *, has_prior: bool
+    job: Job, roster: Roster, cluster: Cluster, typical_step: TypicalStep, *, has_links: bool
 ) -> Cluster:
     """Return the cluster with all links scaled by predicted / measured time in flight.
 
-    Without a prior, give all links the measured bandwidth and no latency.
+    If nothing was known of them, give all links the measured bandwidth and no latency.
     """
     measured_s, sent = typical_step.sync_p50_s, typical_step.ranks[0].bytes
     if not measured_s or not sent:
         return cluster
-    if not has_prior:
+    if not has_links:
         wire = LinkModel(latency_s=0.0, bandwidth_Bps=sent / measured_s)
         hosts = {name: msgspec.structs.replace(host, local=wire) for name, host in cluster.hosts.items()}
         return msgspec.structs.replace(with_uniform_link(cluster, wire), hosts=hosts)

@@ -95,7 +95,7 @@ def build_cluster(
         hosts[name], texts = alike[key]
         for text in texts:
             assumed.add(text, name)
-    common, wires = (wire, {}) if wire is not None else _link_models(fleet, assumed)
+    common, wires = (wire, {}) if wire is not None else link_models(fleet, assumed)
     for name in wires:
         links = [link for other, link in fleet.links.get(name, {}).items() if other in hosts]
         hosts[name] = _with_link_cpu_time(hosts[name], links)
@@ -269,7 +269,7 @@ def _nearest_preset(job: Job) -> str:
     if job.model in PRESETS:
         return job.model
     return min(
-        PRESETS, key=lambda preset: abs(math.log(_flops_per_token(PRESETS[preset]) / _flops_per_token(job.shape)))
+        PRESETS, key=lambda preset: abs(math.log(_flops_per_token(PRESETS[preset]) / _flops_per_token(job.gpt_shape)))
     )
 
 
@@ -371,9 +371,12 @@ def _bound_by(rate: Rates, job: Job, dtype: Dtype, speed: ModelRate) -> Bottlene
     matmul_flops = rate.matmul_flops.get(dtype)
     if matmul_flops is None or rate.copy_Bps is None:
         return None
-    tokens = micro_batch_limit(job.spec, job.shape.block_size) * job.shape.block_size
+    shape = job.gpt_shape
+    tokens = micro_batch_limit(job.spec, shape.block_size) * shape.block_size
     element_bytes = 4 if dtype == "fp32" else 2
-    roof = roofline(job.shape, tokens, matmul_flops=matmul_flops, copy_Bps=rate.copy_Bps, element_bytes=element_bytes)
+    roof = roofline(
+        job.gpt_shape, tokens, matmul_flops=matmul_flops, copy_Bps=rate.copy_Bps, element_bytes=element_bytes
+    )
     return roof.bound_by((speed.pass_s or 0.0) + tokens / speed.tokens_per_s)
 
 
@@ -386,23 +389,23 @@ def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, flag: str, assu
     if rates.models:
         nearest = min(
             rates.models,
-            key=lambda m: abs(math.log(_flops_per_token(_probed_shape(m, job)) / _flops_per_token(job.shape))),
+            key=lambda m: abs(math.log(_flops_per_token(_probed_shape(m, job)) / _flops_per_token(job.gpt_shape))),
         )
         model = job.model if known else nearest
         rate, shape = rates.models[model], _probed_shape(model, job)
-        work = job.shape.flops_per_token() / shape.flops_per_token()
+        work = job.gpt_shape.flops_per_token() / shape.flops_per_token()
         ratio = work ** -(1.0 if known else _flops_exponent(rates, job, model))
         if not known:
             assumed.append(f"its rate of {job.model} follows from that of {model}, by FLOPs; "
                            f"{_how_to_measure(job, flag)}")  # fmt: skip
-        elif not _is_same_but_vocab(shape, job.shape):
+        elif not _is_same_but_vocab(shape, job.gpt_shape):
             assumed.append(f"its rate of this {model} follows from that of the preset, by FLOPs")
         if rate.dtype not in ("", dtype):
             other_flops, own_flops = rates.matmul_flops.get(rate.dtype), rates.matmul_flops.get(dtype)
             speed = own_flops / other_flops if own_flops and other_flops else 0.5 if dtype == "fp32" else 1.0
             assumed.append(f"was measured in {rate.dtype}; {dtype} is taken to run at {speed:.0%} of that")
             ratio *= speed
-        params = job.shape.num_params() / shape.num_params()
+        params = job.gpt_shape.num_params() / shape.num_params()
         return msgspec.structs.replace(
             rate,
             tokens_per_s=rate.tokens_per_s * ratio,
@@ -416,7 +419,7 @@ def _model_rate(name: str, rates: Rates, job: Job, dtype: Dtype, flag: str, assu
             hint=_how_to_measure(job, flag),
         )
     assumed.append(f"{ASSUMED_MFU:.0%} of the matrix products' speed is assumed for the whole model")
-    return ModelRate(tokens_per_s=ASSUMED_MFU * matmul_flops / job.shape.flops_per_token())
+    return ModelRate(tokens_per_s=ASSUMED_MFU * matmul_flops / job.gpt_shape.flops_per_token())
 
 
 def _flops_exponent(rates: Rates, job: Job, nearest: str) -> float:
@@ -425,7 +428,7 @@ def _flops_exponent(rates: Rates, job: Job, nearest: str) -> float:
     It is below 1 where small models keep a device less busy. 1 if the job's model is not between two measured ones.
     """
     flops = {model: _flops_per_token(_probed_shape(model, job)) for model in rates.models}
-    own, near = _flops_per_token(job.shape), flops[nearest]
+    own, near = _flops_per_token(job.gpt_shape), flops[nearest]
     beyond = [model for model in flops if (flops[model] - own) * (near - own) < 0]
     if not beyond:
         return 1.0
@@ -445,10 +448,10 @@ def _flops_per_token(shape: GPTShape) -> float:
 
 def _probed_shape(model: str, job: Job) -> GPTShape:
     """Return the shape of the preset that was probed; the job's shape if `model` names no preset."""
-    return PRESETS.get(model, job.shape)
+    return PRESETS.get(model, job.gpt_shape)
 
 
-def _link_models(fleet: Fleet, assumed: AssumptionLog) -> tuple[LinkModel | None, dict[str, dict[str, LinkModel]]]:
+def link_models(fleet: Fleet, assumed: AssumptionLog) -> tuple[LinkModel | None, dict[str, dict[str, LinkModel]]]:
     """Return the fleet's common link (None if it has none), and the links of single pairs as [source][target]."""
     common = parse_link(fleet.link) if fleet.link is not None else None
     names = list(fleet.hosts)

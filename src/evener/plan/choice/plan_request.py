@@ -18,6 +18,7 @@ from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRat
 from evener.core.cluster.hardware import parse_hardware
 from evener.core.cluster.link import parse_link
 from evener.core.model.corpus import Corpus
+from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import PRESETS, GPTShape, shape_of_size
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
 from evener.core.run.resolve import check_sync_for_shape, make_job, model_shape
@@ -26,9 +27,10 @@ from evener.core.run.run_spec import RunSpec, make_spec
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepRecord, noise_scale
 from evener.plan.choice.advice import format_throughput
-from evener.plan.choice.calibration import calibrate_cluster, measured_option
+from evener.plan.choice.calibration import calibrate_cluster, cluster_of_run, measured_option
 from evener.plan.choice.cluster import build_cluster, subcluster, with_uniform_link
 from evener.plan.choice.options import MAX_RANKS, with_best_ring_order
+from evener.plan.choice.program_request import PROGRAM_FLAGS, program_job
 from evener.plan.choice.search import predict, reasons_left_out
 from evener.plan.choice.training_cost import RentalOffer
 
@@ -214,17 +216,23 @@ def fleet_from_flags(flags: MachineFlags, job: Job) -> Fleet:
 
 
 def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[StepRecord]],
-           prediction: Prediction | None) -> PlanRequest:  # fmt: skip
+           prediction: Prediction | None, fleet: Fleet | None = None) -> PlanRequest:  # fmt: skip
     """Return a request for a finished run, with the cluster calibrated to its `records` (by rank).
 
-    `prediction` is what was predicted for the run.
+    `prediction` is what was predicted for the run, `fleet` what probing measured of the hosts of a user's program.
     """
-    if manifest.shape is None:
+    if manifest.shape is None and manifest.program is None:
         raise UsageError(
             f"{run} trained a custom model, whose layers are not known", hint="evener report shows its steps"
         )
     if not all(records):
         raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {quote_word(run)}")
+    if manifest.shape is None:
+        job, manifest = program_job(run, manifest, records)
+        prior = prediction.cluster if prediction else cluster_of_run(manifest, fleet)
+        cluster = calibrate_cluster(job, manifest, records, prior)
+        return PlanRequest(job=job, cluster=cluster, source=f"the records of {run}",
+                           measured=measured_option(job, manifest, records, cluster))  # fmt: skip
     spec = manifest.spec
     dtypes = {member.host: member.dtype for member in manifest.roster.members}
     if prediction is None and len(set(dtypes.values())) == 1:  # the rates of other dtypes are not known
@@ -253,8 +261,10 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
     job, cluster = request.job, request.cluster
     if flags:
         spec = make_spec(None, dict(flags), job.spec)
-        vocab_size = job.shape.vocab_size if "model" not in flags else None
-        new_job = _checked_job(spec, model_shape(spec, vocab_size), None)
+        new_job = _changed_program(job, spec, flags)
+        if new_job is None:
+            vocab_size = job.gpt_shape.vocab_size if "model" not in flags else None
+            new_job = _checked_job(spec, model_shape(spec, vocab_size), None)
         if spec.model == job.spec.model:
             new_job = msgspec.structs.replace(new_job, noise_tokens=job.noise_tokens)
         if (spec.data, new_job.shape.block_size) == (job.spec.data, job.shape.block_size):
@@ -268,6 +278,19 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
     return msgspec.structs.replace(request, job=job, cluster=cluster, measured=measured)
 
 
+def _changed_program(job: Job, spec: RunSpec, flags: Mapping[str, str]) -> Job | None:
+    """Return the job of a user's program with these flags; None if it trains a model of evener's own."""
+    if not isinstance(job.shape, ProgramModel):
+        return None
+    for name in flags:
+        if name not in PROGRAM_FLAGS:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: {job.model} decides that itself", hint="--sync, --shares or --link"
+            )
+    check_sync_for_shape(requested_sync(spec), job.shape)
+    return msgspec.structs.replace(job, spec=spec)
+
+
 def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
             measured_at: str) -> tuple[dict[str, dict[str, Rates]], dict[str, dict[str, HostLink]]]:  # fmt: skip
     """Return a run's calibrated (rates, links) for the fleet file, converted to the shape of the job's preset.
@@ -275,6 +298,9 @@ def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
     `measured_at` is the time that the file will show. Raise UsageError if the file lacks a host of the run.
     """
     job, cluster = request.job, request.cluster
+    if isinstance(job.shape, ProgramModel):
+        raise UsageError(f"--fleet {path}: it has no place for how fast {job.model} is: its runs keep that",
+                         hint="without --fleet")  # fmt: skip
     missing = [name for name in cluster.host_names if name not in fleet.hosts]
     if missing:
         raise UsageError(f"{path} does not name all hosts of the run: {', '.join(missing)} missing")
@@ -313,7 +339,7 @@ def _rescale_to_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
     """Rescale the cluster's rates to the new job's shape: compute by FLOPs, the update by parameters."""
     if new.shape == old.shape:
         return cluster
-    slower = new.shape.flops_per_token() / old.shape.flops_per_token()
+    slower = new.gpt_shape.flops_per_token() / old.gpt_shape.flops_per_token()
     params = new.shape.num_params() / old.shape.num_params()
     hosts = {
         name: msgspec.structs.replace(

@@ -6,6 +6,7 @@ import msgspec
 
 from evener.core.base.units import format_seconds, join_names
 from evener.core.cluster.link import parse_link
+from evener.core.model.shape import GPTShape
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
 from evener.core.run.roster import DDP, NO_SYNC
 from evener.plan.choice.advice import faster_strategy, format_throughput, format_verdict
@@ -135,11 +136,11 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
 
 def format_run_prediction(prediction: Prediction) -> str:
     """Format the chosen option: `a step of 2.31 s, 3.5k tokens/s: compute 1.90 s, exposed communication 360 ms, …`."""
-    option = prediction.option(prediction.chosen)
+    option, unit = prediction.option(prediction.chosen), prediction.job.unit
     cost = option.straggler_cost.cost
     parts = (("compute", cost.compute_s), ("exposed communication", cost.exposed_sync_s), ("update", cost.optimizer_s))
     summary = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts if value)
-    return f"a step of {format_seconds(option.step_s)}, {format_throughput(option.tokens_per_s)}: {summary}"
+    return f"a step of {format_seconds(option.step_s)}, {format_throughput(option.tokens_per_s, unit)}: {summary}"
 
 
 def recommended_flags(prediction: Prediction) -> str:
@@ -157,7 +158,7 @@ def reasons_left_out(prediction: Prediction) -> dict[str, str]:
     """Return the hosts without which the chosen strategy trains at least as fast, each with the reason, and with the
     strategy that would make them help, if there is one.
     """
-    cluster, chosen = prediction.cluster, prediction.option(prediction.chosen)
+    cluster, chosen, unit = prediction.cluster, prediction.option(prediction.chosen), prediction.job.unit
     loss_budget = prediction.job.spec.train.loss_budget / 100 if prediction.is_sync_ours else None
 
     def may_run(option: PlanOption) -> bool:
@@ -185,10 +186,11 @@ def reasons_left_out(prediction: Prediction) -> dict[str, str]:
     why = f"adding {join_names(names)} makes this run {slower}"
     if loss_budget is not None and (reason := why_strategy_rejected(chosen, loss_budget)):
         why = f"{chosen.roster.sync} with {them}: {reason}"
-    why += f"; {format_throughput(chosen.tokens_per_s)} with {them}, {format_throughput(best.tokens_per_s)} without"
+    with_them, without = (format_throughput(option.tokens_per_s, unit) for option in (chosen, best))
+    why += f"; {with_them} with {them}, {without} without"
     helpful = faster_strategy(prediction)
     if helpful is not None and {*names} <= {*helpful.roster.hosts}:
-        why += f", {format_throughput(helpful.tokens_per_s)} with {them} and --sync {helpful.roster.sync}"
+        why += f", {format_throughput(helpful.tokens_per_s, unit)} with {them} and --sync {helpful.roster.sync}"
     return dict.fromkeys(names, why)
 
 
@@ -206,8 +208,9 @@ def what_if_options(prediction: Prediction) -> list[PlanOption]:
         on_subset = best_two_that_fit(fewer_host_options(job, cluster), cluster)[:1]
         options += on_subset or [predict_single_host(job, cluster, hosts_by_speed(job, cluster)[0])]
         options += other_shares_options(job, cluster) if job.spec.machine.shares != "auto" else []
-    if roster.world_size > 1:
+    if roster.world_size > 1 and isinstance(job.shape, GPTShape):  # a user's program sets its own batch
         options.append(predict_training(job_with_larger_batch(job, 4), cluster, name="batch and accumulation × 4"))
+    if roster.world_size > 1:
         options += [option for option in prediction.options if option.roster.sync not in (roster.sync, NO_SYNC)]
     return [
         option for option in {option.name: option for option in options}.values() if fits_in_memory(option, cluster)

@@ -23,7 +23,7 @@ from evener.core.run.roster import Member, Roster, SyncSpec, num_micro_batches, 
 from evener.core.run.step_cost import StepCost
 from evener.plan.cost.collective_cost import Ring, build_ring, collective_s, sent_bytes
 from evener.plan.cost.expected_max import expected_max_s
-from evener.plan.cost.memory import peak_memory
+from evener.plan.cost.memory import peak_memory_bytes
 from evener.plan.cost.penalty import loss_penalty
 from evener.plan.cost.sync_traffic import (
     CollectiveCall,
@@ -118,7 +118,7 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
             ),
             sync_s=in_flight_s + after_s,
             bytes=round((sent - _saved_bytes(job, roster, kind.member, work)) / work.every),
-            memory_bytes=peak_memory(job.shape, roster, kind.member.rank, recompute=job.spec.model.recompute).total,
+            memory_bytes=peak_memory_bytes(job.shape, roster, kind.member.rank, recompute=job.spec.model.recompute),
         )
         for kind, timing in zip(kinds, times, strict=True)
     ]

@@ -21,6 +21,7 @@ import math
 
 import msgspec
 
+from evener.core.model.gradients import ModelShape, ProgramModel
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.roster import Roster
 from evener.plan.cost.sync_traffic import (
@@ -68,6 +69,15 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
     def total(self) -> int:
         """The sum: on a CPU the peak resident set size, on a GPU the memory used."""
         return sum(getattr(self, field) for field in self.__struct_fields__)
+
+
+def peak_memory_bytes(shape: ModelShape, roster: Roster, rank: int, *, recompute: bool = False) -> int | None:
+    """Return the bytes that a rank needs at the worst moment of a step: of a user's program as many as it was measured
+    to need, whatever its share; None if that is not known.
+    """
+    if isinstance(shape, ProgramModel):
+        return shape.peak_memory_bytes
+    return peak_memory(shape, roster, rank, recompute=recompute).total
 
 
 def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> MemoryBreakdown:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from evener.core.cluster.collective_results import Collective
+from evener.core.model.gradients import GradientTensor, ModelShape, ProgramModel
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.prediction import Job
 from evener.core.run.roster import Member, Roster, SyncKind, SyncSpec
@@ -31,21 +32,6 @@ QUANTIZATION_BLOCK = {8: 256, 4: 64}  # elements that share a scale, by their bi
 
 
 CollectiveScope = Literal["all", "host", "hosts"]
-
-
-class GradientTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """The gradient of one tensor."""
-
-    name: str
-    rows: int
-    columns: int
-    ready: float  # fraction of backward that is done when it is complete
-    is_lookup: bool = False  # a table of which a step touches only the rows of its tokens
-    is_linear: bool = False  # the weight of a linear layer, and nothing else
-
-    @property
-    def num_params(self) -> int:
-        return self.rows * self.columns
 
 
 class CollectiveCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,9 +61,9 @@ class SyncWorkload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=64)
-def gradient_tensors(shape: GPTShape) -> tuple[GradientTensor, ...]:
+def gradient_tensors(shape: ModelShape) -> tuple[GradientTensor, ...]:
     """Return all gradient tensors in the order in which backward completes them: head, last block … first block,
-    embeddings.
+    embeddings; those of a user's program as they were measured.
 
     A tensor is ready when the FLOPs before it are done: in backward a matrix of N parameters costs 4·N FLOPs a token,
     and the attention of each layer 8·W·T.   [6·N + 12·L·W·T, PaLM, appendix B]
@@ -87,6 +73,8 @@ def gradient_tensors(shape: GPTShape) -> tuple[GradientTensor, ...]:
     >>> sum(g.num_params for g in found) == preset_shape("char", vocab_size=65).num_params(), found[-1].name
     (True, 'token embedding')
     """
+    if isinstance(shape, ProgramModel):
+        return shape.gradients
     width, vocab, hidden = shape.width, shape.vocab_size, MLP_EXPANSION * shape.width
     bias, has_norms = int(shape.bias), shape.norm == "layernorm"
     order: list[tuple[str, int, int, float]] = []  # name, rows, columns, FLOPs of backward up to it, per token
@@ -131,12 +119,12 @@ def gradient_tensors(shape: GPTShape) -> tuple[GradientTensor, ...]:
 
 
 @lru_cache(maxsize=64)
-def dense_gradient_tensors(shape: GPTShape) -> tuple[GradientTensor, ...]:
+def dense_gradient_tensors(shape: ModelShape) -> tuple[GradientTensor, ...]:
     """Return the gradient tensors except those of lookup tables."""
     return tuple(tensor for tensor in gradient_tensors(shape) if not tensor.is_lookup)
 
 
-def densely_sent_tensors(shape: GPTShape, sync: SyncSpec) -> tuple[GradientTensor, ...]:
+def densely_sent_tensors(shape: ModelShape, sync: SyncSpec) -> tuple[GradientTensor, ...]:
     """Return the gradient tensors that are sent whole and not row by row."""
     return dense_gradient_tensors(shape) if sync.sparse else gradient_tensors(shape)
 
@@ -184,7 +172,7 @@ def bucket_sizes(tensors: Sequence[GradientTensor], max_bytes: int | None = None
 
 
 @lru_cache(maxsize=256)
-def dense_bucket_sizes(shape: GPTShape, sparse: bool, max_bytes: int | None) -> list[tuple[int, float]]:
+def dense_bucket_sizes(shape: ModelShape, sparse: bool, max_bytes: int | None) -> list[tuple[int, float]]:
     """Return the `bucket_sizes` of all tensors that are sent whole: with `sparse`, those that are no lookup tables."""
     return bucket_sizes(dense_gradient_tensors(shape) if sparse else gradient_tensors(shape), max_bytes)
 
@@ -231,7 +219,7 @@ def sync_workload(job: Job, roster: Roster) -> SyncWorkload:
                                    copied_bytes=work.copied_bytes + scan_bytes)  # fmt: skip
 
 
-def _none(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _none(shape: ModelShape, roster: Roster) -> SyncWorkload:
     return SyncWorkload(transfers=[])
 
 
@@ -239,13 +227,13 @@ def _all_reduces(sizes: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
     return [CollectiveCall(collective="all_reduce", size_bytes=factor * size, ready=ready) for size, ready in sizes]
 
 
-def _ddp(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _ddp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     return SyncWorkload(
         transfers=_all_reduces(_roster_bucket_sizes(shape, roster)), copied_bytes=_bucket_copy_bytes(shape)
     )
 
 
-def _bucket_copy_bytes(shape: GPTShape) -> float:
+def _bucket_copy_bytes(shape: ModelShape) -> float:
     """Return the memory traffic of copying each gradient into its bucket.
 
     *Measured*, gradient_as_bucket_view, nothing sent: 14.5 ms for 147 MB that a plain copy takes 11.8 ms for, 3.9 and
@@ -254,7 +242,7 @@ def _bucket_copy_bytes(shape: GPTShape) -> float:
     return 2.0 * GRADIENT_BYTES * shape.num_params()
 
 
-def _roster_bucket_sizes(shape: GPTShape, roster: Roster) -> list[tuple[int, float]]:
+def _roster_bucket_sizes(shape: ModelShape, roster: Roster) -> list[tuple[int, float]]:
     return dense_bucket_sizes(shape, roster.sync.sparse, bucket_bytes(roster))
 
 
@@ -288,7 +276,7 @@ def _pairwise_all_reduces(sizes: Sequence[tuple[float, float, float]], num_ranks
     ]
 
 
-def _packed(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _packed(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """Return the work of "packed": ranks that compute in bf16 with one micro-batch send gradients of linear layers in
     bf16. All else is sent in fp32, sums too.
     """
@@ -322,13 +310,13 @@ def element_bytes(bits: int, block: int) -> float:
     return bits / 8 + (2 / block if bits < 16 else 0.0)
 
 
-def _quantized(bits: int, block: int) -> Callable[[GPTShape, Roster], SyncWorkload]:
+def _quantized(bits: int, block: int) -> Callable[[ModelShape, Roster], SyncWorkload]:
     """Return a function for the work of gradients sent in `bits` bits with error feedback.
 
     Below 16 bits, each `block` of elements has a bf16 scale.
     """
 
-    def narrow(shape: GPTShape, roster: Roster) -> SyncWorkload:
+    def narrow(shape: ModelShape, roster: Roster) -> SyncWorkload:
         factor = element_bytes(bits, block) / GRADIENT_BYTES
         sizes = [(factor * size, factor * size, ready) for size, ready in _roster_bucket_sizes(shape, roster)]
         return SyncWorkload(
@@ -340,7 +328,7 @@ def _quantized(bits: int, block: int) -> Callable[[GPTShape, Roster], SyncWorklo
     return narrow
 
 
-def _powersgd(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _powersgd(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """Return the work of PowerSGD, which sends each matrix of a bucket as two low-rank factors.
 
     First it sends a bucket's left factors and vectors, then the right factors. These are so small that Gloo's protocol
@@ -372,11 +360,11 @@ def _gradient_bytes(tensors: Sequence[GradientTensor]) -> float:
     return float(GRADIENT_BYTES * sum(tensor.num_params for tensor in tensors))
 
 
-def _encoded_gradient_bytes(shape: GPTShape, roster: Roster) -> float:
+def _encoded_gradient_bytes(shape: ModelShape, roster: Roster) -> float:
     return _gradient_bytes(densely_sent_tensors(shape, roster.sync))
 
 
-def _fsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _fsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """Return the work of FSDP, which gathers each layer's weights in forward and in backward of every micro-batch, with
     or without recomputation, and reduce-scatters gradients once a step.
 
@@ -387,11 +375,12 @@ def _fsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
     return _sharded(shape, roster, roster.world_size, "all", [])
 
 
-def _hsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _hsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """Return the work of HSDP, which shards among the ranks of a host and all-reduces each shard across hosts.
 
     [PyTorch FSDP2 on a 2D device mesh]
     """
+    assert isinstance(shape, GPTShape), "the layers of a program are not known"
     ranks_per_host = roster.world_size // len(roster.hosts)
     size = _wire_element_bytes(roster) * shape.num_params()
     layers = shape.num_layers + 1
@@ -402,8 +391,9 @@ def _hsdp(shape: GPTShape, roster: Roster) -> SyncWorkload:
 
 
 def _sharded(
-    shape: GPTShape, roster: Roster, num_parts: int, scope: CollectiveScope, between: Sequence[CollectiveCall]
+    shape: ModelShape, roster: Roster, num_parts: int, scope: CollectiveScope, between: Sequence[CollectiveCall]
 ) -> SyncWorkload:
+    assert isinstance(shape, GPTShape), "the layers of a program are not known"
     element, layers = _wire_element_bytes(roster), shape.num_layers
     groups = shape.params_by_group()
     root = element * (groups["token embeddings"] + groups["position embeddings"] + groups["head"])
@@ -426,7 +416,7 @@ def _wire_element_bytes(roster: Roster) -> float:
     return 4.0 if any(member.dtype == "fp32" for member in roster.members) else 2.0
 
 
-def _zero1(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _zero1(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """Return the work of ZeRO-1: DDP, after which each rank updates its part of the weights and broadcasts it.
 
     [torch, ZeroRedundancyOptimizer]
@@ -442,7 +432,7 @@ def _zero1(shape: GPTShape, roster: Roster) -> SyncWorkload:
     )
 
 
-def _diloco(shape: GPTShape, roster: Roster) -> SyncWorkload:
+def _diloco(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """Return the work of DiLoCo, which exchanges weight differences after H local steps.
 
     Differences in fp32 are all-reduced; in fewer bits they are quantized and exchanged pairwise as gradients are.
@@ -463,7 +453,7 @@ def _diloco(shape: GPTShape, roster: Roster) -> SyncWorkload:
     )
 
 
-STRATEGY_TRAFFIC: dict[SyncKind, Callable[[GPTShape, Roster], SyncWorkload]] = {
+STRATEGY_TRAFFIC: dict[SyncKind, Callable[[ModelShape, Roster], SyncWorkload]] = {
     "none": _none,
     "ddp": _ddp,
     "packed": _packed,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import Cluster, Job
 from evener.core.run.roster import Member, RankSlot, Roster, equal_shares
 from evener.plan.cost.cost_model import recompute_factor
@@ -68,7 +69,7 @@ def rank_time_model(job: Job, cluster: Cluster, member: Member) -> RankTimeModel
 def _fit_micro_batch(job: Job, cluster: Cluster, roster: Roster, member: Member) -> int:
     """Return a rank's micro-batch, halved until it fits into the memory of its device, whatever the rank's share."""
     memory_bytes, micro_batch = cluster.hosts[member.host].memory_bytes, member.micro_batch
-    if memory_bytes is None:
+    if memory_bytes is None or isinstance(job.shape, ProgramModel):  # whose program divides its batch
         return micro_batch
     num_local_ranks = 1 if member.is_gpu else sum(other.host == member.host for other in roster.members)
     while micro_batch > 1:

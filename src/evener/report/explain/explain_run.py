@@ -122,9 +122,8 @@ def explain_bottleneck(summary: RunSummary) -> str:
 
 def _explain_throughput(summary: RunSummary) -> str:
     num, step_s = len(summary.ranks), summary.step_p50_s
-    size = "" if summary.unit == "steps" else f"trains on {summary.tokens_per_step:,} {summary.unit} and "
     text = (
-        f"A step {size}takes {format_seconds(step_s)} "
+        f"A step trains on {summary.tokens_per_step:,} {summary.unit} and takes {format_seconds(step_s)} "
         f"(p50; p95 {format_seconds(summary.step_p95_s)}): {format_count(summary.tokens_per_s)} {summary.unit}/s."
     )
     if summary.manifest.window_text:

@@ -228,7 +228,8 @@ def _compute_causes(rank: _PredictedRank) -> list[Cause]:
     causes, shared_s = [], planned_s
     if abs(share - 1) >= MIN_NAMED_SHARE:
         shared_s = planned_s * share
-        work = f"{format_count(took.tokens)} tokens a step, predicted were {format_count(planned_tokens)}"
+        unit = rank.run.prediction.job.unit
+        work = f"{format_count(took.tokens)} {unit} a step, predicted were {format_count(planned_tokens)}"
         causes.append(Cause(shared_s - planned_s, f"{rank.name} computes {work}"))
     if not shared_s:
         return [*causes, Cause(took_s, f"{rank.name} computes, which was not predicted")] if took_s else causes

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
+from evener.core.run.prediction import Prediction
 from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.rundir import RunDir
 from evener.plan.choice.advice import format_loss_change, format_throughput
 from evener.plan.choice.options import MIN_GAIN
+from evener.plan.choice.program_request import faster_launch, launch_flags
 from evener.plan.choice.search import recommended_flags
 from evener.report.explain.what_if import RunAlternatives
 from evener.report.read.run_summary import RunSummary
@@ -56,18 +59,21 @@ def _multi_host_verdict(
     if alternatives is None or alternatives.best_single_host is None:
         message = _verdict_by_own_work(summary, trained)
         return SpeedupVerdict(message, *(_faster_launch(summary) if summary.manifest.program is not None else ()))
-    alone = alternatives.best_single_host
+    alone, together, unit = alternatives.best_single_host, alternatives.as_measured, alternatives.prediction.job.unit
+    if summary.manifest.program is not None:
+        trained = f"{who} trained {format_throughput(together.tokens_per_s, unit)}"
+        tokens_per_s = together.tokens_per_s
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
     link = format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)
-    rates = (
-        f"{trained} over {link}; {name} alone would have trained {format_throughput(alone.tokens_per_s, summary.unit)}"
-    )
+    rates = f"{trained} over {link}; {name} alone would have trained {format_throughput(alone.tokens_per_s, unit)}"
     if ratio >= MIN_SPEEDUP:
         verdict = f"It was worth it: {rates}: together they are {ratio:.2f} times as fast."
     elif ratio > 1 / MIN_SPEEDUP:
         verdict = f"It made no difference: {rates}."
     else:
         verdict = f"It was not worth it: {rates}: {name} alone is {1 / ratio:.2f} times as fast."
+    if summary.manifest.program is not None:
+        return SpeedupVerdict(verdict, *_better_launch(summary, alternatives.prediction))
     return _with_recommendation(summary, alternatives, verdict)
 
 
@@ -94,8 +100,23 @@ def _verdict_by_own_work(summary: RunSummary, trained: str) -> str:
     return f"It was not worth it: {trained}; {by}: {1 / ratio:.2f} times as fast as together."
 
 
+def _better_launch(summary: RunSummary, prediction: Prediction) -> tuple[str, str]:
+    """Return how fast a program would be, and with which command, if launched as is predicted best; or ("", "")."""
+    faster = faster_launch(prediction)
+    if faster is None or len(faster.option.roster.hosts) < len(summary.manifest.roster.hosts):
+        return "", ""  # the verdict names the one host
+    best = faster.option
+    hint = f"It would train {format_throughput(faster.tokens_per_s, prediction.job.unit)}"
+    if not best.is_exact and (best.loss_penalty or 0) > 0:
+        hint += f", loss {format_loss_change(best)} at equal samples"
+    return hint, _launch_command(summary, launch_flags(best).split())
+
+
 def _faster_launch(summary: RunSummary) -> tuple[str, str]:
-    """Return what would save a program time that it spends exchanging and waiting, and the command; or ("", "")."""
+    """Return what would save a program time that it spends exchanging and waiting, and the command; or ("", "").
+
+    For a run from which nothing can be predicted.
+    """
     manifest, costs = summary.manifest, [rank.typical for rank in summary.ranks]
     exposed = max((cost.exposed_sync_s or 0.0) / (cost.total_s or 1.0) for cost in costs)
     waiting = max((cost.wait_s or 0.0) / (cost.total_s or 1.0) for cost in costs)
@@ -110,11 +131,14 @@ def _faster_launch(summary: RunSummary) -> tuple[str, str]:
         hints.append("a quarter of the bytes, for DistributedDataParallel")
     if not flags:
         return "", ""
+    return f"It may be faster with {join_names(hints)}", _launch_command(summary, flags)
+
+
+def _launch_command(summary: RunSummary, flags: Sequence[str]) -> str:
+    """Return the command that launches a program again on the same fleet, with these flags."""
     plan = read_plan_if_present(RunDir(summary.run_dir))
     where = ["--fleet", plan.fleet_file] if plan is not None and plan.fleet_file else []
-    return f"It may be faster with {join_names(hints)}", quote_command(
-        ["evener", "launch", *where, *flags, "--", *manifest.argv]
-    )
+    return quote_command(["evener", "launch", *where, *flags, "--", *summary.manifest.argv])
 
 
 def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, message: str) -> SpeedupVerdict:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from evener.core.base.errors import UsageError
 from evener.core.base.units import format_count, format_seconds
 from evener.core.run.prediction import PlanOption, Prediction
+from evener.core.run.run_plan import fleet_of_run
 from evener.core.run.rundir import RunDir
 from evener.plan.choice.advice import format_loss_change
 from evener.plan.choice.plan_request import answer_request, request_from_run
 from evener.plan.choice.search import what_if_options
 from evener.report.read.run_summary import RunSummary
-
-WHAT_IF_COLUMNS = ("what if", "step", "tokens/s", "times this run", "loss")
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,20 @@ class RunAlternatives:
 
 
 def predict_alternatives(summary: RunSummary) -> RunAlternatives | None:
-    """Predict other set-ups for a run; None if its records do not suffice (no step, a user's model, an idle host)."""
+    """Predict other set-ups for a run; None if its records do not suffice: no step, unknown layers, an idle host."""
     rundir, manifest = RunDir(summary.run_dir), summary.manifest
     records = [rundir.records(member.rank) for member in manifest.roster.members]
     try:
-        question = request_from_run(summary.run_dir, manifest, records, summary.prediction)
+        fleet = fleet_of_run(rundir, manifest.roster.hosts)
+        question = request_from_run(summary.run_dir, manifest, records, summary.prediction, fleet)
     except UsageError:
         return None
     return None if question.measured is None else RunAlternatives(question.measured, answer_request(question))
+
+
+def what_if_columns(alternatives: RunAlternatives) -> list[str]:
+    """Return the titles of `what_if_rows`."""
+    return ["what if", "step", f"{alternatives.prediction.job.unit}/s", "times this run", "loss"]
 
 
 def what_if_rows(alternatives: RunAlternatives) -> list[list[str]]:

@@ -33,7 +33,7 @@ from evener.report.explain.predicted_vs_measured import (
 )
 from evener.report.explain.prediction_error import NO_PREDICTION, explain_prediction
 from evener.report.explain.speedup_verdict import speedup_verdict
-from evener.report.explain.what_if import WHAT_IF_COLUMNS, predict_alternatives, what_if_rows
+from evener.report.explain.what_if import predict_alternatives, what_if_columns, what_if_rows
 from evener.report.pages import bench_report, compare_setups
 from evener.report.pages.host_vitals_table import host_table
 from evener.report.pages.html_template import KeyFigure, render_document
@@ -100,7 +100,7 @@ def run_page(rundir: RunDir, now: float) -> str:
         story=explain_measurements(summary),
         predicted=_prediction_report(summary),
         no_prediction=NO_PREDICTION,
-        what_if=FigureTable(list(WHAT_IF_COLUMNS), what_if_rows(alternatives)) if alternatives else None,
+        what_if=FigureTable(what_if_columns(alternatives), what_if_rows(alternatives)) if alternatives else None,
         hosts=_host_table(rundir, manifest),
         changes=_membership_rows(summary),
         events=[describe_event(event, manifest) for event in events],

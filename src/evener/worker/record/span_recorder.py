@@ -25,14 +25,14 @@ from evener.core.run.step_spans import (
     RECORD_EVERY_STEPS,
     RECORD_LAST_STEPS,
     BetweenStepsSpan,
+    BucketCommEvent,
     BucketSpan,
     LayerGroupSpan,
     PhaseSpan,
     StepSpans,
 )
-from evener.worker.rank.clock import Clock, LapTimer
+from evener.worker.rank.clock import Clock
 from evener.worker.record.profiler import Profiler
-from evener.worker.sync import BucketCommEvent
 
 MAX_LAYER_GROUPS = 8  # into which a ModuleList or Sequential is split
 ROUND_DIGITS = 7  # of seconds: 0.1 µs
@@ -45,7 +45,7 @@ class StepMarks:
 
     step: int
     epoch: int
-    laps: LapTimer
+    laps: Sequence[tuple[str, Any]]  # phases, and the mark at which each ended
     exchanges: Sequence[BucketCommEvent]
     passes: Sequence[tuple[str, bool, Any, Any]]
     asides: list[tuple[str, float, float]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class SpanRecorder:
 
     def _to_step_spans(self, kept: StepMarks) -> StepSpans:
         """Convert marks to seconds."""
-        marks = kept.laps.marks
+        marks = kept.laps
         first, seconds = marks[0][1], self._clock.elapsed_s
         begun_s = self._clock.host_time_s(first)
 

@@ -35,11 +35,10 @@ from evener.core.run.step_cost import (
     gradient_noise,
     split_blocked,
 )
-from evener.core.run.step_spans import RECORD_EVERY_STEPS
+from evener.core.run.step_spans import RECORD_EVERY_STEPS, BucketCommEvent
 from evener.worker.rank.clock import Clock, LapTimer
 from evener.worker.rank.stop_signals import StopRequest
 from evener.worker.record.span_recorder import LayerGroup, LayerTracer, SpanRecorder, StepMarks, layer_groups
-from evener.worker.sync import BucketCommEvent
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,7 +252,7 @@ class StepRecorder:
     ) -> None:
         """End the step at the time of the last `stop_timers`, and send its report."""
         self.reports, self.completed, self._is_in_step = [], [], False
-        self.spans.end_step(StepMarks(facts["step"], facts["epoch"], self._laps, exchanges, self._layer_spans))
+        self.spans.end_step(StepMarks(facts["step"], facts["epoch"], self._laps.marks, exchanges, self._layer_spans))
         self._pending_steps.append(PendingStepRecord(laps=self._laps, cpu_s=self._cpu_s, ended=time.time(), **facts))
         try:
             self._send_report(

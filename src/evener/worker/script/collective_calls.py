@@ -69,9 +69,10 @@ def _recorded(
         finally:
             ring.end(place)
         if measurement is not None:
-            measurement.add_sent(sent_bytes(name, num_bytes, c10d.get_world_size(group)))
+            sent = sent_bytes(name, num_bytes, c10d.get_world_size(group))
+            measurement.add_sent(sent)
             if operation != name:
-                measurement.mark_bucket_ready()
+                measurement.time_bucket(result if tensors[0].device.type == "cpu" else None, num_bytes, int(sent))
         return result
 
     return call

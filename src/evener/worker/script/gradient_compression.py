@@ -47,12 +47,15 @@ class CompressionHook:
         self._group = DDPGroup(dist.get_rank(), dist.get_world_size(), device, backend, group)
         self._queue = BucketQueue(self._group, clock, make_algorithm(sync, self._group), frozenset())
         self._measurement = measurement
-        self._num_passes = 0
+        self._num_passes, self._is_in_pass = 0, False
+        if measurement is not None:
+            measurement.after_backward.append(self._end_pass)
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Return the future of a bucket's mean over the ranks."""
         if bucket.index() == 0:
-            self._begin_pass()
+            self._end_pass()  # the one before, if nobody measures or it raised
+            self._num_passes, self._is_in_pass = self._num_passes + 1, True
         buffer = bucket.buffer().div_(self._group.world_size)
         job = self._queue.submit(
             bucket, is_warmup=False, sample_gradients=self._num_passes % SAMPLE_EVERY == SAMPLE_EVERY - 1
@@ -72,13 +75,17 @@ class CompressionHook:
         job.add_done_callback(pass_on)
         return mean
 
-    def _begin_pass(self) -> None:
-        """Take the figures of the pass before, whose buckets DDP has waited for."""
+    def _end_pass(self) -> None:
+        """Take the figures of a backward pass, whose buckets DDP has waited for."""
+        if not self._is_in_pass:
+            return
+        self._is_in_pass = False
         self._queue.wait_all()
         events, fidelity = self._queue.take_comm_events(), self._queue.take_fidelity()
-        self._num_passes += 1
         if self._measurement is not None:
             self._measurement.add_sent(sum(event.sent_bytes for event in events))
+            if self._group.device.type == "cpu":  # else the marks are a GPU's
+                self._measurement.add_buckets(events)
             if fidelity is not None:
                 self._measurement.set_fidelity(*fidelity.tolist())
 

@@ -80,7 +80,7 @@ def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, me
                 changer.add(name, change)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
-        measurement = StepMeasurement(exchange)
+        measurement = StepMeasurement(exchange, RunWriter(folder), training.models)
         for name, change in (measure_modules(measurement, COLLECTIVES) | take_losses(measurement.log)).items():
             changer.add(name, change)
 

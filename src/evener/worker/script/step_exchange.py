@@ -32,6 +32,7 @@ from evener.core.base.errors import EvenerError
 from evener.core.base.file_io import LineFile
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, local_host_info, peak_memory_bytes
+from evener.core.model.gradients import GradientTensor
 from evener.core.run.membership_epoch import has_dynamic_membership, read_rendezvous
 from evener.core.run.roster import NO_SYNC, Backend, Dtype, Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
@@ -41,6 +42,7 @@ from evener.core.run.step_cost import StepRecord, split_blocked
 from evener.core.script.training_facts import RankFacts, ReplicaSample, compare_facts, compare_replicas
 from evener.core.script.variables import PROGRAM_VARIABLE
 from evener.node.remote.environment import hide_secrets
+from evener.worker.record.host_monitor import start_host_monitor
 from evener.worker.script.report import run_rank, warn
 from evener.worker.script.training_checks import TrainingChecks
 
@@ -62,6 +64,7 @@ class ScriptRank(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype
     num_params: int
     num_steps: int  # that it has recorded before this start
+    share: int  # its samples in the first step; 1: not known
 
 
 class StepExchange:
@@ -84,19 +87,20 @@ class StepExchange:
         self._manifest: Manifest | None = None
         self._last: StepRecord | None = None
         self._peaks: list[int] = []
-        self._unit: Literal["samples", "steps"] = "samples"
+        self._unit: Literal["samples", "batches"] = "samples"
         self._ending, self._has_ended = threading.Event(), False
         self._file: LineFile | None = None
+        self._gradients: list[GradientTensor] = []
         self._epoch = read_rendezvous().epoch if has_dynamic_membership() else None
         self._first_step: int | None = None  # None: not all ranks are known yet
         self._thread = threading.Thread(target=self._run, name="evener-steps", daemon=True)
 
-    def describe_model(self, optimizer: Any, unit: Literal["samples", "steps"]) -> None:
+    def describe_model(self, optimizer: Any, num_samples: int) -> None:
         """Describe this rank by the first optimizer of the program, before its first update; begin to write.
 
-        `unit`: what the records count.
+        `num_samples`: of its first step; 0 if they were not seen: then each rank's part of a step counts as one batch.
         """
-        self._unit = unit
+        self._unit = "samples" if num_samples else "batches"
         import torch
 
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -112,9 +116,22 @@ class StepExchange:
             host=local_host_info(),
             dtype=DTYPES.get(str(params[0].dtype) if params else "", "fp32"),
             num_params=sum(param.numel() for param in params),
+            share=max(1, num_samples),
             num_steps=1 + max([-1, *(record.step for record in self._recorded())]),
         )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            start_host_monitor(self._dir.vitals_path(self._about.host.host), has_gpu=device.type == "cuda")
         self._thread.start()
+
+    def set_gradients(self, gradients: list[GradientTensor]) -> None:
+        """Take the gradients of a step, in the order in which backward completed them, for the manifest."""
+        self._gradients = gradients
+
+    def step_number(self, step: int) -> int:
+        """Return the number in the run of a step that this start of the program has counted."""
+        if self._first_step is None and self._about is not None:  # not all ranks are known yet
+            return self._about.num_steps + step
+        return (self._first_step or 0) + step
 
     def _recorded(self) -> list[StepRecord]:
         """Return the newest steps that this rank recorded before it was restarted."""
@@ -161,9 +178,11 @@ class StepExchange:
                 self._exchange(store)
                 self._compare_facts(store)
                 self._compare_replicas(store)
+                self._write_gradients()
             deadline = time.monotonic() + LAST_STEPS_S
             self._learn_ranks(store)
             self._exchange(store)
+            self._write_gradients()
             self._checks.close()
             self._compare_facts(store)
             self._compare_replicas(store)
@@ -182,6 +201,12 @@ class StepExchange:
             self._has_ended = True
             self._added.clear()
             self._pending.clear()
+
+    def _write_gradients(self) -> None:
+        """Add the gradients to the manifest, once they are known."""
+        if self._manifest is not None and self._manifest.gradients != self._gradients:
+            self._manifest = msgspec.structs.replace(self._manifest, gradients=self._gradients)
+            self._dir.write_manifest(self._manifest)
 
     def _exchange_peaks(self, store: Any, deadline: float) -> list[int]:
         """Return the peak memory of each rank, or [] if not all have ended in time."""
@@ -266,10 +291,16 @@ class StepExchange:
         import torch
 
         members = [
-            Member(rank=one.process.rank, host=one.process.host, dtype=one.dtype, share=1, micro_batch=1,
-                   device="cpu" if one.process.device == "cpu" else f"cuda:{rank}")
+            Member(
+                rank=one.process.rank,
+                host=one.process.host,
+                device="cpu" if one.process.device == "cpu" else f"cuda:{rank}",
+                dtype=one.dtype,
+                share=one.share,
+                micro_batch=one.share,
+            )
             for rank, one in enumerate(ranks)
-        ]  # fmt: skip
+        ]
         backend: Backend = "none" if len(ranks) == 1 else "nccl" if torch.cuda.is_available() else "gloo"
         roster = Roster(
             members=members,
@@ -299,6 +330,7 @@ class StepExchange:
             compiled=False,
             hosts=list({one.host.host: one.host for one in ranks}.values()),
             ranks=[one.process for one in ranks],
+            gradients=self._gradients,
         )
         self._dir.write_manifest(self._manifest)
         if first_step == 0:
@@ -339,10 +371,7 @@ class StepExchange:
     def _write(self, record: StepRecord) -> None:
         assert self._file is not None
         number = self._epoch.number if self._epoch else 0
-        first_step = self._first_step
-        if first_step is None and self._about is not None:  # not all ranks are known yet
-            first_step = self._about.num_steps
-        self._last = msgspec.structs.replace(record, step=(first_step or 0) + record.step, epoch=number)
+        self._last = msgspec.structs.replace(record, step=self.step_number(record.step), epoch=number)
         self._file.write(msgspec.json.encode(self._last) + b"\n")
 
 

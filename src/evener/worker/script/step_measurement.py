@@ -14,6 +14,7 @@ program's own group, because waiting for a slower rank can be told from communic
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -22,46 +23,77 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from evener.core.run.step_cost import Fidelity, StepCost, StepRecord
+from evener.core.run.runwriter import RunWriter
+from evener.core.run.step_cost import BLOCKED, PHASES, Fidelity, StepCost, StepRecord
+from evener.core.run.step_spans import FORWARD, BucketCommEvent, phase_of
 from evener.worker.script.module_changer import ModuleChange
 from evener.worker.script.step_exchange import StepExchange
 
+if TYPE_CHECKING:
+    from evener.worker.script.step_timeline import StepTimeline
+
+BACKWARD = "compute_s"  # of laps: computing that is not FORWARD
 OTHERS_UNTIL_NEW_LEADER = 8  # updates by other optimizers after which the one that ended steps has been replaced
 
 
 class StepMeasurement:
-    """The clocks of the step that the program is in."""
+    """The clocks of the step that the program is in: laps without gaps, each charged to one phase."""
 
-    def __init__(self, exchange: StepExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: StepExchange, rundir: RunWriter, ddp_models: Mapping[Any, bool]) -> None:
+        self._exchange, self._dir, self._ddp_models = exchange, rundir, ddp_models
         self._thread = threading.main_thread().ident
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose updates end steps
         self._num_others = 0  # updates by others since its last one
         self._is_off = False  # the program measures itself, or evener cannot
-        self._step, self._began = 0, 0.0
+        self._step = 0
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._counts_samples = False  # whether a DataLoader was seen before the first update
-        self._blocked_depth = 0
         self._ready_at: float | None = None  # when DDP's newest bucket was ready
+        self._num_buckets = 0  # that were ready in this backward pass
         self._has_batch = False  # the program has taken a batch since the newest step ended
         self._update_depth = 0  # an optimizer's step may call another's
+        self._outer = FORWARD  # what the update interrupts
         self._in_closure = False
-        self._updating_since = self._not_updating_s = 0.0
         self._loss: float | None = None
         self._newest: StepRecord | None = None  # the step that has just ended: its loss may be logged after it
         self._has_backward = False  # in the current step
-        self._clear()
+        self._activity = FORWARD  # what the main thread does now: a phase, or FORWARD
+        self.after_backward: list[Callable[[], None]] = []  # to be called then
+        self._timeline: StepTimeline | None = None  # from the first update on, when torch is there
+        self._buckets: list[BucketCommEvent] = []  # of the current step
+        self._clear(time.perf_counter())
 
-    def _clear(self) -> None:
-        self._began, self._cpu_began = time.perf_counter(), time.process_time()
-        self._data_s = self._blocked_s = self._optimizer_s = 0.0
+    def _clear(self, now: float) -> None:
+        self._laps: list[tuple[str, float]] = [("", now)]  # phases, and when each ended
+        self._cpu_began = time.process_time()
         self._samples, self._sent_bytes = 0, 0
         self._fidelity: Fidelity | None = None
+        self._buckets = []
+
+    def _lap(self, phase: str, until: float | None = None) -> None:
+        """Charge the time since the last lap to a phase."""
+        before, ended = self._laps[-1]
+        until = time.perf_counter() if until is None else max(until, ended)
+        if before == phase:
+            self._laps[-1] = phase, until
+        else:
+            self._laps.append((phase, until))
+
+    def _enter(self, activity: str) -> str:
+        """Begin an activity; return the one that it interrupts, for `_leave`."""
+        self._lap(self._activity)
+        interrupted, self._activity = self._activity, activity
+        return interrupted
+
+    def _leave(self, interrupted: str) -> None:
+        self._lap(self._activity)
+        self._activity = interrupted
 
     def log(self, loss: float) -> None:
         """Take a loss that the program states: of this step or, before its first backward, of the one before."""
@@ -71,7 +103,12 @@ class StepMeasurement:
             self._loss = loss
 
     def close(self) -> None:
-        """Hand over the last step."""
+        """Hand over the last step, and write the timelines that are in memory."""
+        self._hand_over()
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _hand_over(self) -> None:
         if self._newest is not None:
             self._exchange.add(self._newest)
             self._newest = None
@@ -89,19 +126,37 @@ class StepMeasurement:
         """Note that a bucket of DDP's gradients is ready."""
         self._ready_at = time.perf_counter()
 
+    def time_bucket(self, work: Any, size_bytes: int, sent_bytes: int) -> None:
+        """Note that the collective of a bucket of DDP's gradients has begun, and when it ends.
+
+        `work`: None but on a CPU: elsewhere a future is done before the collective is.
+        """
+        self.mark_bucket_ready()
+        begin, number, buckets = self._ready_at or 0.0, self._num_buckets, self._buckets
+        self._num_buckets += 1
+
+        def note(_: Any) -> None:
+            buckets.append(BucketCommEvent(number, begin, time.perf_counter(), size_bytes, sent_bytes))
+
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend without futures; no asynchronous work
+            work.get_future().add_done_callback(note)
+
+    def add_buckets(self, buckets: Iterable[BucketCommEvent]) -> None:
+        """Take the times of buckets whose collectives have ended."""
+        self._buckets += buckets
+
     def blocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose time on the main thread counts as communication."""
 
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread or self._blocked_depth:
+            if threading.get_ident() != self._thread or self._activity == BLOCKED:
                 return call(*args, **kwargs)
-            began, self._blocked_depth = time.perf_counter(), 1
+            interrupted = self._enter(BLOCKED)
             try:
                 return call(*args, **kwargs)
             finally:
-                self._blocked_depth = 0
-                self._blocked_s += time.perf_counter() - began
+                self._leave(interrupted)
 
         return timed
 
@@ -110,14 +165,27 @@ class StepMeasurement:
 
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> None:
-            self._ready_at = None
-            call(*args, **kwargs)
+            if threading.get_ident() != self._thread or self._activity == BACKWARD:  # checkpointing calls it inside
+                return call(*args, **kwargs)
+            if self._update_depth and not self._in_closure:  # an update has raised: it did not end
+                self._update_depth, self._activity = 0, FORWARD
+            self._ready_at, self._num_buckets = None, 0
+            interrupted = self._enter(BACKWARD)
+            began = self._laps[-1][1]
+            try:
+                call(*args, **kwargs)
+            finally:
+                if self._ready_at is not None:
+                    self._lap(BACKWARD, self._ready_at)
+                    self._activity = BLOCKED
+                if self._timeline is not None:
+                    self._timeline.end_backward(began, self._ready_at or time.perf_counter())
+                self._leave(interrupted)
             self._has_backward = True
-            self.close()
-            if not self._in_closure:
-                self._update_depth = 0  # no update is under way: one has raised if it did not end
-            if self._ready_at is not None and threading.get_ident() == self._thread:
-                self._blocked_s += time.perf_counter() - self._ready_at
+            for call_after in self.after_backward:
+                call_after()
+            self._hand_over()
+            return None
 
         return timed
 
@@ -128,11 +196,11 @@ class StepMeasurement:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return call(*args, **kwargs)
-            began = time.perf_counter()
+            interrupted = self._enter("data_s")
             try:
                 batch = call(*args, **kwargs)
             finally:
-                self._data_s += time.perf_counter() - began
+                self._leave(interrupted)
             self._has_batch = True
             if _is_grad_enabled():  # else it evaluates
                 self._samples += _batch_size(batch)
@@ -149,19 +217,19 @@ class StepMeasurement:
             self._leader = weakref.ref(optimizer)
             if self._step == 0 and not self._begin(optimizer):
                 return None
-        self._updating_since, self._not_updating_s = time.perf_counter(), self._blocked_s
+        self._outer = self._enter("optimizer_s")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             return None
 
         @functools.wraps(closure)
         def timed_closure() -> Any:
-            began, blocked_s, self._in_closure = time.perf_counter(), self._blocked_s, True
+            interrupted, self._in_closure = self._enter(FORWARD), True
             try:
                 return closure()
-            finally:  # what it was blocked is left out anyway
+            finally:
                 self._in_closure = False
-                self._not_updating_s -= time.perf_counter() - began - (self._blocked_s - blocked_s)
+                self._leave(interrupted)
 
         if len(args) > 1:
             return (args[0], timed_closure, *args[2:]), kwargs
@@ -172,38 +240,43 @@ class StepMeasurement:
         if "evener.worker.train.run" in sys.modules:  # the program uses evener.join, which measures by itself
             self._is_off = True
             return False
+        from evener.worker.script.step_timeline import StepTimeline
+
+        self._timeline = StepTimeline(self._dir, optimizer, self._ddp_models, self._exchange.set_gradients)
         self._counts_samples = self._samples > 0
-        self._exchange.describe_model(optimizer, unit="samples" if self._counts_samples else "steps")
+        self._exchange.describe_model(optimizer, self._samples)
         return True
 
     def after_update(self, optimizer: Any, *_: Any) -> None:
         """End an update, and with that of the first optimizer the step."""
-        now = time.perf_counter()
         self._update_depth -= 1
         if self._is_off or self._update_depth > 0:
             return
-        self._optimizer_s += max(0.0, now - self._updating_since - (self._blocked_s - self._not_updating_s))
+        self._leave(self._outer)
         if self._leader is None or id(self._leader()) != id(optimizer):
             self._num_others += 1
             return
         self._num_others = 0
         lr = optimizer.param_groups[0].get("lr")
-        wall_s = now - self._began
-        rest_s = wall_s - self._data_s - self._blocked_s - self._optimizer_s
+        laps = _after_last_backward(self._laps)
+        seconds = dict.fromkeys((*PHASES, BLOCKED), 0.0)
+        for before, (phase, end) in pairwise(laps):
+            seconds[phase_of(phase)] += end - before[1]
+        began, ended = laps[0][1], laps[-1][1]
         # The first step also holds what the program did before it.
         record = StepRecord(
             step=self._step,
             epoch=0,
-            tokens=float(self._samples) if self._counts_samples else 1 / self._world_size,
+            tokens=float(self._samples) if self._counts_samples else 1.0,  # its part of the step
             loss=self._loss,
-            wall_s=wall_s,
+            wall_s=ended - began,
             cost=StepCost(
-                data_s=self._data_s,
-                compute_s=max(0.0, rest_s),
-                exposed_sync_s=self._blocked_s,  # until the other ranks' are known
-                optimizer_s=self._optimizer_s,
+                data_s=seconds["data_s"],
+                compute_s=seconds["compute_s"],
+                exposed_sync_s=seconds[BLOCKED],  # until the other ranks' are known
+                optimizer_s=seconds["optimizer_s"],
             ),
-            sync_s=None,
+            sync_s=_union_s(self._buckets),
             cpu_s=time.process_time() - self._cpu_began,
             bytes=self._sent_bytes,
             members=self._world_size,
@@ -212,11 +285,37 @@ class StepMeasurement:
             fidelity=self._fidelity,
             ended=time.time(),
         )
-        self.close()
+        self._hand_over()
         self._newest = record
+        if self._timeline is not None:
+            self._timeline.end_step(self._exchange.step_number(self._step), laps, self._buckets)
         self._step += 1
         self._loss, self._has_backward, self._has_batch = None, False, False
-        self._clear()
+        self._clear(ended)
+
+
+def _union_s(buckets: Iterable[BucketCommEvent]) -> float | None:
+    """Return the seconds in which some bucket was in flight; None if none was seen.
+
+    >>> _union_s(BucketCommEvent(0, begin, end, 0, 0) for begin, end in ((1.0, 3.0), (2.0, 4.0), (5.0, 6.0)))
+    4.0
+    """
+    total_s, until = 0.0, -math.inf
+    spans = sorted((bucket.begin, bucket.end) for bucket in buckets)
+    for begin, end in spans:
+        total_s += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total_s if spans else None
+
+
+def _after_last_backward(laps: list[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return laps in which what follows the last backward, such as clipping, is no forward.
+
+    >>> _after_last_backward([("", 0.0), ("forward", 1.0), ("compute_s", 3.0), ("forward", 3.5), ("optimizer_s", 4.0)])
+    [('', 0.0), ('forward', 1.0), ('compute_s', 3.0), ('compute_s', 3.5), ('optimizer_s', 4.0)]
+    """
+    last = max((i for i, (phase, _) in enumerate(laps) if phase == BACKWARD), default=0)
+    return laps[: last + 1] + [(BACKWARD if phase == FORWARD else phase, at) for phase, at in laps[last + 1 :]]
 
 
 def measure_modules(measurement: StepMeasurement, collectives: Iterable[str]) -> dict[str, ModuleChange]:

@@ -66,8 +66,8 @@ class TrainingChecks:
         self._is_off = False  # something of the program's is not as these checks expect
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._optimizers: weakref.WeakKeyDictionary[Any, _OptimizerUse] = weakref.WeakKeyDictionary()
-        # DDP models that train, and whether the gradients of the newest pass are averaged; all that were made
-        self._models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        # DDP models that train without being compiled, and whether the gradients of the newest pass are averaged
+        self.models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
         self.batch_norms: weakref.WeakSet[Any] = weakref.WeakSet()  # by __init__: forward stays as it is for compilers
         self._with_gradient: set[int] = set()  # ids of parameters of DDP models
@@ -128,7 +128,7 @@ class TrainingChecks:
             return
         for group in optimizer.param_groups:
             use.updated |= {id(tensor) for tensor in group["params"] if tensor.grad is not None}
-        for model in list(self._models):
+        for model in list(self.models):
             self._with_gradient |= {id(one) for one in model.parameters() if one.grad is not None}
         if self._num_steps == CHECKED_STEPS:
             self._conclude()
@@ -136,7 +136,7 @@ class TrainingChecks:
     def _conclude(self) -> None:
         """State the facts of the steps so far."""
         names: dict[int, str] = {}
-        for model in list(self._models):
+        for model in list(self.models):
             names |= {id(one): name.removeprefix("module.") for name, one in model.named_parameters()}
         held: set[int] = set()
         optimizers = []
@@ -167,7 +167,7 @@ class TrainingChecks:
         self._is_sample_due = False
         named = [
             (name.removeprefix("module."), parameter.detach())
-            for model, is_averaged in list(self._models.items())
+            for model, is_averaged in list(self.models.items())
             if is_averaged and model.process_group.size() == self._world_size and _is_averaged_by_us(model)
             for name, parameter in model.named_parameters()
             if name not in model.parameters_to_ignore
@@ -207,7 +207,7 @@ class TrainingChecks:
         self._num_passes += 1
         if self._is_sample_due:
             self._sample_replicas()
-        self._models[model] = bool(model.require_backward_grad_sync)
+        self.models[model] = bool(model.require_backward_grad_sync)
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if (
             len(self._inputs) < HASHED_BATCHES
@@ -283,7 +283,7 @@ class TrainingChecks:
             return
         gradients = [
             parameter.grad
-            for model, is_averaged in list(self._models.items())
+            for model, is_averaged in list(self.models.items())
             if is_averaged and (group is None or group == model.process_group)
             for parameter in model.parameters()
             if parameter.grad is not None

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from evener.core.run.roster import NO_SYNC, Backend, Roster, SyncSpec
+from evener.core.run.step_spans import BucketCommEvent
 
 GRADIENT_RESIDUAL_KINDS = ("mine", "sums", "left", "unused")  # residuals in a rank's own state
 
@@ -63,16 +64,6 @@ class GradientStats:
     local_grad_sq: Tensor | None = None  # squared norm of this rank's gradient
     global_grad_sq: Tensor | None = None  # squared norm of the sum over ranks
     fidelity: Tensor | None = None  # (error, cosine) of a lossy strategy
-
-
-class BucketCommEvent(NamedTuple):
-    """The exchange of one bucket or fragment: the Clock's marks around it, and its size."""
-
-    bucket: int
-    begin: Any
-    end: Any
-    size_bytes: int  # of the summed tensor
-    sent_bytes: int  # by this rank
 
 
 @dataclass(frozen=True)

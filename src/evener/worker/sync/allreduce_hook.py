@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.core.run.step_spans import BucketCommEvent
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.worker.rank.clock import Clock
-from evener.worker.sync import BucketCommEvent, RankGroup, StatelessReduction
+from evener.worker.sync import RankGroup, StatelessReduction
 
 
 class AllReduceHook(StatelessReduction):

@@ -37,12 +37,13 @@ from torch import Tensor, nn
 from evener.core.base.errors import UsageError
 from evener.core.run.roster import Roster, SyncSpec
 from evener.core.run.step_cost import BLOCKED
+from evener.core.run.step_spans import BucketCommEvent
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.plan.cost.sync_traffic import averaging_efficiency, fragment_bytes
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.rank.torch_private import broadcast_module
-from evener.worker.sync import BucketCommEvent, CommStats, GradientStats, SupportsBackward
+from evener.worker.sync import CommStats, GradientStats, SupportsBackward
 from evener.worker.sync.bucket_queue import COMPARE_EVERY, GradBucketSlice, run_and_measure_error
 from evener.worker.sync.codecs import BlockwiseIntCodec
 from evener.worker.sync.comm_thread import record_current_stream

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.core.run.roster import Roster, SyncSpec
+from evener.core.run.step_spans import BucketCommEvent
 from evener.plan.cost.sync_traffic import bucket_bytes
 from evener.worker.rank import torch_private
 from evener.worker.rank.clock import Clock
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import (
     GRADIENT_RESIDUAL_KINDS,
-    BucketCommEvent,
     CommStats,
     CompressionTraits,
     EqualReplicas,

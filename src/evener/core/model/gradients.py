@@ -1,0 +1,50 @@
+"""Gradients of a model: what a step exchanges, and when backward has completed it.
+
+A `ModelShape` is what the planner knows of a model: the shape of one of evener's own, from which all else follows, or
+what a run of a user's program has shown.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from evener.core.model.shape import GPTShape
+
+
+class GradientTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """The gradient of one tensor."""
+
+    name: str
+    rows: int
+    columns: int
+    ready: float  # fraction of backward that is done when it is complete
+    is_lookup: bool = False  # a table of which a step touches only the rows of its tokens
+    is_linear: bool = False  # the weight of a linear layer, and nothing else
+
+    @property
+    def num_params(self) -> int:
+        return self.rows * self.columns
+
+
+class ProgramModel(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
+    """The model of a user's own program, as one step of a run showed it.
+
+    It stands in the place of a `GPTShape`, whose rates count tokens and whose batch counts sequences.
+    """
+
+    name: str  # of the program
+    unit: Literal["samples", "batches"]  # that its rates and batch count; a rank's batch, if samples were not seen
+    gradients: tuple[GradientTensor, ...]  # in the order in which backward completes them
+    peak_memory_bytes: int | None = None  # of the rank that needed most
+
+    block_size: ClassVar[int] = 1  # a sample counts once
+    has_sparse_embeddings: ClassVar[bool] = False  # all gradients are sent whole
+
+    def num_params(self) -> int:
+        """Return the number of parameters that had a gradient."""
+        return sum(tensor.num_params for tensor in self.gradients)
+
+
+ModelShape = GPTShape | ProgramModel

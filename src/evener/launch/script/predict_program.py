@@ -1,0 +1,80 @@
+"""Predict a user's program before it starts, from its newest run on the same hosts.
+
+The run showed how fast each host computes, which gradients the program exchanges and when they are ready. From that
+follow its steps with another strategy or other shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evener.core.base.errors import EvenerError
+from evener.core.base.file_io import read_file
+from evener.core.run.prediction import Prediction
+from evener.core.run.roster import NO_SYNC
+from evener.core.run.run_plan import fleet_of_run, read_plan_if_present, read_prediction
+from evener.core.run.rundir import RunDir
+from evener.plan.choice.plan_request import answer_request, change_request, request_from_run
+from evener.plan.choice.program_request import launch_shares
+
+MAX_RUNS = 30  # the newest, of any program, that are looked at
+MAX_FILE_BYTES = 1 << 20
+
+
+def program_digest(folder: Path, words: Sequence[str]) -> str:
+    """Return a hash of a program's words and of the files in the folder that they name: its script, a configuration."""
+    digest = hashlib.blake2b(digest_size=16)
+    for word in words:
+        digest.update(word.encode("utf-8", "surrogateescape") + b"\0")
+        path = folder / word
+        if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
+            digest.update(hashlib.blake2b(read_file(path), digest_size=16).digest())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class LaunchPrediction:
+    """What an earlier run predicts of a launch."""
+
+    prediction: Prediction
+    run: str  # the earlier run
+    sync: str  # as asked for, or in place of "auto"
+    shares: str
+
+
+def predict_program(
+    runs: Sequence[Path], digest: str, hosts: Sequence[tuple[str, int]], sync: str, shares: str
+) -> LaunchPrediction | None:
+    """Predict a launch from the newest run of the same program on the same hosts; None if there is no such run.
+
+    `runs`: of any programs; `hosts`: names and numbers of ranks. Where `sync` or `shares` is "auto", take what is
+    predicted to train fastest within the default loss budget.
+    """
+    found = [(rundir.manifest_path.stat().st_mtime, rundir) for path in runs
+             if (rundir := RunDir(path)).manifest_path.exists()]  # fmt: skip
+    for _, rundir in sorted(found, key=lambda one: one[0], reverse=True)[:MAX_RUNS]:
+        with contextlib.suppress(EvenerError, OSError):  # damaged, or it shows too little
+            plan = read_plan_if_present(rundir)
+            if plan is None or plan.program_digest != digest:
+                continue
+            if [(host.name, host.num_ranks) for host in plan.hosts] != list(hosts):
+                continue
+            manifest = rundir.manifest()
+            records = [rundir.records(member.rank) for member in manifest.roster.members]
+            fleet = fleet_of_run(rundir, manifest.roster.hosts)
+            request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), fleet)
+            if shares == "auto" and request.job.unit != "samples":
+                shares = "equal"  # its batches cannot be divided
+            prediction = answer_request(change_request(request, {"sync": sync, "shares": shares}, None))
+            roster = prediction.option(prediction.chosen).roster
+            return LaunchPrediction(
+                prediction=prediction,
+                run=str(rundir),
+                sync=sync if sync != "auto" else "ddp" if roster.sync == NO_SYNC else str(roster.sync),
+                shares=launch_shares(roster) if shares == "auto" else shares,
+            )
+    return None

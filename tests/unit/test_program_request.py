@@ -1,0 +1,144 @@
+"""A run of a user's program says how fast the program would be otherwise: with shares, a strategy, another link."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from evener.core.base.errors import UsageError
+from evener.core.cluster.host_info import HostInfo
+from evener.core.model.gradients import GradientTensor, ProgramModel
+from evener.core.run.roster import Member, Roster, parse_sync
+from evener.core.run.run_spec import RunSpec
+from evener.core.run.rundir import Manifest, RankProcess, RunResult
+from evener.core.run.step_cost import StepCost, StepRecord
+from evener.plan.choice.plan_request import answer_request, calibrated_rates, change_request, request_from_run
+from evener.plan.choice.program_request import advise_on_launch
+from evener.plan.choice.search import predict
+
+SIZE = 4_000_000  # parameters, in two matrices
+GRADIENTS = [
+    GradientTensor(name=name, rows=1000, columns=2000, ready=ready) for name, ready in (("b", 0.5), ("a", 1.0))
+]
+SAMPLE_S = {"a": 0.02, "b": 0.04}
+SENDING_S = 0.4  # of all gradients, over 40 MB/s
+BACKWARD = 2 / 3
+
+
+def manifest(samples: int = 16, unit: str = "samples", **more: object) -> Manifest:
+    members = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=1, micro_batch=1)
+               for rank, host in enumerate(SAMPLE_S)]  # fmt: skip
+    hosts = [HostInfo(host=name, system="", cpu="", cores=1, memory_bytes=8 << 30, python="3.11") for name in SAMPLE_S]
+    ranks = [RankProcess(rank=rank, host=host, device="cpu", threads=1, pid=0) for rank, host in enumerate(SAMPLE_S)]
+    made = Manifest(
+        verdict="finished", started=0.0, argv=["train.py"], program="train.py", unit=unit, versions={},
+        spec=RunSpec(out="run"), shape=None, corpus=None, code_hash="", params_by_group={"all": SIZE}, num_params=SIZE,
+        compiled=False, sampler="own", roster=Roster(members=members, sync=parse_sync("ddp"), backend="gloo"),
+        hosts=hosts, ranks=ranks, gradients=GRADIENTS,
+        result=RunResult(steps=10, loss=1.0, val_loss=None, replicas_agree=True, peak_memory_bytes=[3 << 28, 1 << 30]),
+    )  # fmt: skip
+    return msgspec.structs.replace(made, **more)
+
+
+def records(tokens: float = 16.0, samples: int = 16) -> list[list[StepRecord]]:
+    """Of equal shares over 40 MB/s: the second half of the gradients is sent after the slower rank's backward."""
+    compute_s = {host: samples * each_s for host, each_s in SAMPLE_S.items()}
+    slowest_s = max(compute_s.values())
+    first_sent_s = slowest_s * (1 - BACKWARD / 2) + SENDING_S / 2
+    exposed_s = max(first_sent_s, slowest_s) + SENDING_S / 2 - slowest_s
+    return [
+        [
+            StepRecord(
+                step=step, epoch=0, tokens=tokens, loss=None, wall_s=slowest_s + exposed_s,
+                cost=StepCost(data_s=0.0, compute_s=own_s, exposed_sync_s=exposed_s, wait_s=slowest_s - own_s,
+                              optimizer_s=0.0),
+                sync_s=SENDING_S + slowest_s - own_s, cpu_s=own_s, bytes=4 * SIZE, members=2, lr=0.1, grad_norm=None,
+                ended=float(step),
+            )
+            for step in range(10)
+        ]
+        for own_s in compute_s.values()
+    ]  # fmt: skip
+
+
+def test_the_run_itself_is_predicted_as_it_was():
+    asked = request_from_run("run", manifest(), records(), None)
+    assert asked.job.unit == "samples"
+    hosts = asked.cluster.hosts
+    assert [hosts[name].tokens_per_s["fp32"] * SAMPLE_S[name] for name in SAMPLE_S] == [pytest.approx(1.0)] * 2
+    assert asked.cluster.link_between("a", "b").bandwidth_Bps == pytest.approx(4e7)
+    predicted = predict(asked.job, asked.cluster)
+    assert predicted.option("ddp").step_s == pytest.approx(records()[0][0].wall_s, rel=0.01)
+    assert answer_request(asked).option("ddp").step_s == pytest.approx(records()[0][0].wall_s)
+
+
+def test_shares_by_speed_and_fewer_bytes_are_advised():
+    """Of 32 samples a takes 22 and b 10: 0.44 s. A byte and a 128th for each parameter over 40 MB/s: 0.1 s."""
+    asked = request_from_run("run", manifest(), records(), None)
+    prediction = answer_request(asked)
+    [advice] = advise_on_launch(prediction)
+    assert "with --sync int8 --shares 22:10" in advice.text
+    both = predict(change_request(asked, {"sync": "int8", "shares": "22:10"}, None).job, asked.cluster)
+    step_s = both.option(both.chosen).step_s
+    assert 0.44 < step_s < 0.44 + 0.1 + 0.05  # which copies, too
+    [rate] = re.findall(r"it would train ([\d.]+) samples/s", advice.text)
+    assert float(rate) == pytest.approx(32 / step_s, rel=0.01)
+
+
+def test_a_host_that_does_not_help_is_left_out():
+    """Over 1 Mbit the gradients of a step take far longer than all samples on a."""
+    asked = change_request(request_from_run("run", manifest(), records(), None), {}, "1Mbit")
+    [advice] = advise_on_launch(answer_request(asked))
+    assert advice.text.startswith("Launched on a alone, it would train 50 samples/s")
+
+
+def test_a_faster_link_hides_the_exchange():
+    asked = change_request(request_from_run("run", manifest(), records(), None), {}, "10GbE")
+    option = answer_request(asked).option("ddp")
+    assert option.step_s == pytest.approx(16 * SAMPLE_S["b"], rel=0.03)
+    assert {rank.memory_bytes for rank in option.ranks} == {1 << 30}  # as the largest rank was measured
+
+
+def test_where_samples_are_not_known_a_rank_s_part_of_a_step_counts():
+    asked = request_from_run("run", manifest(unit="batches"), records(tokens=1.0), None)
+    assert (asked.job.unit, asked.job.spec.train.batch) == ("batches", 2)
+    assert answer_request(asked).option("ddp").step_s == pytest.approx(records()[0][0].wall_s)
+
+
+def test_only_what_a_program_can_be_launched_with_is_predicted():
+    options = answer_request(request_from_run("run", manifest(), records(), None)).options
+    kinds = {option.roster.sync.kind for option in options}
+    assert kinds == {"ddp", "packed", "bf16", "int8", "int4", "powersgd", "none"}  # none: a host alone
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [({"model": "char"}, "--model: train.py decides that itself"), ({"sync": "diloco:10"}, "not for a program")],
+)
+def test_what_the_program_decides_is_refused(flags, why):
+    asked = request_from_run("run", manifest(), records(), None)
+    with pytest.raises(UsageError, match=why):
+        change_request(asked, flags, None)
+
+
+def test_runs_that_show_too_little_are_refused():
+    with pytest.raises(UsageError, match=r"does not show which gradients train\.py has"):
+        request_from_run("run", manifest(gradients=[]), records(), None)
+    with pytest.raises(UsageError, match="not every rank has trained on samples"):
+        request_from_run("run", manifest(), records(tokens=0.0), None)
+
+
+def test_fleet_file_has_no_place_for_a_program(tmp_path):
+    from evener.core.cluster.fleet_file import Fleet
+
+    with pytest.raises(UsageError, match="its runs keep that"):
+        calibrated_rates(request_from_run("run", manifest(), records(), None), Fleet(hosts={}), "f.toml", "")
+
+
+def test_model_of_a_program_is_stored_beside_that_of_a_gpt():
+    asked = request_from_run("run", manifest(), records(), None)
+    stored = msgspec.json.decode(msgspec.json.encode(asked.job), type=type(asked.job))
+    assert isinstance(stored.shape, ProgramModel)
+    assert stored == asked.job
