@@ -15,6 +15,7 @@ from typing import Any
 
 from evener.core.script.call_ring import CallRing
 from evener.worker.record.heartbeat import current_line
+from evener.worker.script.gloo_completion import PairwiseExchanges
 from evener.worker.script.step_measurement import StepMeasurement
 from evener.worker.script.training_checks import TrainingChecks
 
@@ -28,13 +29,21 @@ DDP_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 def record_collectives(
-    c10d: ModuleType, ring: CallRing, measurement: StepMeasurement | None, checks: TrainingChecks | None
+    c10d: ModuleType,
+    ring: CallRing,
+    measurement: StepMeasurement | None,
+    checks: TrainingChecks | None,
+    exchanges: PairwiseExchanges,
 ) -> None:
     """Replace the collectives of torch.distributed.distributed_c10d by functions that record each call."""
     names = GroupNames(c10d)
     for name, position in COLLECTIVES.items():
         if hasattr(c10d, name):
-            setattr(c10d, name, _recorded(getattr(c10d, name), name, position, c10d, names, ring, measurement, checks))
+            setattr(
+                c10d,
+                name,
+                _recorded(getattr(c10d, name), name, position, c10d, names, ring, measurement, checks, exchanges),
+            )
 
 
 def _recorded(
@@ -46,6 +55,7 @@ def _recorded(
     ring: CallRing,
     measurement: StepMeasurement | None,
     checks: TrainingChecks | None,
+    exchanges: PairwiseExchanges,
 ) -> Callable[..., Any]:
     """Return a collective that records its calls. One that torch makes inside of another is part of that."""
 
@@ -69,8 +79,9 @@ def _recorded(
         finally:
             ring.end(place)
         if measurement is not None:
-            sent = sent_bytes(name, num_bytes, c10d.get_world_size(group))
-            measurement.add_sent(sent)
+            sent = exchanges.take_sent() or sent_bytes(name, num_bytes, c10d.get_world_size(group))
+            if not caller.startswith("evener."):  # a strategy counts what it sends itself
+                measurement.add_sent(sent)
             if operation != name:
                 measurement.time_bucket(result if tensors[0].device.type == "cpu" else None, num_bytes, int(sent))
         return result

@@ -3,8 +3,10 @@
     init_process_group("nccl"), new_group(backend="nccl") without a GPU    Gloo, and a line that says so
     reduce_scatter(…, async_op=True).get_future()                          a future, as Gloo's other collectives have
 
-Gloo itself reduces with an all-reduce, of which each rank keeps its part: doing so here sends no byte more. What torch
-2.13's Gloo has, such as AVG, futures of all-gathers, all-to-all and batched sends, stays as it is.
+Sums and means of tensors over all ranks are exchanged in pairs, and so are all-gathers (worker/sync/pairwise.py): Gloo
+itself would reduce with an all-reduce, which sends twice as much, and hardly sends while it receives. With a lossy
+strategy what is reduced and scattered is encoded. Other reductions, and groups of some ranks, use Gloo's all-reduce.
+What else torch 2.13's Gloo has, such as AVG, all-to-all and batched sends, stays as it is.
 """
 
 from __future__ import annotations
@@ -13,13 +15,106 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evener.worker.sync.pairwise import PairwiseCollectives
 
 REDUCE_SCATTERS = ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor")
+ALL_GATHERS = ("all_gather_into_tensor", "all_gather_single")
 
 
-def complete_gloo(c10d: ModuleType, *, replaces_nccl: bool) -> None:
+class PairwiseExchanges:
+    """The exchanges in pairs of a program's collectives that all ranks take part in."""
+
+    def __init__(self, sync: str) -> None:
+        """`sync`: the strategy by which what is reduced and scattered is encoded, if it is a lossy one."""
+        self._sync = sync
+        self._of: tuple[Any, PairwiseCollectives] | None = None  # the program's default group, and its exchanges
+        self._sent_bytes: int | None = None
+
+    def begin_update(self, optimizer: Any, *_: Any) -> None:
+        """Count the calls of an optimizer's step by themselves: they are the same in each of its steps."""
+        if self._of is not None:
+            self._of[1].begin_scope(id(optimizer))
+
+    def end_update(self, *_: Any) -> None:
+        """Count the calls until the next step of an optimizer by themselves."""
+        if self._of is not None:
+            self._of[1].begin_scope(0)
+
+    def take_sent(self) -> int | None:
+        """Return, once, the bytes that the newest collective sends from this rank; None if it was none in pairs."""
+        sent, self._sent_bytes = self._sent_bytes, None
+        return sent
+
+    def reduce_scatter(
+        self, c10d: ModuleType, group: Any, parts: list[Any], output: Any, op: Any, *, is_async: bool
+    ) -> Any:
+        """Return the work of a reduce-scatter; None if it is none that is exchanged in pairs."""
+        is_mean, num, size = op == c10d.ReduceOp.AVG, output.numel(), group.size()
+        if not (op == c10d.ReduceOp.SUM or (is_mean and output.is_floating_point())):
+            return None
+        if len(parts) == 1 and parts[0].numel() == num * size:
+            parts = list(parts[0].reshape(size, -1))
+        if len(parts) != size or any(part.numel() != num or part.dtype != output.dtype for part in parts):
+            return None
+        if (collectives := self._collectives(c10d, group)) is None:
+            return None
+        done, self._sent_bytes = collectives.reduce_scatter(parts, output, is_mean=is_mean)
+        return _to_work(done, output, is_async=is_async)
+
+    def all_gather(self, c10d: ModuleType, group: Any, part: Any, output: Any, *, is_async: bool) -> Any:
+        """Return the work of an all-gather into one tensor; None if it is none that is exchanged in pairs."""
+        if not output.is_contiguous() or (collectives := self._collectives(c10d, group)) is None:
+            return None
+        outputs = list(output.detach().view(group.size(), *part.shape))
+        done, self._sent_bytes = collectives.all_gather(part, outputs)
+        return _to_work(done, output, is_async=is_async)
+
+    def _collectives(self, c10d: ModuleType, group: Any) -> PairwiseCollectives | None:
+        """Return the exchanges among the ranks of this group; None if it is not the default group, of several ranks."""
+        if group is not c10d._get_default_group() or group.size() == 1:
+            return None
+        if self._of is None or self._of[0] is not group:
+            import torch
+
+            from evener.core.run.roster import parse_sync
+            from evener.worker.script.gradient_compression import ProgramGroup
+            from evener.worker.sync.pairwise import PairwiseCollectives
+            from evener.worker.sync.sync_factory import make_codec
+
+            own = c10d.new_group(backend="gloo")  # all ranks come here, at the same call
+            ranks = ProgramGroup(group.rank(), group.size(), torch.device("cpu"), "gloo", own)
+            self._of = group, PairwiseCollectives(ranks, make_codec(parse_sync(self._sync)))
+        return self._of[1]
+
+
+def _to_work(done: Future[None], output: Any, *, is_async: bool) -> Any:
+    """Return the Work of an asynchronous call; wait for one that is not."""
+    if not is_async:
+        done.result()
+        return True
+    import torch
+
+    from evener.worker.rank.torch_private import create_work_from_future
+
+    result: Any = torch.futures.Future()
+
+    def pass_on(finished: Future[None]) -> None:
+        error = finished.exception()
+        if error is None:
+            result.set_result([output])
+        else:
+            result.set_exception(error)
+
+    done.add_done_callback(pass_on)
+    return create_work_from_future(result)
+
+
+def complete_gloo(c10d: ModuleType, exchanges: PairwiseExchanges, *, replaces_nccl: bool) -> None:
     """Replace functions of torch.distributed.distributed_c10d by ones that also work with Gloo.
 
     `replaces_nccl`: no host of the run has a GPU. If one had, its ranks would wait with NCCL for others with Gloo.
@@ -28,7 +123,10 @@ def complete_gloo(c10d: ModuleType, *, replaces_nccl: bool) -> None:
         setattr(c10d, name, _without_nccl(getattr(c10d, name)))
     for name in REDUCE_SCATTERS:
         if hasattr(c10d, name):
-            setattr(c10d, name, _with_future(getattr(c10d, name), c10d))
+            setattr(c10d, name, _completed_reduce_scatter(getattr(c10d, name), c10d, exchanges))
+    for name in ALL_GATHERS:
+        if hasattr(c10d, name):
+            setattr(c10d, name, _paired_all_gather(getattr(c10d, name), c10d, exchanges))
 
 
 def _without_nccl(make_group: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,8 +153,10 @@ def _without_nccl(make_group: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _with_future(reduce_scatter: Callable[..., Any], c10d: ModuleType) -> Callable[..., Any]:
-    """Return a reduce-scatter whose asynchronous work has a future on Gloo, too."""
+def _completed_reduce_scatter(
+    reduce_scatter: Callable[..., Any], c10d: ModuleType, exchanges: PairwiseExchanges
+) -> Callable[..., Any]:
+    """Return a reduce-scatter that is exchanged in pairs, or at least has a future, on Gloo."""
 
     signature = inspect.signature(reduce_scatter)
 
@@ -64,17 +164,22 @@ def _with_future(reduce_scatter: Callable[..., Any], c10d: ModuleType) -> Callab
     def reduce(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs).arguments
         output, group = given.get("output"), given.get("group")
-        if not given.get("async_op") or output is None or group == c10d.GroupMember.NON_GROUP_MEMBER:
+        if output is None or group == c10d.GroupMember.NON_GROUP_MEMBER:
             return reduce_scatter(*args, **kwargs)
-        of_group = group or c10d._get_default_group()
+        of_group, is_async = group or c10d._get_default_group(), bool(given.get("async_op"))
         if not _is_gloo(c10d, of_group, output) or of_group in c10d._world.pg_coalesce_state:
+            return reduce_scatter(*args, **kwargs)
+        parts, op = given.get("input_list", given.get("input")), given.get("op", c10d.ReduceOp.SUM)
+        parts = parts if isinstance(parts, list) else [parts]
+        work = exchanges.reduce_scatter(c10d, of_group, parts, output, op, is_async=is_async)
+        if work is not None:
+            return work if is_async else None
+        if not is_async:
             return reduce_scatter(*args, **kwargs)
         import torch
 
         from evener.worker.rank.torch_private import create_work_from_future
 
-        parts = given.get("input_list", given.get("input"))
-        parts = parts if isinstance(parts, list) else [parts]
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
         rank = c10d.get_rank(of_group)
         start = sum(part.numel() for part in parts[:rank]) if len(parts) > 1 else rank * output.numel()
@@ -85,11 +190,40 @@ def _with_future(reduce_scatter: Callable[..., Any], c10d: ModuleType) -> Callab
                 output.copy_(whole[start : start + output.numel()].view_as(output))
             return [output]
 
-        op = given.get("op", c10d.ReduceOp.SUM)
         work = c10d.all_reduce.__wrapped__(whole, op=op, group=group, async_op=True)
         return create_work_from_future(work.get_future().then(keep_part))
 
     return reduce
+
+
+def _paired_all_gather(
+    all_gather: Callable[..., Any], c10d: ModuleType, exchanges: PairwiseExchanges
+) -> Callable[..., Any]:
+    """Return an all-gather into one tensor that is exchanged in pairs on Gloo."""
+
+    signature = inspect.signature(all_gather)
+
+    @functools.wraps(all_gather)
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        given = list(signature.bind_partial(*args, **kwargs).arguments.items())
+        values = dict(given)
+        group, is_async = values.get("group"), bool(values.get("async_op"))
+        if len(given) < 2 or group == c10d.GroupMember.NON_GROUP_MEMBER:
+            return all_gather(*args, **kwargs)
+        (_, output), (_, part) = given[:2]
+        of_group = group or c10d._get_default_group()
+        if (
+            not (_is_gloo(c10d, of_group, output) and output.dtype == part.dtype)
+            or output.numel() != part.numel() * of_group.size()
+            or of_group in c10d._world.pg_coalesce_state
+        ):
+            return all_gather(*args, **kwargs)
+        work = exchanges.all_gather(c10d, of_group, part, output, is_async=is_async)
+        if work is None:
+            return all_gather(*args, **kwargs)
+        return work if is_async else None
+
+    return gather
 
 
 def _is_gloo(c10d: ModuleType, group: Any, tensor: Any) -> bool:

@@ -25,8 +25,8 @@ SAMPLE_EVERY = 10  # backward passes, in one of which the sums of a bucket may b
 
 
 @dataclass(frozen=True)
-class DDPGroup:
-    """The ranks of a DDP model, as a `RankGroup`."""
+class ProgramGroup:
+    """Ranks of a program, as a `RankGroup`."""
 
     rank: int
     world_size: int
@@ -44,12 +44,12 @@ class CompressionHook:
         device = next(model.parameters()).device
         clock: Clock = CudaClock() if device.type == "cuda" else HostClock()
         backend: Backend = "nccl" if dist.get_backend(group) == "nccl" else "gloo"
-        self._group = DDPGroup(dist.get_rank(), dist.get_world_size(), device, backend, group)
+        self._group = ProgramGroup(dist.get_rank(), dist.get_world_size(), device, backend, group)
         self._queue = BucketQueue(self._group, clock, make_algorithm(sync, self._group), frozenset())
         self._measurement = measurement
         self._num_passes, self._is_in_pass = 0, False
         if measurement is not None:
-            measurement.after_backward.append(self._end_pass)
+            measurement.call_after_backward(self._end_pass)
 
     def reduce(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Return the future of a bucket's mean over the ranks."""

@@ -19,7 +19,7 @@ from evener.core.script.call_ring import CALLS_FOLDER, CallRing
 from evener.core.script.variables import OPTIONS_VARIABLE
 from evener.worker.record.heartbeat import start_heartbeat
 from evener.worker.script.collective_calls import COLLECTIVES, hook_ddp, record_collectives
-from evener.worker.script.gloo_completion import complete_gloo
+from evener.worker.script.gloo_completion import PairwiseExchanges, complete_gloo
 from evener.worker.script.group_checks import RANK_PID_VARIABLE, GroupChecks
 from evener.worker.script.module_changer import ModuleChanger
 from evener.worker.script.report import launched_rank, run_folder
@@ -30,9 +30,20 @@ def install() -> None:
     options = os.environ[OPTIONS_VARIABLE].split(",")
     is_rank = os.environ.setdefault(RANK_PID_VARIABLE, str(os.getpid())) == str(os.getpid())
     changer = ModuleChanger()
+    chosen = dict(option.split("=", 1) for option in options if "=" in option)
+    exchanges = PairwiseExchanges(chosen.get("sync", "ddp"))
     if "no-compat" not in options:
         replaces_nccl = "no-gpu" in options
-        changer.add("torch.distributed.distributed_c10d", lambda c10d: complete_gloo(c10d, replaces_nccl=replaces_nccl))
+        changer.add(
+            "torch.distributed.distributed_c10d",
+            lambda c10d: complete_gloo(c10d, exchanges, replaces_nccl=replaces_nccl),
+        )
+
+        def count_calls(optimizer: Any) -> None:
+            optimizer.register_optimizer_step_pre_hook(exchanges.begin_update)
+            optimizer.register_optimizer_step_post_hook(exchanges.end_update)
+
+        changer.add("torch.optim.optimizer", count_calls)
     checks = GroupChecks() if "independent" not in options else None
     if checks is not None:
         changer.add("torch.distributed.distributed_c10d", checks.check_groups)
@@ -43,7 +54,6 @@ def install() -> None:
             )
     if is_rank:
         start_heartbeat()
-        chosen = dict(option.split("=", 1) for option in options if "=" in option)
         sync = chosen.get("sync", "ddp")
         if "shares" in chosen:
             from evener.worker.script.batch_shares import BatchShares, divide_batches
@@ -51,11 +61,13 @@ def install() -> None:
             shares = BatchShares([float(weight) for weight in chosen["shares"].split(":")])
             for name, change in divide_batches(shares).items():
                 changer.add(name, change)
-        _record(changer, sync, checks, measures="no-measure" not in options and "independent" not in options)
+        _record(changer, sync, checks, exchanges, measures="no-measure" not in options and "independent" not in options)
     sys.meta_path.insert(0, changer)
 
 
-def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, measures: bool) -> None:
+def _record(
+    changer: ModuleChanger, sync: str, checks: GroupChecks | None, exchanges: PairwiseExchanges, *, measures: bool
+) -> None:
     """Record the collectives of this rank, measure its steps, and have DDP sum gradients by the strategy `sync`."""
     folder = run_folder()
     if folder is None:
@@ -107,7 +119,8 @@ def _record(changer: ModuleChanger, sync: str, checks: GroupChecks | None, *, me
 
     atexit.register(close)
     changer.add(
-        "torch.distributed.distributed_c10d", lambda c10d: record_collectives(c10d, ring, measurement, training)
+        "torch.distributed.distributed_c10d",
+        lambda c10d: record_collectives(c10d, ring, measurement, training, exchanges),
     )
 
     def make_hook(model: Any) -> Any:

@@ -39,20 +39,22 @@ if TYPE_CHECKING:
     from evener.worker.script.step_timeline import StepTimeline
 
 BACKWARD = "compute_s"  # of laps: computing that is not FORWARD
+MAX_LAPS, MAX_BUCKETS = 10_000, 1_000  # of a step that are kept: a program may never update
 OTHERS_UNTIL_NEW_LEADER = 8  # updates by other optimizers after which the one that ended steps has been replaced
 
 
 class StepMeasurement:
     """The clocks of the step that the program is in: laps without gaps, each charged to one phase."""
 
-    def __init__(self, exchange: StepExchange, rundir: RunWriter, ddp_models: Mapping[Any, bool]) -> None:
-        self._exchange, self._dir, self._ddp_models = exchange, rundir, ddp_models
+    def __init__(self, exchange: StepExchange, rundir: RunWriter, models: Mapping[Any, bool]) -> None:
+        self._exchange, self._dir, self._models = exchange, rundir, models
         self._thread = threading.main_thread().ident
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose updates end steps
         self._num_others = 0  # updates by others since its last one
         self._is_off = False  # the program measures itself, or evener cannot
-        self._step = 0
+        self._step, self._has_begun = 0, False
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._can_divide = False  # whether --shares could divide the newest batch
         self._counts_samples = False  # whether a DataLoader was seen before the first update
         self._ready_at: float | None = None  # when DDP's newest bucket was ready
         self._num_buckets = 0  # that were ready in this backward pass
@@ -64,13 +66,15 @@ class StepMeasurement:
         self._newest: StepRecord | None = None  # the step that has just ended: its loss may be logged after it
         self._has_backward = False  # in the current step
         self._activity = FORWARD  # what the main thread does now: a phase, or FORWARD
-        self.after_backward: list[Callable[[], None]] = []  # to be called then
+        self._after_backward: list[weakref.WeakMethod[Callable[[], None]]] = []  # to be called then
         self._timeline: StepTimeline | None = None  # from the first update on, when torch is there
         self._buckets: list[BucketCommEvent] = []  # of the current step
         self._clear(time.perf_counter())
 
     def _clear(self, now: float) -> None:
         self._laps: list[tuple[str, float]] = [("", now)]  # phases, and when each ended
+        self._began = now
+        self._folded_s: dict[str, float] = {}  # of more laps than are kept
         self._cpu_began = time.process_time()
         self._samples, self._sent_bytes = 0, 0
         self._fidelity: Fidelity | None = None
@@ -78,12 +82,28 @@ class StepMeasurement:
 
     def _lap(self, phase: str, until: float | None = None) -> None:
         """Charge the time since the last lap to a phase."""
+        if self._is_off:
+            return
         before, ended = self._laps[-1]
         until = time.perf_counter() if until is None else max(until, ended)
         if before == phase:
             self._laps[-1] = phase, until
         else:
             self._laps.append((phase, until))
+        if len(self._laps) > MAX_LAPS:
+            self._folded_s = self._phase_times_s(self._laps)
+            self._laps = [("", until)]
+
+    def _phase_times_s(self, laps: list[tuple[str, float]]) -> dict[str, float]:
+        """Return the seconds of each phase in the current step."""
+        times_s = dict.fromkeys((*PHASES, BLOCKED), 0.0) | self._folded_s
+        for before, (phase, end) in pairwise(laps):
+            times_s[phase_of(phase)] += end - before[1]
+        return times_s
+
+    def call_after_backward(self, method: Callable[[], None]) -> None:
+        """Call a method of an object after each backward pass, as long as somebody else holds the object."""
+        self._after_backward.append(weakref.WeakMethod(method))
 
     def _enter(self, activity: str) -> str:
         """Begin an activity; return the one that it interrupts, for `_leave`."""
@@ -136,14 +156,15 @@ class StepMeasurement:
         self._num_buckets += 1
 
         def note(_: Any) -> None:
-            buckets.append(BucketCommEvent(number, begin, time.perf_counter(), size_bytes, sent_bytes))
+            if len(buckets) < MAX_BUCKETS:
+                buckets.append(BucketCommEvent(number, begin, time.perf_counter(), size_bytes, sent_bytes))
 
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without futures; no asynchronous work
             work.get_future().add_done_callback(note)
 
     def add_buckets(self, buckets: Iterable[BucketCommEvent]) -> None:
         """Take the times of buckets whose collectives have ended."""
-        self._buckets += buckets
+        self._buckets += [*buckets][: MAX_BUCKETS - len(self._buckets)]
 
     def blocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose time on the main thread counts as communication."""
@@ -182,12 +203,26 @@ class StepMeasurement:
                     self._timeline.end_backward(began, self._ready_at or time.perf_counter())
                 self._leave(interrupted)
             self._has_backward = True
-            for call_after in self.after_backward:
-                call_after()
+            self._after_backward = [method for method in self._after_backward if method() is not None]
+            for method in self._after_backward:
+                if (call_after := method()) is not None:
+                    call_after()
             self._hand_over()
             return None
 
         return timed
+
+    def forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return DistributedDataParallel.forward with marks around groups of layers, in some steps."""
+
+        @functools.wraps(call)
+        def traced(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._timeline is None or sys.modules["torch"].compiler.is_compiling() or not _is_grad_enabled():
+                return call(model, *args, **kwargs)
+            with self._timeline.trace_forward(model):
+                return call(model, *args, **kwargs)
+
+        return traced
 
     def next_batch(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a DataLoader's __next__ whose time counts as input, and whose samples are counted."""
@@ -204,6 +239,7 @@ class StepMeasurement:
             self._has_batch = True
             if _is_grad_enabled():  # else it evaluates
                 self._samples += _batch_size(batch)
+                self._can_divide = self._can_divide or _is_divisible(args[0])
             return batch
 
         return timed
@@ -215,7 +251,7 @@ class StepMeasurement:
             return None
         if self._leader is None or self._leader() is None or self._num_others >= OTHERS_UNTIL_NEW_LEADER:
             self._leader = weakref.ref(optimizer)
-            if self._step == 0 and not self._begin(optimizer):
+            if not self._has_begun and not self._begin(optimizer):
                 return None
         self._outer = self._enter("optimizer_s")
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -242,9 +278,10 @@ class StepMeasurement:
             return False
         from evener.worker.script.step_timeline import StepTimeline
 
-        self._timeline = StepTimeline(self._dir, optimizer, self._ddp_models, self._exchange.set_gradients)
+        self._has_begun = True
+        self._timeline = StepTimeline(self._dir, optimizer, self._models, self._exchange.set_gradients)
         self._counts_samples = self._samples > 0
-        self._exchange.describe_model(optimizer, self._samples)
+        self._exchange.describe_model(optimizer, self._samples, can_divide=self._can_divide)
         return True
 
     def after_update(self, optimizer: Any, *_: Any) -> None:
@@ -259,17 +296,14 @@ class StepMeasurement:
         self._num_others = 0
         lr = optimizer.param_groups[0].get("lr")
         laps = _after_last_backward(self._laps)
-        seconds = dict.fromkeys((*PHASES, BLOCKED), 0.0)
-        for before, (phase, end) in pairwise(laps):
-            seconds[phase_of(phase)] += end - before[1]
-        began, ended = laps[0][1], laps[-1][1]
+        seconds, ended = self._phase_times_s(laps), laps[-1][1]
         # The first step also holds what the program did before it.
         record = StepRecord(
             step=self._step,
             epoch=0,
             tokens=float(self._samples) if self._counts_samples else 1.0,  # its part of the step
             loss=self._loss,
-            wall_s=ended - began,
+            wall_s=ended - self._began,
             cost=StepCost(
                 data_s=seconds["data_s"],
                 compute_s=seconds["compute_s"],
@@ -288,7 +322,8 @@ class StepMeasurement:
         self._hand_over()
         self._newest = record
         if self._timeline is not None:
-            self._timeline.end_step(self._exchange.step_number(self._step), laps, self._buckets)
+            is_whole = not self._folded_s
+            self._timeline.end_step(self._exchange.step_number(self._step), laps if is_whole else [], self._buckets)
         self._step += 1
         self._loss, self._has_backward, self._has_batch = None, False, False
         self._clear(ended)
@@ -340,8 +375,12 @@ def measure_modules(measurement: StepMeasurement, collectives: Iterable[str]) ->
     def change_loader(loader: ModuleType) -> None:
         _replace(loader._BaseDataLoaderIter, "__next__", measurement.next_batch)
 
+    def change_ddp(distributed: ModuleType) -> None:
+        _replace(distributed.DistributedDataParallel, "forward", measurement.forward)
+
     return {
         "torch.distributed.distributed_c10d": change_c10d,
+        "torch.nn.parallel.distributed": change_ddp,
         "torch.autograd": change_autograd,
         "torch.optim.optimizer": change_optimizer,
         "torch.utils.data.dataloader": change_loader,
@@ -358,6 +397,13 @@ def _batch_size(batch: Any) -> int:
         return int(shape[0])
     inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
     return next((size for one in inside if (size := _batch_size(one))), 0)
+
+
+def _is_divisible(batches: Any) -> bool:
+    """Return whether the batches of a DataLoader's iterator are from a DistributedSampler, or accelerate's shards."""
+    sampler = getattr(batches, "_index_sampler", None)
+    kinds = {kind.__name__ for one in (sampler, getattr(sampler, "sampler", None)) for kind in type(one).__mro__}
+    return not kinds.isdisjoint({"DistributedSampler", "BatchSamplerShard"})
 
 
 def _is_grad_enabled() -> bool:

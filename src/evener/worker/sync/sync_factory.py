@@ -15,7 +15,7 @@ from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.sync import RankGroup, Sync
 from evener.worker.sync.allreduce_hook import AllReduceHook
 from evener.worker.sync.bucket_queue import AllReduceAlgorithm, BucketQueue
-from evener.worker.sync.codecs import Bf16Codec, BlockwiseIntCodec
+from evener.worker.sync.codecs import Bf16Codec, BlockwiseIntCodec, Codec
 from evener.worker.sync.dense_rest import DenseAllReduce
 from evener.worker.sync.diloco import DiLoCo
 from evener.worker.sync.gradient_sync import CommHook, GradientSync
@@ -61,19 +61,27 @@ def _make_hook(sync: SyncSpec, group: ProcessGroups, clock: Clock, module: nn.Mo
     )
 
 
+def make_codec(sync: SyncSpec) -> Codec | None:
+    """Return the codec of a strategy; None if it has none."""
+    match sync.kind:
+        case "bf16":
+            return Bf16Codec()
+        case "int8":
+            return BlockwiseIntCodec(8)
+        case "int4":
+            return BlockwiseIntCodec(4)
+    return None
+
+
 def make_algorithm(sync: SyncSpec, group: RankGroup) -> AllReduceAlgorithm:
     """Create the algorithm of a strategy that exchanges gradients in every step."""
+    if (codec := make_codec(sync)) is not None:
+        return QuantizedAllReduce(group, codec)
     match sync.kind:
         case "ddp":
             return DenseAllReduce(group)
         case "packed":
             return PackedAllReduce(group)
-        case "bf16":
-            return QuantizedAllReduce(group, Bf16Codec())
-        case "int8":
-            return QuantizedAllReduce(group, BlockwiseIntCodec(8))
-        case "int4":
-            return QuantizedAllReduce(group, BlockwiseIntCodec(4))
         case "powersgd":
             return PowerSGD(group, sync.rank)
     raise AssertionError(sync)
