@@ -150,6 +150,27 @@ def write_sft_inputs(folder: Path) -> None:
     (folder / "data" / "train.jsonl").write_text("\n".join(rows) + "\n")
 
 
+def write_deepspeed_script(folder: Path) -> None:
+    (folder / "zero.py").write_text(
+        """
+import deepspeed, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+data = torch.utils.data.TensorDataset(torch.randn(64, 32), torch.randint(0, 8, (64,)))
+config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1},
+          "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+engine, _, loader, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), training_data=data,
+                                            config=config)
+for x, y in loader:
+    loss = torch.nn.functional.cross_entropy(engine(x), y)
+    engine.backward(loss)
+    engine.step()
+    if engine.global_rank == 0:
+        print("loss", loss.item(), flush=True)
+"""
+    )
+
+
 SFT_FLAGS = (
     "--model_name_or_path tiny --dataset_name data --dataset_train_split train --output_dir out --max_steps 8 "
     "--per_device_train_batch_size 2 --logging_steps 1 --use_cpu --bf16 False --report_to none --save_strategy no "
@@ -173,6 +194,8 @@ CASES = (
     ProgramCase("transformers Trainer", "", "accelerate launch --cpu --num_processes 2 trainer.py",
                 losses=r"loss ([\d.]+)", reference="trainer.py", packages=("transformers", "accelerate"),
                 prepare=write_trainer_script),
+    ProgramCase("DeepSpeed ZeRO-1", "", "deepspeed zero.py", losses=r"loss ([\d.]+)", reference="zero.py",
+                packages=("deepspeed",), prepare=write_deepspeed_script),
     ProgramCase("TRL sft", "", f"-m trl.scripts.sft {SFT_FLAGS}", losses=r"'loss': '?([\d.]+)",
                 packages=("trl", "datasets"), prepare=write_sft_inputs),
     ProgramCase("torchtitan debug model", "torchtitan",
