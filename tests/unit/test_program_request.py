@@ -36,7 +36,7 @@ def manifest(samples: int = 16, unit: str = "samples", **more: object) -> Manife
         verdict="finished", started=0.0, argv=["train.py"], program="train.py", unit=unit, versions={},
         spec=RunSpec(out="run"), shape=None, corpus=None, code_hash="", params_by_group={"all": SIZE}, num_params=SIZE,
         compiled=False, sampler="own", roster=Roster(members=members, sync=parse_sync("ddp"), backend="gloo"),
-        hosts=hosts, ranks=ranks, gradients=GRADIENTS,
+        hosts=hosts, ranks=ranks, gradients=GRADIENTS, can_divide=True,
         result=RunResult(steps=10, loss=1.0, val_loss=None, replicas_agree=True, peak_memory_bytes=[3 << 28, 1 << 30]),
     )  # fmt: skip
     return msgspec.structs.replace(made, **more)
@@ -124,10 +124,34 @@ def test_what_the_program_decides_is_refused(flags, why):
 
 
 def test_runs_that_show_too_little_are_refused():
-    with pytest.raises(UsageError, match=r"does not show which gradients train\.py has"):
+    with pytest.raises(UsageError, match=r"does not show which gradients train\.py exchanges"):
         request_from_run("run", manifest(gradients=[]), records(), None)
     with pytest.raises(UsageError, match="not every rank has trained on samples"):
         request_from_run("run", manifest(), records(tokens=0.0), None)
+
+
+def test_runs_that_exchange_more_or_compute_elsewhere_are_refused():
+    """Gradients accumulated without no_sync go out several times a step; a GPU's waiting is not seen."""
+    twice = [[msgspec.structs.replace(record, bytes=8 * SIZE) for record in of_rank] for of_rank in records()]
+    with pytest.raises(UsageError, match=r"a rank sends 32\.0 MB a step, and its gradients once are 16\.0 MB"):
+        request_from_run("run", manifest(), twice, None)
+    run = manifest()
+    members = [msgspec.structs.replace(member, device="cuda:0") for member in run.roster.members]
+    on_gpus = msgspec.structs.replace(run, roster=msgspec.structs.replace(run.roster, members=members))
+    with pytest.raises(UsageError, match="on a GPU is not measured"):
+        request_from_run("run", on_gpus, records(), None)
+
+
+def test_links_that_nobody_measured_are_not_taken_for_fast_ones():
+    """Nothing of DDP's exchange was seen, as with a hook of the program's own."""
+    unseen = [[msgspec.structs.replace(record, sync_s=None) for record in of_rank] for of_rank in records()]
+    with pytest.raises(UsageError, match="does not show how fast the links are"):
+        request_from_run("run", manifest(), unseen, None)
+
+
+def test_shares_are_advised_only_where_batches_can_be_divided():
+    [advice] = advise_on_launch(answer_request(request_from_run("run", manifest(can_divide=False), records(), None)))
+    assert "--shares" not in advice.text
 
 
 def test_fleet_file_has_no_place_for_a_program(tmp_path):

@@ -118,16 +118,15 @@ def launch(
             machine = MachineSpec(private=private)
             prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=parsed.project)
             digest = program_digest(parsed.project, parsed.argv)
-            known = None
-            if measures:
-                known = predict_program(find_run_dirs(rundir.path.parent), digest, prepared.rank_counts, sync, shares)
+            runs = find_run_dirs(rundir.path.parent)
+            known = predict_program(runs, digest, prepared.rank_counts, sync, shares) if measures else ""
             sync, shares = _print_prediction(known, parsed.name, sync, shares)
             options = script_options(sync, shares, **switches)
             run = plan_script(
                 prepared, rundir, parsed.project, parsed.argv, os.environ, include or [], passed, options, restarts
             )
             plan = msgspec.structs.replace(
-                run.plan, program_digest=digest, prediction=known.prediction if known else None
+                run.plan, program_digest=digest, prediction=None if isinstance(known, str) else known.prediction
             )
             run = msgspec.structs.replace(run, plan=plan)
             check_number_of_shares(shares, plan.world_size)
@@ -164,18 +163,18 @@ def launch(
     return _print_result(rundir, plan, states, as_json)
 
 
-def _print_prediction(known: LaunchPrediction | None, name: str, sync: str, shares: str) -> tuple[str, str]:
+def _print_prediction(known: LaunchPrediction | str, name: str, sync: str, shares: str) -> tuple[str, str]:
     """Print what is known of a launch beforehand; return its strategy and shares, without "auto"."""
     from evener.cli.run_output import print_status
     from evener.plan.choice.program_request import advise_on_launch, launch_flags
     from evener.plan.choice.search import format_run_prediction
 
-    if known is None:
+    if isinstance(known, str):
         if "auto" in (sync, shares):
-            print_status(f"no earlier run of {name} with these words on these hosts: the next launch knows more")
+            print_status(f"{name} starts with ddp and equal shares: {known}")
         return sync.replace("auto", "ddp"), shares.replace("auto", "equal")
     flags = launch_flags(known.prediction.option(known.prediction.chosen))
-    how = f" with {flags}" if "auto" in (sync, shares) else ""
+    how = f" with {flags}" if "auto" in (sync, shares) and flags else ""
     print_status(f"predicted from {known.run}{how}: {format_run_prediction(known.prediction)}")
     for advice in advise_on_launch(known.prediction):
         print_status(f"hint:  {advice.text}")

@@ -59,7 +59,6 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[Finding]  # of the preflight
     withheld: list[str] = []  # lines that name the files and variables that are not sent, as they may hold secrets
     passed_env: dict[str, str] = {}  # values of the plan's `passed_env`; only the hosts get them
-    program: list[str] = []  # the words of a user's script
     restored_step: int | None = None  # of the checkpoint here from which all hosts resume
 
 
@@ -143,7 +142,6 @@ def plan_script(
         trees=trees,
         warnings=warnings,
         withheld=withheld,
-        program=program,
         passed_env={name: passed_env[name] for name in unshown},
     )
 

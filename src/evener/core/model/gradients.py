@@ -37,6 +37,7 @@ class ProgramModel(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     name: str  # of the program
     unit: Literal["samples", "batches"]  # that its rates and batch count; a rank's batch, if samples were not seen
     gradients: tuple[GradientTensor, ...]  # in the order in which backward completes them
+    can_divide: bool = False  # whether `evener launch --shares` can divide its batches
     peak_memory_bytes: int | None = None  # of the rank that needed most
 
     block_size: ClassVar[int] = 1  # a sample counts once

@@ -111,6 +111,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankProcess]
     contention: Contention | None = None
     result: RunResult | None = None
+    can_divide: bool = False  # of a user's program: whether its batches come from where --shares can divide them
     gradients: list[GradientTensor] = []  # of a user's program, in the order in which backward completes them
 
     @property

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from evener.core.base.errors import EvenerError
@@ -22,17 +23,27 @@ from evener.plan.choice.plan_request import answer_request, change_request, requ
 from evener.plan.choice.program_request import launch_shares
 
 MAX_RUNS = 30  # the newest, of any program, that are looked at
-MAX_FILE_BYTES = 1 << 20
+MAX_FILES, MAX_FILE_BYTES = 200, 1 << 20
 
 
 def program_digest(folder: Path, words: Sequence[str]) -> str:
-    """Return a hash of a program's words and of the files in the folder that they name: its script, a configuration."""
+    """Return a hash of a program's words, of the files in the folder that they name, such as its script and a
+    configuration, and of the Python files beside the first of these.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for word in words:
+    paths, words = [], ["", *words]
+    for before, word in pairwise(words):
         digest.update(word.encode("utf-8", "surrogateescape") + b"\0")
-        path = folder / word
-        if path.is_file() and path.stat().st_size <= MAX_FILE_BYTES:
-            digest.update(hashlib.blake2b(read_file(path), digest_size=16).digest())
+        path = folder / (f"{word.replace('.', '/')}.py" if before == "-m" else word)
+        with contextlib.suppress(OSError):  # too long a name, or a folder that one may not enter
+            paths += [path] if path.is_file() else []
+    if paths:
+        with contextlib.suppress(OSError):
+            paths += sorted(paths[0].parent.glob("*.py"))[:MAX_FILES]
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.stat().st_size <= MAX_FILE_BYTES:
+                digest.update(hashlib.blake2b(read_file(path), digest_size=16).digest())
     return digest.hexdigest()
 
 
@@ -48,16 +59,17 @@ class LaunchPrediction:
 
 def predict_program(
     runs: Sequence[Path], digest: str, hosts: Sequence[tuple[str, int]], sync: str, shares: str
-) -> LaunchPrediction | None:
-    """Predict a launch from the newest run of the same program on the same hosts; None if there is no such run.
+) -> LaunchPrediction | str:
+    """Predict a launch from the newest run of the same program on the same hosts; return why not, if that is so.
 
     `runs`: of any programs; `hosts`: names and numbers of ranks. Where `sync` or `shares` is "auto", take what is
     predicted to train fastest within the default loss budget.
     """
+    why_not = "there is no earlier run of it with these words on these hosts: the next launch knows more"
     found = [(rundir.manifest_path.stat().st_mtime, rundir) for path in runs
              if (rundir := RunDir(path)).manifest_path.exists()]  # fmt: skip
     for _, rundir in sorted(found, key=lambda one: one[0], reverse=True)[:MAX_RUNS]:
-        with contextlib.suppress(EvenerError, OSError):  # damaged, or it shows too little
+        try:
             plan = read_plan_if_present(rundir)
             if plan is None or plan.program_digest != digest:
                 continue
@@ -67,8 +79,8 @@ def predict_program(
             records = [rundir.records(member.rank) for member in manifest.roster.members]
             fleet = fleet_of_run(rundir, manifest.roster.hosts)
             request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), fleet)
-            if shares == "auto" and request.job.unit != "samples":
-                shares = "equal"  # its batches cannot be divided
+            if shares == "auto" and not manifest.can_divide:
+                shares = "equal"
             prediction = answer_request(change_request(request, {"sync": sync, "shares": shares}, None))
             roster = prediction.option(prediction.chosen).roster
             return LaunchPrediction(
@@ -77,4 +89,6 @@ def predict_program(
                 sync=sync if sync != "auto" else "ddp" if roster.sync == NO_SYNC else str(roster.sync),
                 shares=launch_shares(roster) if shares == "auto" else shares,
             )
-    return None
+        except (EvenerError, OSError) as error:  # damaged, or it shows too little
+            why_not = str(error)
+    return why_not

@@ -16,7 +16,15 @@ from evener.core.run.roster import DDP, Member, RankSlot, Roster
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepRecord, align_steps
 from evener.core.run.step_statistics import RankSummary, TypicalStep, summarize_steps
-from evener.plan.choice.cluster import AssumptionLog, NotMeasuredError, link_models, map_links, with_uniform_link
+from evener.plan.choice.cluster import (
+    LOCAL_BANDWIDTH_BPS,
+    LOCAL_LATENCY_S,
+    AssumptionLog,
+    NotMeasuredError,
+    link_models,
+    map_links,
+    with_uniform_link,
+)
 from evener.plan.choice.options import option_name
 from evener.plan.cost.cost_model import predict_step, recompute_factor
 
@@ -40,9 +48,9 @@ def calibrate_cluster(
         raise UsageError(
             f"no step was recorded by all ranks{manifest.window_text}", hint="evener report shows what was"
         )
-    if prior is None or not _matches_roster(prior, roster):
+    if prior is None or not has_ranks_of(prior, roster):
         prior = cluster_of_run(manifest, None)
-    has_links = prior.wire is not PLACEHOLDER_LINK
+    has_links = prior.wire != PLACEHOLDER_LINK
     stolen_s = _contention_s(job, prior, roster)
     hosts = {}
     for name in roster.hosts:
@@ -112,10 +120,13 @@ def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
         with contextlib.suppress(NotMeasuredError):
             common, wires = link_models(fleet, assumed)
             wire = common or next(iter(next(iter(wires.values())).values()))
+    local = PLACEHOLDER_LINK  # is fitted with the links between hosts
+    if wire != PLACEHOLDER_LINK:
+        local = LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
     return Cluster(
         slots=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
                for member in roster.members],
-        hosts={member.host: _rates_besides_compute(member, memory.get(member.host), fleet, assumed)
+        hosts={member.host: _rates_besides_compute(member, memory.get(member.host), fleet, local, assumed)
                for member in roster.members},
         wire=wire,
         wires=wires,
@@ -124,7 +135,7 @@ def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
 
 
 def _rates_besides_compute(
-    member: Member, memory_bytes: int | None, fleet: Fleet | None, assumed: AssumptionLog
+    member: Member, memory_bytes: int | None, fleet: Fleet | None, local: LinkModel, assumed: AssumptionLog
 ) -> HostRates:
     """Return the rates of a member's host that do not depend on the model, with a placeholder for those that do."""
     rates = fleet.rates.get(member.host, {}) if fleet is not None else {}
@@ -134,7 +145,7 @@ def _rates_besides_compute(
         assumed.add(text, member.host)
     return HostRates(
         tokens_per_s={member.dtype: UNKNOWN_RATE},
-        local=PLACEHOLDER_LINK,
+        local=local,
         memory_bytes=memory_bytes,
         sync_Bps=rate.sync_Bps,
         sum_Bps=rate.sum_Bps.get("fp32"),
@@ -143,7 +154,7 @@ def _rates_besides_compute(
     )
 
 
-def _matches_roster(prior: Cluster, roster: Roster) -> bool:
+def has_ranks_of(prior: Cluster, roster: Roster) -> bool:
     """Return whether the cluster has the same ranks as the Roster, in order, with rates in their dtypes."""
     ranks = [(slot.host, slot.device) for slot in prior.slots]
     return ranks == [(member.host, member.device) for member in roster.members] and all(
@@ -199,6 +210,9 @@ def _calibrate_links(
     """
     measured_s, sent = typical_step.sync_p50_s, typical_step.ranks[0].bytes
     if not measured_s or not sent:
+        if not has_links and len(roster.hosts) > 1:
+            raise UsageError("the run does not show how fast the links are, and they were not measured before",
+                             hint="evener probe wire measures them")  # fmt: skip
         return cluster
     if not has_links:
         wire = LinkModel(latency_s=0.0, bandwidth_Bps=sent / measured_s)

@@ -11,6 +11,7 @@ import msgspec
 
 from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes, join_names
+from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import Cluster, Job, PlanOption
 from evener.core.run.resolve import check_sync_for_shape
 from evener.core.run.roster import (
@@ -57,6 +58,8 @@ def with_best_bucket_size(job: Job, cluster: Cluster, roster: Roster, name: str 
     Small buckets are sent early and leave little to send after backward; large ones need fewer messages.
     """
     default = predict_step(job, cluster, roster, name=name)
+    if isinstance(job.shape, ProgramModel):  # DDP arranges its buckets
+        return default
     if roster.world_size == 1 or roster.bucket_bytes or not roster.sync.has_buckets:
         return default
     # even without any exposed communication the gain would be too small
@@ -209,6 +212,8 @@ def fitting_host_options(job: Job, cluster: Cluster) -> list[PlanOption]:
 
 def other_shares_options(job: Job, cluster: Cluster) -> list[PlanOption]:
     """Predict the job with equal and with auto shares, except the setting that it already has."""
+    if isinstance(job.shape, ProgramModel) and not job.shape.can_divide:
+        return []
     if len(cluster.slots) > job.spec.train.batch:  # some ranks have no share at all
         return []
     other_jobs = [job_with_shares(job, shares) for shares in ("equal", "auto") if shares != job.spec.machine.shares]

@@ -22,12 +22,12 @@ from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import PRESETS, GPTShape, shape_of_size
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
 from evener.core.run.resolve import check_sync_for_shape, make_job, model_shape
-from evener.core.run.roster import RankSlot, requested_sync
+from evener.core.run.roster import RankSlot, parse_shares, requested_sync, weighted_shares
 from evener.core.run.run_spec import RunSpec, make_spec
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepRecord, noise_scale
 from evener.plan.choice.advice import format_throughput
-from evener.plan.choice.calibration import calibrate_cluster, cluster_of_run, measured_option
+from evener.plan.choice.calibration import calibrate_cluster, cluster_of_run, has_ranks_of, measured_option
 from evener.plan.choice.cluster import build_cluster, subcluster, with_uniform_link
 from evener.plan.choice.options import MAX_RANKS, with_best_ring_order
 from evener.plan.choice.program_request import PROGRAM_FLAGS, program_job
@@ -229,7 +229,9 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
         raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {quote_word(run)}")
     if manifest.shape is None:
         job, manifest = program_job(run, manifest, records)
-        prior = prediction.cluster if prediction else cluster_of_run(manifest, fleet)
+        prior = prediction.cluster if prediction else None
+        if prior is None or not has_ranks_of(prior, manifest.roster.renumber_ranks()):
+            prior = cluster_of_run(manifest, fleet)
         cluster = calibrate_cluster(job, manifest, records, prior)
         return PlanRequest(job=job, cluster=cluster, source=f"the records of {run}",
                            measured=measured_option(job, manifest, records, cluster))  # fmt: skip
@@ -253,7 +255,8 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
 
 def answer_request(request: PlanRequest) -> Prediction:
     """Predict all options of the request."""
-    return predict(request.job, request.cluster, measured=request.measured)
+    is_program = isinstance(request.job.shape, ProgramModel)  # whose ranks are in the order of the fleet file
+    return predict(request.job, request.cluster, measured=request.measured, keep_order=is_program)
 
 
 def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | None) -> PlanRequest:
@@ -288,6 +291,10 @@ def _changed_program(job: Job, spec: RunSpec, flags: Mapping[str, str]) -> Job |
                 f"--{name.replace('_', '-')}: {job.model} decides that itself", hint="--sync, --shares or --link"
             )
     check_sync_for_shape(requested_sync(spec), job.shape)
+    weights, batch = parse_shares(spec.machine.shares), spec.train.batch
+    if weights is not None and not all(weighted_shares(batch, weights)):
+        raise UsageError(f"--shares {spec.machine.shares}: a rank would have none of {batch} {job.shape.unit}",
+                         hint="a larger number for that rank")  # fmt: skip
     return msgspec.structs.replace(job, spec=spec)
 
 

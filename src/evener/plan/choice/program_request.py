@@ -12,17 +12,21 @@ import msgspec
 
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_word
-from evener.core.base.units import join_names, median
+from evener.core.base.units import format_bytes, join_names
 from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import Job, PlanOption, Prediction
 from evener.core.run.roster import DDP, NO_SYNC, Roster
 from evener.core.run.rundir import Manifest
-from evener.core.run.step_cost import StepRecord
+from evener.core.run.step_cost import StepRecord, align_steps
+from evener.core.run.step_statistics import summarize_steps
 from evener.plan.choice.advice import format_loss_penalty, format_throughput
 from evener.plan.choice.break_even import Advice
 from evener.plan.choice.options import MIN_GAIN, predict_training
 from evener.plan.choice.search import predict
+from evener.plan.cost.collective_cost import sent_bytes
+from evener.plan.cost.sync_traffic import GRADIENT_BYTES
 
+MAX_EXCHANGES = 1.5  # bytes of a step over those of its gradients: beside them are sums of the loss and the like
 PROGRAM_FLAGS = ("sync", "shares", "loss_budget")  # of train that have a meaning for a user's program
 
 
@@ -31,14 +35,25 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
 
     Raise UsageError if the run does not show what the program exchanges, or how it divides its batch.
     """
-    report = f"evener report {quote_word(run)}"
+    roster, report = manifest.roster, f"evener report {quote_word(run)}"
+    if any(member.is_gpu for member in roster.members):
+        raise UsageError(f"{run}: what a step waits for on a GPU is not measured of a user's program", hint=report)
     if not manifest.gradients:
-        raise UsageError(f"{run}: it does not show which gradients {manifest.program} has, and in which order",
-                         hint=f"a run of more than 3 steps does; {report}")  # fmt: skip
-    samples = [round(median([record.tokens for record in of_rank]) or 0) for of_rank in records]
+        raise UsageError(f"{run}: it does not show which gradients {manifest.program} exchanges, and in which order",
+                         hint=f"a run of more than 3 steps with DistributedDataParallel does; {report}")  # fmt: skip
+    steps = align_steps(dict(zip((member.rank for member in roster.members), records, strict=True)))
+    ranks = summarize_steps(steps, manifest).ranks
+    samples = [round(rank.tokens or 0.0) for rank in ranks]
     if not all(samples):
         raise UsageError(f"{run}: not every rank has trained on samples of its own", hint=report)
-    roster = manifest.roster
+    once = sent_bytes("all_reduce", GRADIENT_BYTES * sum(tensor.num_params for tensor in manifest.gradients),
+                      roster.world_size, roster.backend)  # fmt: skip
+    sent = max(rank.bytes or 0 for rank in ranks)
+    if roster.sync == DDP and sent > MAX_EXCHANGES * once:
+        raise UsageError(
+            f"{run}: a rank sends {format_bytes(sent)} a step, and its gradients once are {format_bytes(once)}",
+            hint="only one exchange of DDP's gradients in a step can be predicted: accumulate under no_sync()",
+        )
     members = [msgspec.structs.replace(member, share=num, micro_batch=num)
                for member, num in zip(roster.members, samples, strict=True)]  # fmt: skip
     peaks = manifest.result.peak_memory_bytes if manifest.result else []
@@ -46,6 +61,7 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
         name=manifest.program or "program",
         unit="batches" if manifest.unit == "batches" else "samples",
         gradients=tuple(manifest.gradients),
+        can_divide=manifest.can_divide,
         peak_memory_bytes=max(peaks, default=None),
     )
     spec = manifest.spec
@@ -79,7 +95,7 @@ def faster_launch(prediction: Prediction) -> FasterLaunch | None:
     spec = msgspec.structs.replace(
         job.spec,
         train=msgspec.structs.replace(job.spec.train, sync="auto"),
-        machine=msgspec.structs.replace(job.spec.machine, shares="auto"),
+        machine=msgspec.structs.replace(job.spec.machine, shares="auto") if _can_divide(job) else job.spec.machine,
     )
     answer = predict(msgspec.structs.replace(job, spec=spec), cluster, keep_order=True)
     if not answer.recommended:
@@ -87,6 +103,10 @@ def faster_launch(prediction: Prediction) -> FasterLaunch | None:
     best = answer.option(answer.recommended)
     gain = best.tokens_per_s / predict_training(job, cluster).tokens_per_s
     return FasterLaunch(best, gain, gain * chosen.tokens_per_s) if gain > MIN_GAIN else None
+
+
+def _can_divide(job: Job) -> bool:
+    return isinstance(job.shape, ProgramModel) and job.shape.can_divide
 
 
 def advise_on_launch(prediction: Prediction) -> list[Advice]:

@@ -26,11 +26,11 @@ from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.roster import Roster
 from evener.plan.cost.sync_traffic import (
     QUANTIZATION_BLOCK,
-    bucket_bytes,
     bucket_sizes,
     dense_bucket_sizes,
     element_bytes,
     fragment_bytes,
+    planned_bucket_bytes,
 )
 from evener.plan.cost.sync_traffic import gradient_tensors as in_their_order
 
@@ -107,7 +107,7 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
     heap = int(HEAP_FRAGMENTATION * recycled) if device == "cpu" else 0
     extra = bucket = copies = 0  # of these, saving: copies that a checkpoint of the per-rank state makes
     optimizer = 2 * weights
-    largest = max(size for size, _ in dense_bucket_sizes(shape, sync.sparse, bucket_bytes(roster)))
+    largest = max(size for size, _ in dense_bucket_sizes(shape, sync.sparse, planned_bucket_bytes(shape, roster)))
     if sync.kind == "packed":
         bucket = 2 * largest  # send and receive buffers, where no part of it fits into bf16
     elif sync.kind in ("bf16", "int8", "int4"):

@@ -135,6 +135,11 @@ def bucket_bytes(roster: Roster) -> int | None:
     return roster.bucket_bytes or (None if is_plain else COMPRESSED_BUCKET_BYTES)
 
 
+def planned_bucket_bytes(shape: ModelShape, roster: Roster) -> int | None:
+    """Return the same for a model: in a user's program DDP has its default sizes, whatever the strategy."""
+    return None if isinstance(shape, ProgramModel) else bucket_bytes(roster)
+
+
 def averaging_efficiency(tokens: Sequence[float]) -> float:
     """Return the progress of averaged replicas relative to one process, from the tokens of each replica.
 
@@ -243,7 +248,7 @@ def _bucket_copy_bytes(shape: ModelShape) -> float:
 
 
 def _roster_bucket_sizes(shape: ModelShape, roster: Roster) -> list[tuple[int, float]]:
-    return dense_bucket_sizes(shape, roster.sync.sparse, bucket_bytes(roster))
+    return dense_bucket_sizes(shape, roster.sync.sparse, planned_bucket_bytes(shape, roster))
 
 
 def _sparse_table_call(table: GradientTensor, touched: float, num_ranks: int) -> CollectiveCall:
@@ -281,7 +286,7 @@ def _packed(shape: ModelShape, roster: Roster) -> SyncWorkload:
     bf16. All else is sent in fp32, sums too.
     """
     all_fit, sizes, total_saved = all(map(gradients_fit_bf16, roster.members)), [], 0.0
-    for bucket in assign_buckets(densely_sent_tensors(shape, roster.sync), bucket_bytes(roster)):
+    for bucket in assign_buckets(densely_sent_tensors(shape, roster.sync), planned_bucket_bytes(shape, roster)):
         size = _gradient_bytes(bucket)
         saved_bytes = sum(2.0 * tensor.num_params for tensor in bucket if tensor.is_linear)
         sizes.append((size - saved_bytes if all_fit else size, size, bucket[-1].ready))
@@ -336,7 +341,7 @@ def _powersgd(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """
     rank, overhead_bytes = roster.sync.rank, protocol_overhead_bytes(roster.backend, roster.world_size)
     transfers = []
-    for bucket in assign_buckets(densely_sent_tensors(shape, roster.sync), bucket_bytes(roster)):
+    for bucket in assign_buckets(densely_sent_tensors(shape, roster.sync), planned_bucket_bytes(shape, roster)):
         low_rank = [tensor for tensor in bucket if is_low_rank_smaller(tensor.rows, tensor.columns, rank)]
         rest = sum(tensor.num_params for tensor in bucket) - sum(tensor.num_params for tensor in low_rank)
         left, right = (GRADIENT_BYTES * rank * sum(side) for side in

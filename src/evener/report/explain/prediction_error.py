@@ -38,7 +38,7 @@ NO_PREDICTION = (
 def explain_prediction(summary: RunSummary, prediction: Prediction | None) -> list[str]:
     """Return sentences: whether the prediction was right, and the cause of each difference that matters."""
     if prediction is None and summary.manifest.program is not None:
-        return ["Nothing was predicted: evener predicts its own models."]
+        return ["Nothing was predicted: no earlier run of this program on these hosts was there to predict from."]
     if prediction is None:
         return [NO_PREDICTION]
     option = prediction.option(prediction.chosen)

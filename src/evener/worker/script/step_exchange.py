@@ -64,7 +64,9 @@ class ScriptRank(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype
     num_params: int
     num_steps: int  # that it has recorded before this start
+    device: str  # as of a Member
     share: int  # its samples in the first step; 1: not known
+    can_divide: bool  # whether its batches come from where --shares can divide them
 
 
 class StepExchange:
@@ -95,7 +97,7 @@ class StepExchange:
         self._first_step: int | None = None  # None: not all ranks are known yet
         self._thread = threading.Thread(target=self._run, name="evener-steps", daemon=True)
 
-    def describe_model(self, optimizer: Any, num_samples: int) -> None:
+    def describe_model(self, optimizer: Any, num_samples: int, *, can_divide: bool) -> None:
         """Describe this rank by the first optimizer of the program, before its first update; begin to write.
 
         `num_samples`: of its first step; 0 if they were not seen: then each rank's part of a step counts as one batch.
@@ -116,7 +118,9 @@ class StepExchange:
             host=local_host_info(),
             dtype=DTYPES.get(str(params[0].dtype) if params else "", "fp32"),
             num_params=sum(param.numel() for param in params),
+            device=f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device.type == "cuda" else "cpu",
             share=max(1, num_samples),
+            can_divide=can_divide,
             num_steps=1 + max([-1, *(record.step for record in self._recorded())]),
         )
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -294,12 +298,12 @@ class StepExchange:
             Member(
                 rank=one.process.rank,
                 host=one.process.host,
-                device="cpu" if one.process.device == "cpu" else f"cuda:{rank}",
+                device=one.device,
                 dtype=one.dtype,
                 share=one.share,
                 micro_batch=one.share,
             )
-            for rank, one in enumerate(ranks)
+            for one in ranks
         ]
         backend: Backend = "none" if len(ranks) == 1 else "nccl" if torch.cuda.is_available() else "gloo"
         roster = Roster(
@@ -330,6 +334,7 @@ class StepExchange:
             compiled=False,
             hosts=list({one.host.host: one.host for one in ranks}.values()),
             ranks=[one.process for one in ranks],
+            can_divide=all(one.can_divide for one in ranks),
             gradients=self._gradients,
         )
         self._dir.write_manifest(self._manifest)

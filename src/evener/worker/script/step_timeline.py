@@ -1,13 +1,15 @@
 """The timeline of a launched program's steps on one rank, and the order in which backward completes its gradients.
 
 Timelines are those of evener's own runs: the last steps and every hundredth one, which also has marks around groups of
-layers of the DDP model. In one early step hooks on the parameters note when each gradient is complete; from that, the
+layers of DDP models. In one early step hooks on the parameters note when each gradient is complete; from that, the
 planner predicts the program with other strategies, links and hosts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,67 +28,97 @@ TRACED_STEP = 2  # since the program started, in which gradients are timed: DDP 
 
 
 class StepTimeline:
-    """Records timelines of this rank's steps; of rank 0 also one step's gradients."""
+    """Records timelines of this rank's steps; of rank 0 also one step's gradients.
+
+    The program goes on, whatever is odd: then nothing more is recorded.
+    """
 
     def __init__(
         self,
         rundir: RunWriter,
         optimizer: Any,
-        ddp_models: Mapping[Any, bool],
+        models: Mapping[Any, bool],
         on_gradients: Callable[[list[GradientTensor]], None],
     ) -> None:
-        """`on_gradients` is called once, with the gradients in the order in which backward completed them."""
+        """`models`: the DDP models that train; `on_gradients` is called once, with the gradients that they exchange, or
+        a single rank's optimizer updates, in the order in which backward completed them.
+        """
         self._clock = HostClock()
         self._spans = SpanRecorder(rundir, run_rank(), self._clock)
-        self._optimizer, self._ddp_models, self._on_gradients = weakref.ref(optimizer), ddp_models, on_gradients
-        self._num_steps = 0
-        self._layers: LayerTracer | None = None  # of a step with marks around groups of layers
+        self._optimizer, self._models, self._on_gradients = weakref.ref(optimizer), models, on_gradients
+        self._num_steps, self._is_off = 0, False
+        self._traces_layers = False  # whether this step has marks around groups of layers
+        self._layers: list[LayerTracer] = []  # of its forward passes
         self._gradients: _GradientTimes | None = None  # of the step in which gradients are timed
         self._backward = (0.0, 0.0)  # begin and end of the newest
+
+    def trace_forward(self, model: Any) -> contextlib.AbstractContextManager[object]:
+        """Return a context for a forward pass of a DDP model. Its hooks are there only meanwhile: a program may copy or
+        save the model between two passes.
+        """
+        if not self._traces_layers or self._is_off:
+            return contextlib.nullcontext()
+        with contextlib.suppress(Exception):
+            self._layers.append(LayerTracer(layer_groups(model.module), self._clock))
+            return self._layers[-1]
+        return contextlib.nullcontext()
 
     def end_backward(self, began: float, ended: float) -> None:
         """Note the newest backward pass, without what it waited for."""
         self._backward = began, ended
-        if self._layers is not None:
-            self._layers.end_lap(ended)
+        for layers in self._layers:
+            layers.end_lap(ended)
 
     def end_step(self, number: int, laps: Sequence[tuple[str, float]], buckets: Sequence[BucketCommEvent]) -> None:
-        """Record the step of this number; `buckets` may still grow."""
-        passes: Sequence[Any] = []
-        if self._layers is not None:
-            self._layers.__exit__()
-            passes, self._layers = self._layers.spans, None
-        self._spans.begin_step()
-        self._spans.end_step(StepMarks(number, 0, laps, buckets, passes))
+        """Record the step of this number; `buckets` may still grow. Without laps it is left out."""
+        if self._is_off:
+            return
+        try:
+            self._end_step(number, laps, buckets)
+        except Exception:  # a full disk; tensors of an unknown kind
+            self._is_off = True
+
+    def _end_step(self, number: int, laps: Sequence[tuple[str, float]], buckets: Sequence[BucketCommEvent]) -> None:
+        passes = [span for layers in self._layers for span in layers.spans]
+        self._layers = []
+        if laps:
+            self._spans.begin_step()
+            self._spans.end_step(StepMarks(number, 0, laps, buckets, passes))
         if self._gradients is not None:
-            self._on_gradients(self._gradients.close(*self._backward))
-            self._gradients = None
+            gradients, self._gradients = self._gradients.close(*self._backward), None
+            self._on_gradients(gradients)
         self._num_steps += 1
         if self._num_steps == TRACED_STEP and launched_rank() == 0:
-            self._gradients = _GradientTimes(self._optimizer(), self._ddp_models)
-        if (number + 1) % RECORD_EVERY_STEPS == 0:
-            groups = [group for model in list(self._ddp_models) for group in layer_groups(model.module)]
-            self._layers = LayerTracer(groups, self._clock)
-            self._layers.__enter__()
+            self._gradients = _GradientTimes(self._exchanged_parameters())
+        self._traces_layers = (number + 1) % RECORD_EVERY_STEPS == 0
+
+    def _exchanged_parameters(self) -> dict[str, Any]:
+        """Return the parameters by name whose gradients DDP exchanges; with a single rank those of the optimizer."""
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            groups = getattr(self._optimizer(), "param_groups", [])
+            return {f"tensor {i}": one for i, one in enumerate(one for group in groups for one in group["params"])}
+        return {
+            name: parameter
+            for model in list(self._models)
+            for name, parameter in model.module.named_parameters()
+            if name not in model.parameters_to_ignore
+        }
 
     def close(self) -> None:
         """Write what is in memory."""
-        self._spans.flush()
+        with contextlib.suppress(Exception):
+            self._spans.flush()
 
 
 class _GradientTimes:
-    """Times when the gradients of an optimizer's parameters are complete, by hooks."""
+    """Times when the gradients of parameters are complete, by hooks."""
 
-    def __init__(self, optimizer: Any, ddp_models: Mapping[Any, bool]) -> None:
-        names = {
-            id(parameter): name for model in list(ddp_models) for name, parameter in model.module.named_parameters()
-        }
-        groups = optimizer.param_groups if optimizer is not None else []
-        tensors = [tensor for group in groups for tensor in group["params"] if tensor.requires_grad and tensor.is_leaf]
-        self._names = [names.get(id(tensor), f"tensor {i}") for i, tensor in enumerate(tensors)]
-        self._shapes = [tuple(tensor.shape) for tensor in tensors]
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        named = [(name, one) for name, one in parameters.items() if one.requires_grad and one.is_leaf]
+        self._names = [name for name, _ in named]
+        self._shapes = [tuple(tensor.shape) for _, tensor in named]
         self._at: dict[int, float] = {}
-        self._hooks = [tensor.register_post_accumulate_grad_hook(self._note(i)) for i, tensor in enumerate(tensors)]
+        self._hooks = [tensor.register_post_accumulate_grad_hook(self._note(i)) for i, (_, tensor) in enumerate(named)]
 
     def _note(self, i: int) -> Callable[[Tensor], None]:
         def hook(_: Tensor) -> None:
