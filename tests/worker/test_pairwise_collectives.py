@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from datetime import timedelta
+
 import pytest
+import torch
+
+from evener.worker.script.gloo_completion import work_class
+from evener.worker.sync.comm_thread import CommThread
 
 from ..tiers import exhaustively
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
 from evener.worker.script.gradient_compression import ProgramGroup
+from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import BlockwiseIntCodec
+from evener.worker.sync.quantized import QuantizedAllReduce
 from evener.worker.sync.pairwise import PairwiseCollectives
 
 dist.init_process_group("gloo")
@@ -46,18 +55,41 @@ assert whole.tolist() == [[float(other)] * 5 for other in range(world)]
 assert others.tolist() == [[10.0 + other] * 7 for other in range(world)]
 
 # Encoded: what a step loses is sent in later ones, so that the error of the sum over steps does not grow.
+optimizer = torch.optim.SGD([torch.zeros(1)])
 generator, errors, total, right = torch.Generator().manual_seed(rank), [], torch.zeros(300), torch.zeros(300)
 for step in range(40):
-    coded.begin_scope(7)
+    coded.begin_update(optimizer)
     own, output = torch.randn(world, 300, generator=generator), torch.empty(300)
     done, sent_bytes = coded.reduce_scatter(list(own), output, is_mean=False)
     exact = torch.empty(300)
     plain.reduce_scatter(list(own), exact, is_mean=False)[0].result()
     done.result()
+    coded.end_update(optimizer)
     total, right = total + output, right + exact
     errors.append((total - right).abs().max().item())
 assert sent_bytes == (world - 1) * (512 + 4)  # two blocks of 256, each with a scale in bf16
 assert 0 < max(errors) < 0.06 * (world - 1), errors  # half of 1/127 of the largest number of a block, from each peer
+# An overflow is sent once, and does not stay; outside of an optimizer's step nothing is encoded.
+coded.begin_update(optimizer)
+coded.reduce_scatter(list(torch.full((world, 300), float("inf"))), output, is_mean=False)[0].result()
+assert not output.isfinite().any()
+coded.end_update(optimizer)
+coded.begin_update(optimizer)
+coded.reduce_scatter(list(own), output, is_mean=False)[0].result()
+assert output.isfinite().all()
+coded.end_update(optimizer)
+coded.reduce_scatter(list(own), output, is_mean=False)[0].result()
+assert torch.equal(output, exact)
+# So it is where DDP's buckets are summed.
+algorithm, parameter = QuantizedAllReduce(groups[1], BlockwiseIntCodec(8)), torch.nn.Parameter(torch.zeros(300))
+
+def summed(value):
+    view = torch.full((300,), value)
+    algorithm.run(GradBucketSlice(0, (parameter,), [view], False))
+    return view
+
+assert not summed(float("inf")).isfinite().any()
+assert torch.allclose(summed(1.0), torch.full((300,), float(world)), rtol=0.01)
 print("right", flush=True)
 dist.destroy_process_group()
 """
@@ -68,3 +100,38 @@ def test_collectives_in_pairs_are_those_of_their_definition(run_script, ranks):
     done = run_script(PROGRAM, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("right") == ranks
+
+
+def test_failed_exchange_raises_for_whoever_waits():
+    from torch.distributed import distributed_c10d
+
+    done = Future()
+    work = work_class(distributed_c10d)(done, torch.zeros(1), lambda call: call)
+    future, after = work.get_future(), []
+    chained = work.get_future().then(lambda one: after.append(one))
+    with pytest.raises(TimeoutError):
+        work.wait(timedelta(seconds=0.01))
+    done.set_exception(RuntimeError("the peer is gone"))
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        future.wait()
+    chained.wait()
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        after[0].value()
+    assert work.is_completed()
+    assert not work.is_success()
+
+
+def test_what_a_program_does_then_may_wait_for_another_exchange():
+    """As a hook does that gathers what it has reduced."""
+    from torch.distributed import distributed_c10d
+
+    thread, make = CommThread(torch.device("cpu")), work_class(distributed_c10d)
+
+    def exchange():
+        return make(thread.submit(lambda: None), torch.ones(1), lambda call: call)
+
+    chained = exchange().get_future().then(lambda one: exchange().get_future().wait()[0] + one.value()[0])
+    assert chained.wait().item() == 2.0
+    thread.close()

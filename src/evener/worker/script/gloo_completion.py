@@ -14,8 +14,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +34,19 @@ class PairwiseExchanges:
     def __init__(self, sync: str) -> None:
         """`sync`: the strategy by which what is reduced and scattered is encoded, if it is a lossy one."""
         self._sync = sync
-        self._of: tuple[Any, PairwiseCollectives] | None = None  # the program's default group, and its exchanges
+        self._of: list[tuple[Any, PairwiseCollectives]] = []  # process groups, and their exchanges
         self._sent_bytes: int | None = None
+        self.timed: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda call: call  # counts as communication
 
     def begin_update(self, optimizer: Any, *_: Any) -> None:
-        """Count the calls of an optimizer's step by themselves: they are the same in each of its steps."""
-        if self._of is not None:
-            self._of[1].begin_scope(id(optimizer))
+        """Note that a step of an optimizer begins: its calls are the same in each of its steps."""
+        for _group, collectives in self._of:
+            collectives.begin_update(optimizer)
 
-    def end_update(self, *_: Any) -> None:
-        """Count the calls until the next step of an optimizer by themselves."""
-        if self._of is not None:
-            self._of[1].begin_scope(0)
+    def end_update(self, optimizer: Any, *_: Any) -> None:
+        """Note that a step of an optimizer has ended."""
+        for _group, collectives in self._of:
+            collectives.end_update(optimizer)
 
     def take_sent(self) -> int | None:
         """Return, once, the bytes that the newest collective sends from this rank; None if it was none in pairs."""
@@ -64,7 +67,7 @@ class PairwiseExchanges:
         if (collectives := self._collectives(c10d, group)) is None:
             return None
         done, self._sent_bytes = collectives.reduce_scatter(parts, output, is_mean=is_mean)
-        return _to_work(done, output, is_async=is_async)
+        return self._to_work(c10d, done, output, is_async=is_async)
 
     def all_gather(self, c10d: ModuleType, group: Any, part: Any, output: Any, *, is_async: bool) -> Any:
         """Return the work of an all-gather into one tensor; None if it is none that is exchanged in pairs."""
@@ -72,46 +75,83 @@ class PairwiseExchanges:
             return None
         outputs = list(output.detach().view(group.size(), *part.shape))
         done, self._sent_bytes = collectives.all_gather(part, outputs)
-        return _to_work(done, output, is_async=is_async)
+        return self._to_work(c10d, done, output, is_async=is_async)
 
     def _collectives(self, c10d: ModuleType, group: Any) -> PairwiseCollectives | None:
-        """Return the exchanges among the ranks of this group; None if it is not the default group, of several ranks."""
-        if group is not c10d._get_default_group() or group.size() == 1:
+        """Return the exchanges among the ranks of this group; None if it has not all ranks, or one alone."""
+        if group.size() == 1 or group.size() != c10d.get_world_size():
             return None
-        if self._of is None or self._of[0] is not group:
-            import torch
+        for known, collectives in self._of:
+            if known is group:
+                return collectives
+        import torch
 
-            from evener.core.run.roster import parse_sync
-            from evener.worker.script.gradient_compression import ProgramGroup
-            from evener.worker.sync.pairwise import PairwiseCollectives
-            from evener.worker.sync.sync_factory import make_codec
+        from evener.core.run.roster import parse_sync
+        from evener.worker.script.gradient_compression import ProgramGroup
+        from evener.worker.sync.pairwise import PairwiseCollectives
+        from evener.worker.sync.sync_factory import make_codec
 
-            own = c10d.new_group(backend="gloo")  # all ranks come here, at the same call
-            ranks = ProgramGroup(group.rank(), group.size(), torch.device("cpu"), "gloo", own)
-            self._of = group, PairwiseCollectives(ranks, make_codec(parse_sync(self._sync)))
-        return self._of[1]
+        cpu = torch.device("cpu")
+        timeout = group._get_backend(cpu).options._timeout
+        own = c10d.new_group(backend="gloo", timeout=timeout)  # all ranks come here, at the same call
+        ranks = ProgramGroup(group.rank(), group.size(), cpu, "gloo", own)
+        self._of.append((group, PairwiseCollectives(ranks, make_codec(parse_sync(self._sync)))))
+        return self._of[-1][1]
 
-
-def _to_work(done: Future[None], output: Any, *, is_async: bool) -> Any:
-    """Return the Work of an asynchronous call; wait for one that is not."""
-    if not is_async:
-        done.result()
+    def _to_work(self, c10d: ModuleType, done: Future[None], output: Any, *, is_async: bool) -> Any:
+        """Return the Work of an asynchronous call; wait for one that is not."""
+        if is_async:
+            return work_class(c10d)(done, output, self.timed)
+        self.timed(done.result)()
         return True
+
+
+@functools.cache
+def work_class(c10d: ModuleType) -> Any:
+    """Return the class of an exchange's Work: waiting for it, or for its future, raises what the exchange raised."""
     import torch
 
-    from evener.worker.rank.torch_private import create_work_from_future
+    class PairwiseWork(c10d.Work):  # type: ignore[name-defined, misc]
+        def __init__(self, done: Future[None], output: Any, timed: Callable[[Callable[..., Any]], Callable[..., Any]]):
+            super().__init__()
+            self._done, self._output, self._timed = done, output, timed
+            self._future: Any = None
 
-    result: Any = torch.futures.Future()
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            seconds = timeout.total_seconds() if timeout else 0.0
+            self._timed(self._done.result)(seconds if seconds > 0 else None)
+            return True
 
-    def pass_on(finished: Future[None]) -> None:
-        error = finished.exception()
-        if error is None:
-            result.set_result([output])
-        else:
-            result.set_exception(error)
+        def is_completed(self) -> bool:
+            return self._done.done()
 
-    done.add_done_callback(pass_on)
-    return create_work_from_future(result)
+        def is_success(self) -> bool:
+            return self._done.done() and self._done.exception() is None
+
+        def exception(self) -> Any:
+            return self._done.exception() if self._done.done() else None
+
+        def result(self) -> list[Any]:
+            return [self._output]
+
+        def get_future(self) -> Any:
+            if self._future is None:
+                began: Any = torch.futures.Future()
+                done, output = self._done, self._output
+
+                def finish(_: Any) -> list[Any]:
+                    done.result()  # raises
+                    return [output]
+
+                def begin(_: Any) -> None:
+                    # What the program does then may wait for other exchanges: not on their thread.
+                    threading.Thread(target=began.set_result, args=(None,), daemon=True).start()
+
+                self._future = began.then(finish)
+                done.add_done_callback(begin)
+            return self._future
+
+    return PairwiseWork
 
 
 def complete_gloo(c10d: ModuleType, exchanges: PairwiseExchanges, *, replaces_nccl: bool) -> None:

@@ -93,6 +93,7 @@ def _record(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
         measurement = StepMeasurement(exchange, RunWriter(folder), training.models)
+        exchanges.timed = measurement.blocked
         for name, change in (measure_modules(measurement, COLLECTIVES) | take_losses(measurement.log)).items():
             changer.add(name, change)
 

@@ -92,17 +92,17 @@ class StepTimeline:
             self._gradients = _GradientTimes(self._exchanged_parameters())
         self._traces_layers = (number + 1) % RECORD_EVERY_STEPS == 0
 
-    def _exchanged_parameters(self) -> dict[str, Any]:
+    def _exchanged_parameters(self) -> list[tuple[str, Any]]:
         """Return the parameters by name whose gradients DDP exchanges; with a single rank those of the optimizer."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             groups = getattr(self._optimizer(), "param_groups", [])
-            return {f"tensor {i}": one for i, one in enumerate(one for group in groups for one in group["params"])}
-        return {
-            name: parameter
+            return [(f"tensor {i}", one) for i, one in enumerate(one for group in groups for one in group["params"])]
+        return [
+            (name, parameter)
             for model in list(self._models)
             for name, parameter in model.module.named_parameters()
             if name not in model.parameters_to_ignore
-        }
+        ]
 
     def close(self) -> None:
         """Write what is in memory."""
@@ -113,8 +113,8 @@ class StepTimeline:
 class _GradientTimes:
     """Times when the gradients of parameters are complete, by hooks."""
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        named = [(name, one) for name, one in parameters.items() if one.requires_grad and one.is_leaf]
+    def __init__(self, parameters: Sequence[tuple[str, Any]]) -> None:
+        named = [(name, one) for name, one in parameters if one.requires_grad and one.is_leaf]
         self._names = [name for name, _ in named]
         self._shapes = [tuple(tensor.shape) for _, tensor in named]
         self._at: dict[int, float] = {}

@@ -12,7 +12,9 @@ Gloo's reduce-scatter is an all-reduce, of which each rank keeps its part: it se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -60,20 +62,27 @@ def is_staged_through_host(group: RankGroup) -> bool:
 class PairwiseCollectives:
     """Reduce-scatters and all-gathers of tensors on the CPU, in the order of the calls, on a thread of their own.
 
-    All ranks call the same ones in the same order. A codec makes reduce-scatters of fp32 lossy: what encoding lost is
-    added to the numbers of the same call in the next step (error feedback). Calls are told apart by their order within
-    a step, which `begin_scope` begins.
+    All ranks call the same ones in the same order. A codec makes reduce-scatters of fp32 within an optimizer's step
+    lossy: what encoding lost is added to the numbers of the same call in its next step (error feedback). Calls are told
+    apart by their order within the step.
     """
 
     def __init__(self, group: RankGroup, codec: Codec | None = None) -> None:
         self._group, self._codec = group, codec
         self._thread = CommThread(group.device)
-        self._scope, self._num_calls = 0, 0
-        self._residuals: dict[tuple[int, int], list[Tensor]] = {}  # of a call: for each rank
+        self._updates: list[tuple[object, Iterator[int]]] = []  # optimizers whose steps are under way, numbers of calls
+        # of each optimizer, for each call in its step what no rank has been sent yet
+        self._residuals: weakref.WeakKeyDictionary[object, dict[int, list[Tensor]]] = weakref.WeakKeyDictionary()
 
-    def begin_scope(self, scope: int) -> None:
-        """Begin to count calls anew: those of an optimizer's step, or those outside of one."""
-        self._scope, self._num_calls = scope, 0
+    def begin_update(self, optimizer: object) -> None:
+        """Begin a step of an optimizer."""
+        self._updates = [update for update in self._updates if update[0] is not optimizer]  # one that has raised
+        self._updates.append((optimizer, itertools.count()))
+
+    def end_update(self, optimizer: object) -> None:
+        """End a step of an optimizer, and any within it that raised."""
+        while self._updates and self._updates.pop()[0] is not optimizer:
+            pass
 
     def reduce_scatter(self, parts: Sequence[Tensor], output: Tensor, *, is_mean: bool) -> tuple[Future[None], int]:
         """Sum parts[rank] over all ranks, in fp32 at least, into `output`; return (a future, the bytes sent).
@@ -81,7 +90,7 @@ class PairwiseCollectives:
         `parts`: one for each rank, of the size of `output`; they are read until the future is done.
         """
         flat = [part.detach().reshape(-1) for part in parts]
-        codec = self._codec if output.dtype == torch.float32 else None
+        codec = self._codec if output.dtype == torch.float32 and self._updates else None
         if codec is None:
             sent_bytes, residuals = (len(flat) - 1) * flat[0].nbytes, []
         else:
@@ -112,12 +121,13 @@ class PairwiseCollectives:
 
     def _take_residuals(self, flat: Sequence[Tensor], codec: Codec) -> list[Tensor]:
         """Return what earlier calls at this place of a step have not sent yet: zeros if there was none of this size."""
-        key, size = (self._scope, self._num_calls), _padded(flat[0].numel(), codec)
-        self._num_calls += 1
-        kept = self._residuals.get(key)
-        if kept is None or len(kept[0]) != size:
-            kept = self._residuals[key] = [torch.zeros(size) for _ in flat]
-        return kept
+        (optimizer, numbers), size = self._updates[-1], _padded(flat[0].numel(), codec)
+        of_optimizer = self._residuals.setdefault(optimizer, {})
+        number = next(numbers)
+        if number not in of_optimizer or len(of_optimizer[number][0]) != size:
+            with torch.inference_mode(False):
+                of_optimizer[number] = [torch.zeros(size) for _ in flat]
+        return of_optimizer[number]
 
     def _exchange(self, flat: Sequence[Tensor]) -> Tensor:
         """Return the sum of all ranks' tensors for this one, added in the order of the ranks."""
@@ -138,6 +148,7 @@ class PairwiseCollectives:
             if peer != rank:
                 residual[:num].add_(part)
                 codec.encode(residual, outgoing[peer])
+                residual.nan_to_num_(0.0, 0.0, 0.0)  # an overflow is sent once
         received = [torch.empty_like(payload) for payload in outgoing]
         pairwise_all_to_all(self._group, outgoing, received)
         total = torch.zeros_like(residuals[0])

@@ -13,6 +13,7 @@ All ranks decode the same bytes in the same order, so that the sums are equal to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,9 @@ class QuantizedAllReduce:
             if self._num_chunks == 1
             else self._reduce_scatter_all_gather(residual)
         )
+        if total.device.type == "cpu" and not math.isfinite(float(total.sum())):  # on all ranks alike
+            for left in (residual.local, residual.reduced):  # an overflow is sent once, and does not stay
+                left.nan_to_num_(0.0, 0.0, 0.0)
         for (_, begin, end), view in zip(grads.offsets(), grads.views, strict=True):
             view.copy_(total[begin:end])
         return sent_bytes
