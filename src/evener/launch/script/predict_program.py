@@ -65,30 +65,39 @@ def predict_program(
     `runs`: of any programs; `hosts`: names and numbers of ranks. Where `sync` or `shares` is "auto", take what is
     predicted to train fastest within the default loss budget.
     """
-    why_not = "there is no earlier run of it with these words on these hosts: the next launch knows more"
     found = [(rundir.manifest_path.stat().st_mtime, rundir) for path in runs
              if (rundir := RunDir(path)).manifest_path.exists()]  # fmt: skip
+    reasons = []
     for _, rundir in sorted(found, key=lambda one: one[0], reverse=True)[:MAX_RUNS]:
         try:
             plan = read_plan_if_present(rundir)
-            if plan is None or plan.program_digest != digest:
-                continue
-            if [(host.name, host.num_ranks) for host in plan.hosts] != list(hosts):
-                continue
-            manifest = rundir.manifest()
-            records = [rundir.records(member.rank) for member in manifest.roster.members]
-            fleet = fleet_of_run(rundir, manifest.roster.hosts)
-            request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), fleet)
-            if shares == "auto" and not manifest.can_divide:
-                shares = "equal"
-            prediction = answer_request(change_request(request, {"sync": sync, "shares": shares}, None))
-            roster = prediction.option(prediction.chosen).roster
-            return LaunchPrediction(
-                prediction=prediction,
-                run=str(rundir),
-                sync=sync if sync != "auto" else "ddp" if roster.sync == NO_SYNC else str(roster.sync),
-                shares=launch_shares(roster) if shares == "auto" else shares,
-            )
+        except (EvenerError, OSError):  # of which program is not known
+            continue
+        if plan is None or plan.program_digest != digest:
+            continue
+        if [(host.name, host.num_ranks) for host in plan.hosts] != list(hosts):
+            continue
+        try:
+            return _predict_from(rundir, sync, shares)
         except (EvenerError, OSError) as error:  # damaged, or it shows too little
-            why_not = str(error)
-    return why_not
+            reasons.append(str(error))
+    return next(
+        iter(reasons), "there is no earlier run of it with these words on these hosts: the next launch knows more"
+    )
+
+
+def _predict_from(rundir: RunDir, sync: str, shares: str) -> LaunchPrediction:
+    manifest = rundir.manifest()
+    records = [rundir.records(member.rank) for member in manifest.roster.members]
+    fleet = fleet_of_run(rundir, manifest.roster.hosts)
+    request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), fleet)
+    if shares == "auto" and not manifest.can_divide:
+        shares = "equal"
+    prediction = answer_request(change_request(request, {"sync": sync, "shares": shares}, None))
+    roster = prediction.option(prediction.chosen).roster
+    return LaunchPrediction(
+        prediction=prediction,
+        run=str(rundir),
+        sync=sync if sync != "auto" else "ddp" if roster.sync == NO_SYNC else str(roster.sync),
+        shares=launch_shares(roster) if shares == "auto" else shares,
+    )
