@@ -94,12 +94,40 @@ print("right", flush=True)
 dist.destroy_process_group()
 """
 
+LOST_PEER = """
+import os, torch
+from datetime import timedelta
+from torch.distributed import ReduceOp, distributed_c10d as c10d
+from evener.worker.script.gloo_completion import PairwiseExchanges, complete_gloo
+
+complete_gloo(c10d, PairwiseExchanges("ddp"), replaces_nccl=False)
+c10d.init_process_group("gloo", timeout=timedelta(seconds=20))
+part, whole = torch.empty(2), torch.ones(4)
+for op in (ReduceOp.SUM, ReduceOp.MAX):  # in pairs, and by an all-reduce
+    c10d.reduce_scatter_single(part, whole, op, async_op=True).wait()
+    assert part.tolist() == [2.0, 2.0] if op == ReduceOp.SUM else [1.0, 1.0]
+c10d.barrier()
+if c10d.get_rank() == 1:
+    os._exit(0)
+for op in (ReduceOp.SUM, ReduceOp.MAX):
+    try:
+        c10d.reduce_scatter_single(part, whole, op, async_op=True).wait()
+    except RuntimeError:
+        print("raised", flush=True)
+os._exit(0)
+"""
+
 
 @pytest.mark.parametrize("ranks", [2, *exhaustively(3)])
 def test_collectives_in_pairs_are_those_of_their_definition(run_script, ranks):
     done = run_script(PROGRAM, ranks=ranks)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("right") == ranks
+
+
+def test_waiting_for_a_lost_peer_raises(run_script):
+    done = run_script(LOST_PEER, ranks=2)
+    assert done.stdout.count("raised") == 2, done.stdout + done.stderr[-3000:]
 
 
 def test_failed_exchange_raises_for_whoever_waits():

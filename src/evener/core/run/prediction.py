@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> str:
-        """What rates count, in a second."""
+        """Return what rates count: tokens, or of a user's program samples or batches."""
         return self.shape.unit if isinstance(self.shape, ProgramModel) else "tokens"
 
     @property

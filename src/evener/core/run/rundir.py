@@ -125,7 +125,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def counted_unit(self) -> str:
-        """What the records count: tokens; in a user's own program samples, or else each rank's batch as one."""
+        """Return what the records count: tokens; in a user's own program samples, or else each rank's batch as one."""
         return self.unit or "samples" if self.shape is None else "tokens"
 
     @property

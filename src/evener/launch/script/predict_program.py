@@ -49,7 +49,7 @@ def program_digest(folder: Path, words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class LaunchPrediction:
-    """What an earlier run predicts of a launch."""
+    """Holds what an earlier run predicts of a launch."""
 
     prediction: Prediction
     run: str  # the earlier run

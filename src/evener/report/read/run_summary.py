@@ -60,7 +60,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unit(self) -> str:
-        """What a step counts: tokens, samples or batches."""
+        """Return what a step counts: tokens, samples or batches."""
         return self.manifest.counted_unit
 
     @property

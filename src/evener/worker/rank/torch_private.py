@@ -24,7 +24,6 @@ for _owner, _name in (
     (utils, "_sync_module_states"),
     (distributed_c10d._world, "group_count"),
     (_pytree, "tree_leaves"),
-    (torch._C._distributed_c10d, "_create_work_from_future"),
 ):
     if not hasattr(_owner, _name):
         raise ImportError(f"torch {torch.__version__} has no {_name}: evener was tried with torch {TRIED_VERSIONS}")
@@ -61,8 +60,3 @@ def restart_group_names() -> None:
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested lists, tuples, dicts and other containers that torch knows."""
     return _pytree.tree_leaves(tree)
-
-
-def create_work_from_future(future: torch.futures.Future[Any]) -> Any:
-    """Return the Work of an asynchronous collective whose result is that of a future."""
-    return getattr(torch._C._distributed_c10d, "_create_work_from_future")(future)  # noqa: B009  it has no type

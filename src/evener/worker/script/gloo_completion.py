@@ -218,20 +218,25 @@ def _completed_reduce_scatter(
             return reduce_scatter(*args, **kwargs)
         import torch
 
-        from evener.worker.rank.torch_private import create_work_from_future
-
         whole = torch.cat([part.detach().reshape(-1) for part in parts])
         rank = c10d.get_rank(of_group)
         start = sum(part.numel() for part in parts[:rank]) if len(parts) > 1 else rank * output.numel()
 
-        def keep_part(done: Any) -> list[Any]:
-            done.value()  # raises what the all-reduce raised
-            with torch.inference_mode(output.is_inference()), torch.no_grad():  # this is a thread of Gloo's
-                output.copy_(whole[start : start + output.numel()].view_as(output))
-            return [output]
+        done: Future[None] = Future()
+
+        def keep_part(reduced: Any) -> None:
+            try:
+                reduced.value()  # raises what the all-reduce raised
+                with torch.inference_mode(output.is_inference()), torch.no_grad():  # this is a thread of Gloo's
+                    output.copy_(whole[start : start + output.numel()].view_as(output))
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
         work = c10d.all_reduce.__wrapped__(whole, op=op, group=group, async_op=True)
-        return create_work_from_future(work.get_future().then(keep_part))
+        work.get_future().add_done_callback(keep_part)
+        return work_class(c10d)(done, output, exchanges.timed)
 
     return reduce
 
