@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import types
 from itertools import pairwise
+from statistics import fmean
 
 import msgspec
 import pytest
@@ -348,17 +348,23 @@ def test_change_between_equal_and_drifting_replicas_keeps_learning(tmp_path, cor
 
 @exhaustive
 def test_run_that_changes_loses_no_more_than_one_that_always_drifts(tmp_path, corpus, run_script):
-    """Neither the merges nor an outer momentum that starts at 0 costs more than drifting replicas do."""
+    """Neither the merges nor an outer momentum that starts at 0 costs more than drifting replicas do.
+
+    In the mean of three seeds: with one, rounding alone moves the loss by 1 % (from one kind of processor to another).
+    """
     flags = ["--data", str(corpus), "--model", "tiny", "--threads", "1", "--dtype", "fp32", "--shares", "equal",
-             "--steps", "400", "--batch", "12", "--sync", "auto", "--dropout", "0"]  # fmt: skip
+             "--steps", "400", "--batch", "12", "--sync", "auto", "--dropout", "0", "--lr", "2e-3"]  # fmt: skip
     losses = {}
     for name, changes in (("ddp", ""), ("drifts", "1=diloco:10"),
                           ("changes", "50=diloco:10,150=ddp,200=diloco:10,350=ddp,360=diloco:10")):  # fmt: skip
-        done = run_script(CHANGING, changes, *flags, "--out", str(tmp_path / name), ranks=2)
-        assert done.returncode == 0, done.stderr
-        run = RunDir(tmp_path / name)
-        training = math.fsum(record.loss for record in run.records(0)[-50:]) / 50
-        losses[name] = training, run.manifest().result.val_loss
+        training, validation = [], []
+        for seed in ("1", "2", "3"):
+            out = tmp_path / f"{name}-{seed}"
+            done = run_script(CHANGING, changes, *flags, "--seed", seed, "--out", str(out), ranks=2)
+            assert done.returncode == 0, done.stderr
+            training += [record.loss for record in RunDir(out).records(0)[-50:]]
+            validation.append(RunDir(out).manifest().result.val_loss)
+        losses[name] = fmean(training), fmean(validation)
     for ddp, drifts, changes in zip(*losses.values(), strict=True):
         assert changes < 1.005 * max(ddp, drifts)
 
