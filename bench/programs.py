@@ -8,8 +8,9 @@ those of torchrun with two local ranks, within 1e-5. A program that cannot train
 or by evener.
 Every program adds a line to bench/programs.jsonl. Needs Linux and root.
 
-nanochat is run twice: as it is, and with the line that its README leaves to people without a GPU (a process group on
-the CPU). Its data are made of Python's library, with its own tokenizer trainer.
+nanochat's base_train is run twice: as it is, and with the line that its README leaves to people without a GPU (a
+process group on the CPU). Its data are made of Python's library, with its own tokenizer trainer. Its chat_sft begins
+from a model of a few steps, and reads conversations, questions and sums made here in place of those of the hub.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,12 @@ NANOCHAT_FLAGS = (
     "--device-type=cpu --depth=4 --max-seq-len=256 --device-batch-size=1 --total-batch-size=512 --num-iterations=12 "
     "--eval-every=-1 --core-metric-every=-1 --sample-every=-1 --window-pattern L"
 )
+NANOCHAT_SFT_FLAGS = (
+    "--device-type=cpu --num-iterations=12 --load-optimizer=0 --eval-every=-1 --eval-tokens=1024 --chatcore-every=-1"
+)
 # reduce-scatter with a future, which Gloo lacks: for the reference, by torchrun alone
 REFERENCE_NANOCHAT = """
-import runpy, torch, torch.distributed as dist
+import runpy, sys, torch, torch.distributed as dist
 def reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
     whole, future = input.clone(), torch.futures.Future()
     dist.all_reduce(whole, op=op)
@@ -53,7 +58,8 @@ def reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=None, async_op=Fal
         get_future = staticmethod(lambda: future)
     return Done()
 dist.reduce_scatter_tensor = reduce_scatter
-runpy.run_module("scripts.base_train", run_name="__main__", alter_sys=True)
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
@@ -181,7 +187,10 @@ CASES = (
                 reason="the 2 ranks have no process group", packages=("rustbpe", "wandb"), env=("NANOCHAT_BASE_DIR",)),
     ProgramCase("nanochat base_train, with a group", "nanochat", f"-m scripts.base_train {NANOCHAT_FLAGS}",
                 losses=r"step \d+/\d+ .*\| loss: ([\d.]+)", packages=("rustbpe", "wandb"), env=("NANOCHAT_BASE_DIR",),
-                reference=f"reference.py {NANOCHAT_FLAGS}", prepare=add_gloo_group),
+                reference=f"reference.py scripts.base_train {NANOCHAT_FLAGS}", prepare=add_gloo_group),
+    ProgramCase("nanochat chat_sft, with a group", "nanochat", f"-m scripts.chat_sft {NANOCHAT_SFT_FLAGS}",
+                losses=r"step \d+ \(.*\| loss: ([\d.]+)", packages=("rustbpe", "wandb"), env=("NANOCHAT_BASE_DIR",),
+                reference=f"reference.py scripts.chat_sft {NANOCHAT_SFT_FLAGS}", prepare=add_gloo_group),
     ProgramCase("nanoGPT train", "nanoGPT", "torchrun --standalone --nproc_per_node=1 train.py "
                 "config/train_shakespeare_char.py --device=cpu --backend=gloo --compile=False",
                 reason="the script asks for a GPU"),
@@ -300,8 +309,25 @@ def prepare_nanochat(programs: Path, folder: Path) -> Path:
     for shard, part in enumerate((texts[:60], texts[60:120], texts[120:])):
         pq.write_table(pa.table({"text": part}), data / f"shard_{shard:05d}.parquet", row_group_size=8)
     argv = [sys.executable, "-m", "scripts.tok_train", "--max-chars", "4000000", "--vocab-size", "4096"]
-    subprocess.run(argv, cwd=programs / "nanochat", env=os.environ | {"NANOCHAT_BASE_DIR": str(base)}, check=True,
-                   capture_output=True)  # fmt: skip
+    env = os.environ | {"NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
+    base_train = [sys.executable, "-m", "scripts.base_train", *NANOCHAT_FLAGS.split()]  # what chat_sft begins from
+    for command in (argv, base_train):
+        subprocess.run(command, cwd=programs / "nanochat", env=env, check=True, capture_output=True)
+    # chat_sft validates on 5,200 of the questions and on 420 of the sums
+    words = sorted({word for text in texts[:20] for word in text.split() if word.isalpha()})
+    talk = [{"messages": [{"role": "user", "content": f"What comes after {a}?"}, {"role": "assistant", "content": b}]}
+            for a, b in pairwise(words[:400])]  # fmt: skip
+    questions = [{"question": f"Which one is {word}?", "choices": ["no", word, "not", "none"], "answer": 1,
+                  "subject": "anatomy"} for word in words[:200]] * 26  # fmt: skip
+    sums = [{"question": f"{i} + 1?", "answer": f"It is <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}"} for i in range(500)]
+    for dataset, splits, rows in (("HuggingFaceTB--smol-smoltalk/default", ("train", "test"), talk),
+                                  ("cais--mmlu/all", ("auxiliary_train", "test"), questions),
+                                  ("openai--gsm8k/main", ("train", "test"), sums)):  # fmt: skip
+        for split in splits:  # as nanochat's load_hub_dataset leaves what it has downloaded
+            shards = base / "task_data" / dataset / split
+            shards.mkdir(parents=True)
+            pq.write_table(pa.Table.from_pylist(rows), shards / "00000.parquet")
+            (shards / "manifest.json").write_text('["00000.parquet"]')
     return base
 
 
