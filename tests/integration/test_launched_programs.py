@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
 
 from evener.core.run.rundir import RunDir
 from tests.tiers import exhaustive
@@ -156,6 +159,30 @@ for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
     evener.log(loss=loss)
     losses.append(loss.item())
 print("losses", dist.get_rank(), *losses, flush=True)
+dist.destroy_process_group()
+"""
+# Two optimizers that update once in two passes: a step is over when both have, before the next forward pass.
+LOCAL_STEPS = """
+import copy
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Linear(6, 3)
+torch.save(net.state_dict(), "start.pt") if rank == 0 else None
+draw = torch.Generator().manual_seed(rank)
+data = torch.randn(48, 4, 6, generator=draw)
+torch.save(data, f"data-{rank}.pt")
+model = DistributedDataParallel(net)
+optimizers = [SGD([net.weight], 0.05, momentum=0.9), SGD([net.bias], 0.05, momentum=0.9)]
+for step in range(24):
+    if step % 12 == 1:
+        copy.deepcopy(model)
+    for x in data[2 * step : 2 * step + 2]:
+        model(x).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+torch.save(net.state_dict(), f"end-{rank}.pt")
 dist.destroy_process_group()
 """
 
@@ -318,6 +345,37 @@ def test_gradients_of_unchanged_program_are_compressed(launch: Launch) -> None:
     assert str(rundir.manifest().roster.sync) == "int8"
     exchanges = rundir.spans(0)[-1].exchanges
     assert sum(bucket.sent_bytes for bucket in exchanges) == records[-1].bytes
+
+
+def test_unchanged_program_takes_local_steps_between_exchanges(launch: Launch) -> None:
+    """Against DiLoCo as its formulas say, with both replicas in one process."""
+    status, text = launch.run(program=LOCAL_STEPS, flags=("--ranks", "2", "--sync", "diloco:5"))
+    assert status == 0, text
+    assert "the program has ended between two exchanges of diloco:5" in text
+    everywhere, momentum = torch.load(launch.folder / "start.pt"), {"weight": 0.0, "bias": 0.0}
+    replicas = [nn.Linear(6, 3) for _ in range(2)]
+    optimizers = [SGD(replica.parameters(), 0.05, momentum=0.9) for replica in replicas]
+    data = [torch.load(launch.folder / f"data-{rank}.pt") for rank in (0, 1)]
+    for step in range(24):
+        for replica, optimizer, batches in zip(replicas, optimizers, data, strict=True):
+            if step % 5 == 0:
+                replica.load_state_dict(everywhere)
+            optimizer.zero_grad()
+            for x in batches[2 * step : 2 * step + 2]:
+                replica(x).square().mean().backward()
+            optimizer.step()
+        if step % 5 == 4:
+            mu = min((1 - 2**-0.5) ** 0.5, (step // 5) / (step // 5 + 5))
+            for name, value in everywhere.items():
+                delta = value - sum(replica.state_dict()[name] for replica in replicas) / 2
+                momentum[name] = mu * momentum[name] + delta
+                everywhere[name] = value - (delta + mu * momentum[name]) / (1 + mu)
+    for rank, replica in enumerate(replicas):
+        ended = torch.load(launch.folder / f"end-{rank}.pt")
+        assert all(torch.allclose(ended[name], value, atol=1e-6) for name, value in replica.state_dict().items())
+    rundir = RunDir(next(launch.folder.glob("runs/*")))
+    assert [record.bytes for record in rundir.records(1)] == [0, 0, 0, 0, 0, *([4 * 21, 0, 0, 0, 0] * 4)][:24]
+    assert str(rundir.manifest().roster.sync) == "diloco:5"
 
 
 @exhaustive

@@ -122,16 +122,29 @@ MEASURED = {"independent": False, "no_compat": False, "no_measure": False}
 
 
 @pytest.mark.parametrize(
-    ("sync", "options"), [("ddp", []), ("int8", ["sync=int8"]), ("powersgd:4", ["sync=powersgd:4"])]
+    ("sync", "options"),
+    [
+        ("ddp", []),
+        ("int8", ["sync=int8"]),
+        ("powersgd:4", ["sync=powersgd:4"]),
+        ("diloco:10:int8", ["sync=diloco:10:int8"]),
+    ],
 )
 def test_strategies_of_ddp_are_for_programs(sync: str, options: list[str]) -> None:
     assert script_options(sync, "equal", **MEASURED) == options
 
 
-@pytest.mark.parametrize("sync", ["diloco:10", "int8+sparse", "fsdp", "none", "in8"])
+@pytest.mark.parametrize("sync", ["diloco:4", "diloco:10:streamed", "int8+sparse", "fsdp", "none", "in8"])
 def test_other_strategies_are_refused_for_programs(sync: str) -> None:
     with pytest.raises(UsageError, match=f"--sync {re.escape(sync)}"):
         script_options(sync, "equal", **MEASURED)
+
+
+def test_shares_and_local_steps_are_refused_together() -> None:
+    with pytest.raises(
+        UsageError, match="--shares 2:1 weights gradients, and with --sync diloco:10 ranks exchange none"
+    ):
+        script_options("diloco:10", "2:1", **MEASURED)
 
 
 @pytest.mark.parametrize("shares", ["auto", "1:0", "a:b", ""])

@@ -115,7 +115,7 @@ def test_only_what_a_program_can_be_launched_with_is_predicted():
 
 @pytest.mark.parametrize(
     ("flags", "why"),
-    [({"model": "char"}, "--model: train.py decides that itself"), ({"sync": "diloco:10"}, "not for a program")],
+    [({"model": "char"}, "--model: train.py decides that itself"), ({"sync": "fsdp"}, "not for a program")],
 )
 def test_what_the_program_decides_is_refused(flags, why):
     asked = request_from_run("run", manifest(), records(), None)

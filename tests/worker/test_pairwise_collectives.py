@@ -15,7 +15,7 @@ from ..tiers import exhaustively
 
 PROGRAM = """
 import os, sys, torch, torch.distributed as dist
-from evener.worker.script.gradient_compression import ProgramGroup
+from evener.worker.script.program_sync import ProgramGroup
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import BlockwiseIntCodec
 from evener.worker.sync.quantized import QuantizedAllReduce

@@ -37,8 +37,8 @@ def launch(
     sync: str = typer.Option(
         "ddp",
         metavar="NAME",
-        help="how DDP sums gradients: ddp, packed, bf16, int8, int4, powersgd:R; or auto, from the newest run of "
-        "this program",
+        help="how DDP models are synchronized: ddp, packed, bf16, int8, int4, powersgd:R, diloco:H; or auto, from "
+        "the newest run of this program",
     ),
     shares: str = typer.Option("equal", help="shares of each batch by rank, such as 2:1; or auto, as for --sync"),
     membership: str = typer.Option(

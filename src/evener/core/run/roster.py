@@ -108,14 +108,24 @@ _PARAMETER_HINTS = {
 }
 
 
-PROGRAM_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd")
+PROGRAM_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")
 
 
 def check_sync_of_program(sync: SyncSpec) -> None:
-    """Raise UsageError for a strategy that DDP's communication hook, and so a user's own program, cannot use."""
+    """Raise UsageError for a strategy that the DDP models of a user's own program cannot have."""
     if sync.kind not in PROGRAM_KINDS or sync.sparse:
         raise UsageError(f"--sync {sync}: not for a program of your own",
-                         hint=f"--sync {', '.join(PROGRAM_KINDS[:-1])} or powersgd:4")  # fmt: skip
+                         hint=f"--sync {', '.join(PROGRAM_KINDS[:-2])}, powersgd:4 or diloco:10")  # fmt: skip
+    if sync.streamed:
+        raise UsageError(
+            f"--sync {sync}: not for a program of your own: what it saves would be one rank's own model at any time",
+            hint=f"--sync {str(sync).removesuffix(':streamed')}",
+        )
+    if sync.drifts and not sync.has_outer_momentum:
+        raise UsageError(
+            f"--sync {sync}: not for a program of your own: so few steps need another learning rate",
+            hint=f"diloco:{MAX_STEPS_WITHOUT_MOMENTUM + 1} or more",
+        )
 
 
 def parse_sync(text: str) -> SyncSpec:

@@ -41,6 +41,10 @@ def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool
             raise UsageError(
                 "--shares divides a batch, and --independent ranks have none in common", hint="one of them"
             )
+        if spec.drifts:
+            raise UsageError(
+                f"--shares {shares} weights gradients, and with --sync {spec} ranks exchange none", hint="one of them"
+            )
         options.append(f"shares={shares}")
     return options
 

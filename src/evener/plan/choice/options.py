@@ -283,7 +283,9 @@ def applicable_strategies(job: Job, cluster: Cluster) -> list[SyncSpec]:
 
 
 def is_applicable(sync: SyncSpec, job: Job) -> bool:
-    """Return whether the strategy suits the shape of the model."""
+    """Return whether the strategy suits the shape of the model. Replicas of a user's program drift only if asked to."""
+    if isinstance(job.shape, ProgramModel) and sync.drifts:
+        return False
     try:
         check_sync_for_shape(sync, job.shape)
     except UsageError:

@@ -9,15 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from evener.core.run.roster import DDP, SyncSpec
 from evener.core.script.call_ring import CallRing
 from evener.worker.record.heartbeat import current_line
 from evener.worker.script.gloo_completion import PairwiseExchanges
+from evener.worker.script.module_changer import ModuleChange, collect_instances
+from evener.worker.script.report import launched_rank, warn
 from evener.worker.script.step_measurement import StepMeasurement
 from evener.worker.script.training_checks import TrainingChecks
+
+if TYPE_CHECKING:
+    from evener.worker.script.program_sync import LocalSteps
 
 # Operations that exchange tensors, and the positions of the tensor, or list of tensors, whose size is recorded.
 COLLECTIVES = {
@@ -154,52 +161,108 @@ def sent_bytes(name: str, num_bytes: int, num_ranks: int) -> float:
     return others / num_ranks * num_bytes
 
 
-def hook_ddp(distributed: ModuleType, make_hook: Callable[[Any], Any]) -> None:
-    """Have each DDP model sum its gradients by `make_hook(model)`, unless the program has a hook of its own.
+class ProgramSync:
+    """Has a program's DDP models synchronized by a strategy, unless a model has a communication hook of its own.
 
-    `distributed` is torch.nn.parallel.distributed. The hook is made at the first forward pass, when a program has
-    registered its own; if it is None, torch's own hook is registered, which calls the all-reduce in Python.
+    A hook is made at the first forward pass, when a program has registered its own. With plain `ddp` it is torch's own,
+    which calls the all-reduce in Python.
     """
-    ddp = distributed.DistributedDataParallel
-    forward, register = ddp.forward, ddp._register_builtin_comm_hook
 
-    @functools.wraps(register)
-    def register_builtin(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._evener_has_hook = True
-        return register(self, *args, **kwargs)
+    def __init__(self, sync: SyncSpec, measurement: StepMeasurement | None) -> None:
+        self._sync, self._measurement = sync, measurement
+        self._local_steps: weakref.WeakKeyDictionary[Any, LocalSteps] = weakref.WeakKeyDictionary()  # by DDP model
+        self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @functools.wraps(forward)
-    def hooked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.__dict__.get("_evener_has_hook") and may_hook(self):
-            self._evener_has_hook = True
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    def update_changes(self) -> dict[str, ModuleChange]:
+        """Return what to change in the modules of torch that update a model, when each is imported."""
 
-            hook = make_hook(self)
-            with contextlib.suppress(RuntimeError):  # a hook is registered, or this model can have none
-                if hook is None:
-                    # WORLD is None: a process group, which cannot be copied, would keep the model from being so
-                    is_world = self.process_group is distributed.dist.group.WORLD
-                    self.register_comm_hook(None if is_world else self.process_group, allreduce_hook)
-                else:
-                    self.register_comm_hook(None, hook)
-        return forward(self, *args, **kwargs)
+        def change_optimizer(optimizer: ModuleType) -> None:
+            optimizer.register_optimizer_step_post_hook(self._after_update)
 
-    def may_hook(self: Any) -> bool:
-        """Return whether a hook changes nothing but who calls the all-reduce, in the backward of this forward pass."""
-        import torch
+        def change_scaler(grad_scaler: ModuleType) -> None:
+            scaler = grad_scaler.GradScaler
+            scaler.__init__ = collect_instances(scaler.__init__, self._scalers)
 
-        return (
-            torch.is_grad_enabled()
-            and self.training
-            and self.require_backward_grad_sync
-            and not self.__dict__.get("_comm_hooks", [self])
-            and self.__dict__.get("process_group") is not None
-            and not self._join_config.enable  # ranks that have joined count in the mean, or do not
-            and not getattr(self, "_use_python_reducer", False)
-            and not getattr(self, "_delay_all_reduce_all_params", False)
-            and not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.parameters())
-            # torch's wrapped groups end ranks that exchange gradients in hooks by SIGSEGV
-            and distributed.dist.get_debug_level() != distributed.dist.DebugLevel.DETAIL
-        )
+        if not self._sync.drifts:
+            return {}
+        return {"torch.optim.optimizer": change_optimizer, "torch.amp.grad_scaler": change_scaler}
 
-    ddp._register_builtin_comm_hook, ddp.forward = register_builtin, hooked_forward
+    def change_ddp(self, distributed: ModuleType) -> None:
+        """Have DDP models of torch.nn.parallel.distributed make their hook before their first pass in training."""
+        ddp = distributed.DistributedDataParallel
+        forward, register = ddp.forward, ddp._register_builtin_comm_hook
+        drifts = self._sync.drifts
+
+        @functools.wraps(register)
+        def register_builtin(model: Any, *args: Any, **kwargs: Any) -> Any:
+            model._evener_has_hook = True
+            return register(model, *args, **kwargs)
+
+        @functools.wraps(forward)
+        def hooked_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.__dict__.get("_evener_has_hook") and _may_hook(model, distributed):
+                model._evener_has_hook = True
+                from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+                hook = self._make_hook(model)
+                with contextlib.suppress(RuntimeError):  # a hook is registered, or this model can have none
+                    if hook is None:
+                        # WORLD is None: a process group, which cannot be copied, would keep the model from being so
+                        is_world = model.process_group is distributed.dist.group.WORLD
+                        model.register_comm_hook(None if is_world else model.process_group, allreduce_hook)
+                    else:
+                        model.register_comm_hook(None, hook)
+            if drifts and model.training and (steps := self._local_steps.get(model)) is not None:
+                steps.end_step()
+            return forward(model, *args, **kwargs)
+
+        ddp._register_builtin_comm_hook, ddp.forward = register_builtin, hooked_forward
+
+    def are_replicas_equal(self) -> bool:
+        """Return whether the weights of all models are those that the ranks last exchanged."""
+        return all(steps.is_synced() for steps in self._local_steps.values())
+
+    def close(self) -> None:
+        """Say so if the program ends with weights that are not those of all ranks."""
+        if not self.are_replicas_equal() and launched_rank() == 0:
+            warn(
+                f"the program has ended between two exchanges of {self._sync}: what rank 0 saved last is its own model",
+                hint=f"a number of updates that {self._sync.every} divides, also between two checkpoints",
+            )
+
+    def _after_update(self, optimizer: Any, *_: Any) -> None:
+        for steps in list(self._local_steps.values()):
+            steps.after_update(optimizer)
+
+    def _make_hook(self, model: Any) -> Any:
+        """Return the hook of a strategy for a model; None: torch's own."""
+        if self._sync == DDP:
+            return None
+        from evener.worker.script.program_sync import LocalSteps, as_function, make_synchronizer
+
+        has_scaler = any(scaler.is_enabled() for scaler in self._scalers)
+        made = make_synchronizer(model, self._sync, self._measurement, has_scaler=has_scaler)
+        if isinstance(made, LocalSteps):
+            self._local_steps[model] = made
+        return made and as_function(made)
+
+
+def _may_hook(model: Any, distributed: ModuleType) -> bool:
+    """Return whether a hook changes nothing but how a DDP model's gradients are summed, in the backward of this forward
+    pass.
+    """
+    import torch
+
+    return (
+        torch.is_grad_enabled()
+        and model.training
+        and model.require_backward_grad_sync
+        and not model.__dict__.get("_comm_hooks", [model])
+        and model.__dict__.get("process_group") is not None
+        and not model._join_config.enable  # ranks that have joined count in the mean, or do not
+        and not getattr(model, "_use_python_reducer", False)
+        and not getattr(model, "_delay_all_reduce_all_params", False)
+        and not any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters())
+        # torch's wrapped groups end ranks that exchange gradients in hooks by SIGSEGV
+        and distributed.dist.get_debug_level() != distributed.dist.DebugLevel.DETAIL
+    )

@@ -21,6 +21,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from evener.worker.script.group_checks import OWN_GROUP
+
 if TYPE_CHECKING:
     from evener.worker.sync.pairwise import PairwiseCollectives
 
@@ -78,8 +80,8 @@ class PairwiseExchanges:
         return self._to_work(c10d, done, output, is_async=is_async)
 
     def _collectives(self, c10d: ModuleType, group: Any) -> PairwiseCollectives | None:
-        """Return the exchanges among the ranks of this group; None if it has not all ranks, or one alone."""
-        if group.size() == 1 or group.size() != c10d.get_world_size():
+        """Return the exchanges among the ranks of this group; None if some ranks are not in it, or it is ours."""
+        if group.size() == 1 or group.size() != c10d.get_world_size() or group.group_desc == OWN_GROUP:
             return None
         for known, collectives in self._of:
             if known is group:
@@ -87,13 +89,15 @@ class PairwiseExchanges:
         import torch
 
         from evener.core.run.roster import parse_sync
-        from evener.worker.script.gradient_compression import ProgramGroup
+        from evener.worker.script.program_sync import ProgramGroup
         from evener.worker.sync.pairwise import PairwiseCollectives
         from evener.worker.sync.sync_factory import make_codec
 
         cpu = torch.device("cpu")
         timeout = group._get_backend(cpu).options._timeout
-        own = c10d.new_group(backend="gloo", timeout=timeout)  # all ranks come here, at the same call
+        own = c10d.new_group(
+            backend="gloo", timeout=timeout, group_desc=OWN_GROUP
+        )  # all ranks come here, at the same call
         ranks = ProgramGroup(group.rank(), group.size(), cpu, "gloo", own)
         self._of.append((group, PairwiseCollectives(ranks, make_codec(parse_sync(self._sync)))))
         return self._of[-1][1]

@@ -15,10 +15,11 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from evener.core.run.roster import parse_sync
 from evener.core.script.call_ring import CALLS_FOLDER, CallRing
 from evener.core.script.variables import OPTIONS_VARIABLE
 from evener.worker.record.heartbeat import start_heartbeat
-from evener.worker.script.collective_calls import COLLECTIVES, hook_ddp, record_collectives
+from evener.worker.script.collective_calls import COLLECTIVES, ProgramSync, record_collectives
 from evener.worker.script.gloo_completion import PairwiseExchanges, complete_gloo
 from evener.worker.script.group_checks import RANK_PID_VARIABLE, GroupChecks
 from evener.worker.script.module_changer import ModuleChanger
@@ -68,7 +69,7 @@ def install() -> None:
 def _record(
     changer: ModuleChanger, sync: str, checks: GroupChecks | None, exchanges: PairwiseExchanges, *, measures: bool
 ) -> None:
-    """Record the collectives of this rank, measure its steps, and have DDP sum gradients by the strategy `sync`."""
+    """Record the collectives of this rank, measure its steps, and synchronize DDP models by the strategy `sync`."""
     folder = run_folder()
     if folder is None:
         return
@@ -93,6 +94,11 @@ def _record(
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
         measurement = StepMeasurement(exchange, RunWriter(folder), training.models)
+    program_sync = ProgramSync(parse_sync(sync), measurement)
+    for name, change in program_sync.update_changes().items():  # before the measurement takes an update for ended
+        changer.add(name, change)
+    if measurement is not None and training is not None:
+        training.are_replicas_equal = program_sync.are_replicas_equal
         exchanges.timed = measurement.blocked
         for name, change in (measure_modules(measurement, COLLECTIVES) | take_losses(measurement.log)).items():
             changer.add(name, change)
@@ -114,6 +120,7 @@ def _record(
         has_failed = hasattr(sys, "last_value") or (exit_codes and exit_codes[-1] not in (None, 0))
         if not has_failed:
             ring.close()
+            program_sync.close()
         if measurement is not None:
             measurement.close()
             exchange.close(is_finished=not has_failed)
@@ -123,13 +130,4 @@ def _record(
         "torch.distributed.distributed_c10d",
         lambda c10d: record_collectives(c10d, ring, measurement, training, exchanges),
     )
-
-    def make_hook(model: Any) -> Any:
-        if sync == "ddp":
-            return None
-        from evener.core.run.roster import parse_sync
-        from evener.worker.script.gradient_compression import make_compression_hook
-
-        return make_compression_hook(model, parse_sync(sync), measurement)
-
-    changer.add("torch.nn.parallel.distributed", lambda distributed: hook_ddp(distributed, make_hook))
+    changer.add("torch.nn.parallel.distributed", program_sync.change_ddp)

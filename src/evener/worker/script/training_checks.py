@@ -62,6 +62,7 @@ class TrainingChecks:
     def __init__(self) -> None:
         self.facts: RankFacts | None = None
         self.replicas: deque[ReplicaSample] = deque()  # to be compared with those of the other ranks
+        self.are_replicas_equal: Callable[[], bool] = lambda: True  # whether they have to be, at this moment
         self._is_first = launched_rank() == 0
         self._is_off = False  # something of the program's is not as these checks expect
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -205,7 +206,7 @@ class TrainingChecks:
         if not torch.is_grad_enabled():
             return
         self._num_passes += 1
-        if self._is_sample_due:
+        if self._is_sample_due and self.are_replicas_equal():
             self._sample_replicas()
         self.models[model] = bool(model.require_backward_grad_sync)
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
