@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from evener.core.base.errors import UsageError
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.host_info import HostInfo
 from evener.core.model.gradients import GradientTensor, ProgramModel
 from evener.core.run.roster import Member, Roster, parse_sync
@@ -15,7 +16,7 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult
 from evener.core.run.step_cost import StepCost, StepRecord
 from evener.plan.choice.plan_request import answer_request, calibrated_rates, change_request, request_from_run
-from evener.plan.choice.program_request import advise_on_launch
+from evener.plan.choice.program_request import advise_on_launch, move_program
 from evener.plan.choice.search import predict
 
 SIZE = 4_000_000  # parameters, in two matrices
@@ -99,6 +100,41 @@ def test_a_faster_link_hides_the_exchange():
     option = answer_request(asked).option("ddp")
     assert option.step_s == pytest.approx(16 * SAMPLE_S["b"], rel=0.03)
     assert {rank.memory_bytes for rank in option.ranks} == {1 << 30}  # as the largest rank was measured
+
+
+FLEET = Fleet(
+    hosts={name: HostConfig(address=name) for name in "abc"},
+    links={"a": {"c": HostLink(goodput_Bps=8e7, rtt_s=0.0)}},
+    rates={name: {"cpu": Rates(models={"char": ModelRate(tokens_per_s=rate)})} for name, rate in
+           (("a", 3000.0), ("b", 1500.0), ("c", 2400.0))},
+)  # fmt: skip
+
+
+def test_a_host_that_never_ran_the_program_is_as_fast_as_probing_found_it():
+    """c has 0.8 of a's speed: 16 samples in 0.4 s. Over 80 MB/s half of the gradients follow in 0.1 s."""
+    asked = request_from_run("run", manifest(), records(), None)
+    job, cluster = move_program(asked.job, asked.cluster, FLEET, [("a", 1), ("c", 1)])
+    option = predict(job, msgspec.structs.replace(cluster, jitter=0.0)).option("ddp")
+    assert option.step_s == pytest.approx(16 * SAMPLE_S["a"] / 0.8 + 0.1, rel=0.01)
+    assert job.spec.train.batch == 32
+    assert any("0.80 times as fast as a" in text for text in cluster.assumed)
+
+
+def test_more_ranks_divide_a_host():
+    asked = request_from_run("run", manifest(), records(), None)
+    job, cluster = move_program(asked.job, asked.cluster, FLEET, [("a", 2)])
+    assert job.spec.train.batch == 32
+    assert cluster.hosts["a"].tokens_per_s["fp32"] == pytest.approx(asked.cluster.hosts["a"].tokens_per_s["fp32"] / 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [([("a", 1), ("d", 1)], "nobody has compared d with a"), ([("b", 1), ("c", 1)], "nobody measured this link")],
+)
+def test_what_nobody_measured_is_named(hosts: list[tuple[str, int]], why: str):
+    asked = request_from_run("run", manifest(), records(), None)
+    with pytest.raises(UsageError, match=why):
+        move_program(asked.job, asked.cluster, FLEET, hosts)
 
 
 def test_where_samples_are_not_known_a_rank_s_part_of_a_step_counts():

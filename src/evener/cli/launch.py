@@ -119,7 +119,10 @@ def launch(
             prepared = prepare_hosts(hosts.with_ranks(ranks), rundir, machine, port=port, cwd=parsed.project)
             digest = program_digest(parsed.project, parsed.argv)
             runs = find_run_dirs(rundir.path.parent)
-            known = predict_program(runs, digest, prepared.rank_counts, sync, shares) if measures else ""
+            known: LaunchPrediction | str = ""
+            if measures:
+                of_hosts = None if path is None else hosts.fleet
+                known = predict_program(runs, digest, prepared.rank_counts, sync, shares, of_hosts)
             sync, shares = _print_prediction(known, parsed.name, sync, shares)
             options = script_options(sync, shares, **switches)
             run = plan_script(

@@ -1,7 +1,7 @@
-"""Predict a user's program before it starts, from its newest run on the same hosts.
+"""Predict a user's program before it starts, from its newest run.
 
 The run showed how fast each host computes, which gradients the program exchanges and when they are ready. From that
-follow its steps with another strategy or other shares.
+follow its steps with another strategy, other shares or, by what probing measured, other hosts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from evener.core.base.errors import EvenerError
 from evener.core.base.file_io import read_file
+from evener.core.cluster.fleet_file import Fleet
 from evener.core.run.prediction import Prediction
 from evener.core.run.roster import NO_SYNC
 from evener.core.run.run_plan import fleet_of_run, read_plan_if_present, read_prediction
 from evener.core.run.rundir import RunDir
 from evener.plan.choice.plan_request import answer_request, change_request, request_from_run
-from evener.plan.choice.program_request import launch_shares
+from evener.plan.choice.program_request import launch_shares, move_program
 
 MAX_RUNS = 30  # the newest, of any program, that are looked at
 MAX_FILES, MAX_FILE_BYTES = 200, 1 << 20
@@ -58,27 +61,31 @@ class LaunchPrediction:
 
 
 def predict_program(
-    runs: Sequence[Path], digest: str, hosts: Sequence[tuple[str, int]], sync: str, shares: str
+    runs: Sequence[Path], digest: str, hosts: Sequence[tuple[str, int]], sync: str, shares: str, fleet: Fleet | None
 ) -> LaunchPrediction | str:
-    """Predict a launch from the newest run of the same program on the same hosts; return why not, if that is so.
+    """Predict a launch from the newest run of the same program; return why not, if that is so.
 
-    `runs`: of any programs; `hosts`: names and numbers of ranks. Where `sync` or `shares` is "auto", take what is
-    predicted to train fastest within the default loss budget.
+    `runs`: of any programs; `hosts`: names and numbers of ranks, with what is known of them in `fleet`. A run on the
+    same hosts is preferred: from one on others it follows by how fast probing found them. Where `sync` or `shares` is
+    "auto", take what is predicted to train fastest within the default loss budget.
     """
     found = [(rundir.manifest_path.stat().st_mtime, rundir) for path in runs
              if (rundir := RunDir(path)).manifest_path.exists()]  # fmt: skip
-    reasons = []
+    here: list[RunDir] = []
+    elsewhere: list[RunDir] = []
     for _, rundir in sorted(found, key=lambda one: one[0], reverse=True)[:MAX_RUNS]:
         try:
             plan = read_plan_if_present(rundir)
         except (EvenerError, OSError):  # of which program is not known
             continue
-        if plan is None or plan.program_digest != digest:
-            continue
-        if [(host.name, host.num_ranks) for host in plan.hosts] != list(hosts):
-            continue
+        if plan is not None and plan.program_digest == digest:
+            is_here = [(host.name, host.num_ranks) for host in plan.hosts] == list(hosts)
+            (here if is_here else elsewhere).append(rundir)
+    reasons = []
+    for rundir in [*here, *(elsewhere if fleet is not None else [])]:
+        moves = None if rundir in here or fleet is None else (fleet, hosts)
         try:
-            return _predict_from(rundir, sync, shares)
+            return _predict_from(rundir, sync, shares, moves)
         except (EvenerError, OSError) as error:  # damaged, or it shows too little
             reasons.append(str(error))
     return next(
@@ -86,11 +93,17 @@ def predict_program(
     )
 
 
-def _predict_from(rundir: RunDir, sync: str, shares: str) -> LaunchPrediction:
+def _predict_from(
+    rundir: RunDir, sync: str, shares: str, moves: tuple[Fleet, Sequence[tuple[str, int]]] | None
+) -> LaunchPrediction:
+    """Predict a launch from a run; `moves`: on which hosts, if not on those of the run."""
     manifest = rundir.manifest()
     records = [rundir.records(member.rank) for member in manifest.roster.members]
-    fleet = fleet_of_run(rundir, manifest.roster.hosts)
-    request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), fleet)
+    known = fleet_of_run(rundir, manifest.roster.hosts)
+    request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), known)
+    if moves is not None:
+        job, cluster = move_program(request.job, request.cluster, *moves)
+        request = msgspec.structs.replace(request, job=job, cluster=cluster, measured=None)
     if shares == "auto" and not manifest.can_divide:
         shares = "equal"
     prediction = answer_request(change_request(request, {"sync": sync, "shares": shares}, None))

@@ -126,7 +126,7 @@ def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
     return Cluster(
         slots=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
                for member in roster.members],
-        hosts={member.host: _rates_besides_compute(member, memory.get(member.host), fleet, local, assumed)
+        hosts={member.host: rates_besides_compute(member, memory.get(member.host), fleet, local, assumed)
                for member in roster.members},
         wire=wire,
         wires=wires,
@@ -134,7 +134,7 @@ def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
     )  # fmt: skip
 
 
-def _rates_besides_compute(
+def rates_besides_compute(
     member: Member, memory_bytes: int | None, fleet: Fleet | None, local: LinkModel, assumed: AssumptionLog
 ) -> HostRates:
     """Return the rates of a member's host that do not depend on the model, with a placeholder for those that do."""

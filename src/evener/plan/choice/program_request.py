@@ -6,6 +6,7 @@ part of a step counts as one batch. A step is one forward and backward: how a ra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -13,14 +14,24 @@ import msgspec
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes, join_names
+from evener.core.cluster.fleet_file import Fleet, select_hosts
+from evener.core.cluster.link import LinkModel
 from evener.core.model.gradients import ProgramModel
-from evener.core.run.prediction import Job, PlanOption, Prediction
-from evener.core.run.roster import DDP, NO_SYNC, Roster
+from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, Prediction
+from evener.core.run.roster import DDP, NO_SYNC, Member, Roster
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepRecord, align_steps
 from evener.core.run.step_statistics import summarize_steps
 from evener.plan.choice.advice import format_loss_penalty, format_throughput
 from evener.plan.choice.break_even import Advice
+from evener.plan.choice.calibration import rates_besides_compute
+from evener.plan.choice.cluster import (
+    ASSUMED_JITTER,
+    LOCAL_BANDWIDTH_BPS,
+    LOCAL_LATENCY_S,
+    AssumptionLog,
+    link_models,
+)
 from evener.plan.choice.options import MIN_GAIN, predict_training
 from evener.plan.choice.search import predict
 from evener.plan.cost.collective_cost import sent_bytes
@@ -77,6 +88,83 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
     )
     job = Job(spec=spec, shape=shape)
     return job, msgspec.structs.replace(manifest, roster=msgspec.structs.replace(roster, members=members))
+
+
+def move_program(job: Job, cluster: Cluster, fleet: Fleet, hosts: Sequence[tuple[str, int]]) -> tuple[Job, Cluster]:
+    """Return a program's job and the cluster of other hosts than those of the run that `cluster` is calibrated to.
+
+    `hosts`: names and numbers of ranks. A host that the run did not have is as much faster or slower than one that it
+    had as probing both has found, and a rank takes as many samples of a step as the mean rank of the run. Raise
+    UsageError that names what nobody measured.
+    """
+    flag, assumed = fleet.cli_flag, AssumptionLog()
+    known = [name for name in cluster.host_names if "cpu" in fleet.rates.get(name, {})]
+    new = [name for name, _ in hosts if name not in cluster.hosts]
+    if new and not known:
+        raise UsageError(
+            f"nobody has compared {join_names(new)} with {join_names(cluster.host_names)}, where it ran",
+            hint=f"evener probe host{flag}, with all of them in the fleet file",
+        )
+    if gpus := [name for name, _ in hosts if any(device != "cpu" for device in fleet.rates.get(name, {}))]:
+        raise UsageError(f"{join_names(gpus)}: on GPUs no program of your own is predicted")
+    ranks_before = Counter(slot.host for slot in cluster.slots)
+    slots, rates = [], {}
+    for name, num_ranks in hosts:
+        like = name if name in cluster.hosts else known[0]
+        speed = _relative_speed(fleet, name, like, assumed) if name != like else 1.0
+        of_rank = speed * ranks_before[like] / num_ranks
+        slot = next(slot for slot in cluster.slots if slot.host == like)
+        slots += [msgspec.structs.replace(slot, host=name)] * num_ranks
+        rates[name] = _scaled_rates(cluster.hosts[like], of_rank)
+        if name != like:
+            member = Member(rank=0, host=name, device="cpu", dtype=next(iter(rates[name].tokens_per_s)), share=1,
+                            micro_batch=1)  # fmt: skip
+            local = rates[name].local or LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
+            memory_bytes = fleet.rates[name]["cpu"].memory_bytes
+            besides = rates_besides_compute(member, memory_bytes, fleet, local, assumed)
+            rates[name] = msgspec.structs.replace(
+                besides,
+                tokens_per_s=rates[name].tokens_per_s,
+                pass_s=rates[name].pass_s,
+                update_s=rates[name].update_s,
+                data_s=rates[name].data_s,
+            )
+    names = [name for name, _ in hosts]
+    wire, wires = None, dict[str, dict[str, LinkModel]]()
+    if len(names) > 1:
+        wire, wires = link_models(select_hosts(fleet, ",".join(names)), assumed)
+    moved = Cluster(
+        slots=slots, hosts=rates, wire=wire, wires=wires, jitter=ASSUMED_JITTER, assumed=assumed.sentences(len(names))
+    )
+    batch = max(1, round(job.spec.train.batch / len(cluster.slots))) * len(slots)
+    train = msgspec.structs.replace(job.spec.train, batch=batch, micro_batch=batch, sync=str(DDP))
+    machine = msgspec.structs.replace(job.spec.machine, shares="equal")
+    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train, machine=machine)), moved
+
+
+def _relative_speed(fleet: Fleet, name: str, reference: str, assumed: AssumptionLog) -> float:
+    """Return how many times as fast as the reference a host trains, by the same probe of both."""
+    host, other = (fleet.rates.get(one, {}).get("cpu") for one in (name, reference))
+    for what in other.models if host and other else ():
+        if host and other and what in host.models:
+            speed = host.models[what].tokens_per_s / other.models[what].tokens_per_s
+            assumed.add(f"it is taken to train {speed:.2f} times as fast as {reference}, as it does with {what}", name)
+            return speed
+    raise UsageError(
+        f"nobody has compared {name} with {reference}, where it ran",
+        hint=f"evener probe host{fleet.cli_flag} measures both, with one model",
+    )
+
+
+def _scaled_rates(rates: HostRates, factor: float) -> HostRates:
+    """Return the rates of a rank that does everything so many times as fast."""
+    return msgspec.structs.replace(
+        rates,
+        tokens_per_s={dtype: factor * rate for dtype, rate in rates.tokens_per_s.items()},
+        pass_s=rates.pass_s / factor,
+        update_s=rates.update_s / factor,
+        data_s=rates.data_s / factor,
+    )
 
 
 class FasterLaunch(msgspec.Struct, frozen=True):
