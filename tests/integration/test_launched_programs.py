@@ -169,6 +169,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 net = nn.Linear(6, 3)
 torch.save(net.state_dict(), "start.pt") if rank == 0 else None
+net.frozen = nn.Parameter(torch.zeros(50, dtype=torch.bfloat16), requires_grad=False)
 draw = torch.Generator().manual_seed(rank)
 data = torch.randn(48, 4, 6, generator=draw)
 torch.save(data, f"data-{rank}.pt")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from evener.core.run.roster import Backend, SyncSpec
 from evener.worker.rank.clock import Clock, CudaClock, HostClock
@@ -116,8 +116,10 @@ class LocalSteps:
         self._group, self._measurement = _make_group(model), measurement
         ranks: Any = self._group  # which of a run's groups holds all that is needed while nobody joins or leaves
         self._diloco = DiLoCo(ranks, _make_clock(self._group), self._lap, sync)
-        self._diloco.wrap(model.module, all_params_used=True, is_under_way=True)  # DDP has made the weights equal
-        self._trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # DDP has made the weights equal, and exchanges no others even if they are unfrozen later.
+        self._diloco.wrap(nn.ParameterList(trainable), all_params_used=True, is_under_way=True)
+        self._trainable = {id(parameter) for parameter in trainable}
         self._is_pass_over = self._has_update = False  # of the present step
         self._num_steps = 0
 
