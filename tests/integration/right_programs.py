@@ -386,6 +386,22 @@ for x, _ in batches(2):
 print("updates", 2 * len(loader))
 dist.destroy_process_group()
 """,
+    # each tensor has an optimizer, which updates it as soon as its gradient is there: torch's tutorial
+    "updates_within_backward": DATA
+    + """
+model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(10, 10), nn.ReLU())], nn.Linear(10, 5))
+optimizers = {one: torch.optim.Adam([one], 0.01, foreach=False) for one in model.parameters()}
+def update(parameter):
+    dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+for one in model.parameters():
+    one.register_post_accumulate_grad_hook(update)
+for x, y in batches(2):
+    mse(model(x), y).backward()
+print("updates", 2 * len(loader))
+dist.destroy_process_group()
+""",
     # two stages of a model, which send activations and their gradients to each other
     "pipeline_of_two_stages": DATA
     + """

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import ModuleType
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 BACKWARD = "compute_s"  # of laps: computing that is not FORWARD
 MAX_LAPS, MAX_BUCKETS = 10_000, 1_000  # of a step that are kept: a program may never update
-OTHERS_UNTIL_NEW_LEADER = 8  # updates by other optimizers after which the one that ended steps has been replaced
+OTHERS_UNTIL_NEW_LEADER = 8  # updates by another optimizer after which the one that ended steps has been replaced
 
 
 class StepMeasurement:
@@ -50,7 +51,7 @@ class StepMeasurement:
         self._exchange, self._dir, self._models = exchange, rundir, models
         self._thread = threading.main_thread().ident
         self._leader: weakref.ref[Any] | None = None  # the optimizer whose updates end steps
-        self._num_others = 0  # updates by others since its last one
+        self._others: Counter[int] = Counter()  # updates by others since its last one, by id
         self._is_off = False  # the program measures itself, or evener cannot
         self._step, self._has_begun = 0, False
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -249,7 +250,7 @@ class StepMeasurement:
         self._update_depth += 1
         if self._is_off or self._update_depth > 1:
             return None
-        if self._leader is None or self._leader() is None or self._num_others >= OTHERS_UNTIL_NEW_LEADER:
+        if self._leader is None or self._leader() is None or self._others[id(optimizer)] >= OTHERS_UNTIL_NEW_LEADER:
             self._leader = weakref.ref(optimizer)
             if not self._has_begun and not self._begin(optimizer):
                 return None
@@ -291,9 +292,9 @@ class StepMeasurement:
             return
         self._leave(self._outer)
         if self._leader is None or id(self._leader()) != id(optimizer):
-            self._num_others += 1
+            self._others[id(optimizer)] += 1
             return
-        self._num_others = 0
+        self._others.clear()
         lr = optimizer.param_groups[0].get("lr")
         laps = _after_last_backward(self._laps)
         seconds, ended = self._phase_times_s(laps), laps[-1][1]
