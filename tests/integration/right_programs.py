@@ -426,6 +426,41 @@ print("updates", 32)
 dist.barrier()
 dist.destroy_process_group()
 """,
+    # it checks in each step whether the ranks hold equal weights, and averages what it logs
+    "compares_its_own_replicas": DATA
+    + """
+model = DistributedDataParallel(net())
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+for x, y in batches(2):
+    optimizer.zero_grad()
+    loss = mse(model(x), y)
+    loss.backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    optimizer.step()
+    largest = nn.utils.parameters_to_vector(model.parameters()).detach()
+    smallest = largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    assert torch.equal(largest, smallest)
+print("updates", 2 * len(loader))
+dist.destroy_process_group()
+""",
+    # DDP within each node, here of a single rank, and an all-reduce among the nodes
+    "averages_between_nodes": DATA
+    + """
+node = [dist.new_group([one]) for one in range(world)][rank]
+model = DistributedDataParallel(net(), process_group=node)
+optimizer = SGD(model.parameters(), 0.01)
+for x, y in batches(2):
+    optimizer.zero_grad()
+    mse(model(x), y).backward()
+    for one in model.parameters():
+        dist.all_reduce(one.grad, op=dist.ReduceOp.AVG)
+    optimizer.step()
+print("updates", 2 * len(loader))
+dist.destroy_process_group()
+""",
     # federated averaging: models meet after each epoch alone
     "averages_models_after_epochs": DATA
     + """

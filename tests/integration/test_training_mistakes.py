@@ -57,6 +57,8 @@ for epoch in range(8):
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(x), y).backward()
+        flat = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]) / 2
+        dist.all_reduce(flat)
         optimizer.step()
 dist.destroy_process_group()
 """
@@ -162,11 +164,13 @@ def test_same_data_new_head_and_gradients_averaged_twice(launch: Launch) -> None
 def test_epoch_never_set_parameter_without_gradient_and_own_statistics(launch: Launch) -> None:
     status, text = launch.run(program=NO_EPOCH)
     assert status == 0, text
-    assert text.count("warning: ") == 4, text
+    assert text.count("warning: ") == 5, text
     loop = line_of(NO_EPOCH, "for x, y in loader")
     assert f"the DistributedSampler shuffles each pass over the data alike, at x.py:{loop}" in text
     assert "no rank gave unused.weight and unused.bias a gradient in 20 steps" in text
     assert "the models of ranks 0 and 1 differ after 20 updates, first in " in text
+    line = line_of(NO_EPOCH, "dist.all_reduce(flat)")
+    assert f"averaged twice: by DistributedDataParallel, and by the all_reduce at x.py:{line}" in " ".join(text.split())
     assert "the running statistics of their BatchNorm layers are those of each rank's own samples" in text
 
 

@@ -22,7 +22,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -42,7 +42,8 @@ HASHED_ELEMENTS = 1024  # of each tensor
 HASHED_TENSORS = 4  # of each batch
 AVERAGED_TWICE_STEPS = 2  # an all-reduce of gradients in a single step may be an initialization
 MAX_LOSSES = 256  # that are kept of a step
-MIN_GRADIENTS = 100  # elements, before an all-reduce of as many others is taken for one of the gradients
+MIN_GRADIENTS = 100  # elements, before an all-reduce of as many is compared with the gradients
+MIN_COSINE = 0.999  # of tensors and gradients that are the same but for a factor and rounding
 MAX_SAVES = 1000  # files that are noted
 MAX_DEPTH = 8  # of nested inputs
 SAVES_FILE = "host/saves.jsonl"  # of the run: the files that the ranks of a host saved
@@ -285,16 +286,13 @@ class TrainingChecks:
         gradients = [
             parameter.grad
             for model, is_averaged in list(self.models.items())
-            if is_averaged and (group is None or group == model.process_group)
+            if is_averaged and model.process_group == (group or torch.distributed.group.WORLD)
             for parameter in model.parameters()
             if parameter.grad is not None
         ]
         places = {gradient.data_ptr() for gradient in gradients}
         tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
-        num_elements = sum(gradient.numel() for gradient in gradients)
-        if any(tensor.data_ptr() in places for tensor in tensors) or (
-            num_elements >= MIN_GRADIENTS and sum(tensor.numel() for tensor in tensors) == num_elements
-        ):
+        if any(tensor.data_ptr() in places for tensor in tensors) or _are_proportional(tensors, gradients):
             self._averaged_in.add(self._num_steps)
             if len(self._averaged_in) >= AVERAGED_TWICE_STEPS:
                 self._report_once(
@@ -421,6 +419,29 @@ def _tensors(values: Any, depth: int = 0) -> list[Any]:
         if len(found) >= HASHED_TENSORS:
             break
     return found[:HASHED_TENSORS]
+
+
+def _are_proportional(tensors: Sequence[Any], gradients: Sequence[Any]) -> bool:
+    """Return whether tensors, laid end to end, are the gradients times a number."""
+    import torch
+
+    num_elements = sum(gradient.numel() for gradient in gradients)
+    if num_elements < MIN_GRADIENTS or sum(tensor.numel() for tensor in tensors) != num_elements:
+        return False
+    step = 1 + num_elements // HASHED_ELEMENTS
+    both = _every(tensors, step), _every(gradients, step)
+    return bool(torch.cosine_similarity(*both, dim=0) > MIN_COSINE)
+
+
+def _every(tensors: Iterable[Any], step: int) -> Any:
+    """Return each `step`th element of tensors that are laid end to end."""
+    import torch
+
+    parts, start = [], 0
+    for tensor in tensors:
+        parts.append(tensor.detach().reshape(-1)[start::step].float())
+        start = (start - tensor.numel()) % step
+    return torch.cat(parts)
 
 
 def _hash(tensors: Iterable[Any]) -> int:
