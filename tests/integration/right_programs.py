@@ -128,6 +128,68 @@ assert 25 <= updates < 3 * len(loader), updates
 print("updates", updates)
 dist.destroy_process_group()
 """,
+    # fine-tuning: a frozen body, a new head and an unused one; BatchNorm; averaged weights
+    "fine_tunes_with_averaged_weights": DATA
+    + """
+import copy
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Linear(16, 100)
+        self.auxiliary = nn.Linear(16, 5)
+    def forward(self, x):
+        x = self.norm(self.body(x).relu())
+        return self.head(x), self.auxiliary(x)
+net = Model()
+net.body.requires_grad_(False)
+net.head = nn.Linear(16, 5)
+teacher = Model()
+teacher.head = nn.Linear(16, 5)
+model = DistributedDataParallel(net, find_unused_parameters=True)
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 0.01)
+average = torch.optim.swa_utils.AveragedModel(model, avg_fn=torch.optim.swa_utils.get_ema_avg_fn(0.9))
+best = None
+for i, (x, y) in enumerate(batches(2)):
+    optimizer.zero_grad()
+    outputs = model(x)
+    mse(outputs[i % 2], y).backward()
+    optimizer.step()
+    average.update_parameters(model)
+    if i % 8 == 7:
+        best = copy.deepcopy(model)
+        teacher.load_state_dict(net.state_dict())
+        for one in (model, average, teacher):
+            one.eval()
+            with torch.no_grad():
+                one(x)
+        model.train()
+torch.save(average.state_dict(), f"average-{rank}.pt")
+print("updates", 2 * len(loader))
+dist.destroy_process_group()
+""",
+    # BatchNorm statistics of each rank's samples, averaged before each evaluation, as timm does
+    "averages_batch_norm_statistics": DATA
+    + """
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5)), broadcast_buffers=False
+)
+optimizer = SGD(model.parameters(), 0.05, nesterov=True, momentum=0.9)
+for epoch in range(2):
+    for x, y in batches(1):
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+    for name, buffer in model.module.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            dist.all_reduce(buffer)
+            buffer /= world
+    model.eval()
+    with torch.no_grad():
+        mse(model(x), y)
+    model.train()
+print("updates", 2 * len(loader))
+dist.destroy_process_group()
+""",
     # Muon for matrices and AdamW for the rest
     "two_optimizers": DATA
     + """

@@ -60,6 +60,7 @@ for epoch in range(8):
         flat = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]) / 2
         dist.all_reduce(flat)
         optimizer.step()
+model.eval()
 dist.destroy_process_group()
 """
 )

@@ -15,6 +15,7 @@ from evener.core.script.training_facts import (
     RankFacts,
     ReplicaSample,
     TensorFacts,
+    compare_batch_norms,
     compare_facts,
     compare_replicas,
 )
@@ -47,16 +48,22 @@ def optimizer(*idle: str, is_trainable: bool = True) -> OptimizerFacts:
         ([facts(optimizers=[optimizer("a")], not_optimized=["b"])], "the model trains b, which no optimizer updates"),
         ([facts(optimizers=[optimizer()], not_optimized=["b"])], ""),  # meant: all that it holds it trains
         ([facts(optimizers=[optimizer("a")]), facts()], ""),  # ranks with different programs
-        ([facts(batch_norms=BatchNormFacts(num_layers=1, weights=1, statistics=i)) for i in range(2)], "BatchNorm"),
-        ([facts(batch_norms=BatchNormFacts(num_layers=1, weights=1, statistics=5)) for _ in range(2)], ""),
-        ([facts(batch_norms=BatchNormFacts(num_layers=1, weights=i, statistics=i)) for i in range(2)], ""),  # stages
-        ([facts(batch_norms=BatchNormFacts(num_layers=1, weights=1, statistics=1)), facts()], ""),
     ],
 )
 def test_facts_of_ranks(ranks: list[RankFacts], found: str) -> None:
     findings = compare_facts(ranks)
     assert len(findings) == bool(found)
     assert not found or found in findings[0].error
+
+
+def batch_norms(weights: int, statistics: int) -> BatchNormFacts:
+    return BatchNormFacts(num_layers=1, weights=weights, statistics=statistics)
+
+
+def test_equal_weights_with_different_statistics() -> None:
+    assert "BatchNorm" in compare_batch_norms([batch_norms(1, 2), batch_norms(1, 3)])[0].error
+    assert not compare_batch_norms([batch_norms(1, 2), batch_norms(1, 2)])
+    assert not compare_batch_norms([batch_norms(1, 2), batch_norms(3, 4)])  # stages
 
 
 def sample(*sizes: float) -> ReplicaSample:

@@ -33,7 +33,7 @@ class OptimizerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchNormFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch normalization layers of a rank whose statistics nobody copies from rank 0; hashes of their values."""
+    """The layers with which a rank first evaluates, whose statistics DDP does not copy; hashes of their values."""
 
     num_layers: int
     weights: int
@@ -41,13 +41,12 @@ class BatchNormFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The batches, optimizers and layers with which a rank took its first optimizer steps."""
+    """The batches and optimizers with which a rank took its first optimizer steps."""
 
     num_steps: int
     inputs: list[int] = []  # hashes of the first batches of its DDP models of all ranks
     optimizers: list[OptimizerFacts] = []
     not_optimized: list[str] = []  # parameters of its DDP models that have gradients and are in no optimizer
-    batch_norms: BatchNormFacts | None = None
 
 
 class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +68,7 @@ class TrainingMistake:
 
 def compare_facts(ranks: Sequence[RankFacts]) -> list[TrainingMistake]:
     """Return the probable mistakes that the facts of all ranks, in order, show."""
-    return [*_same_data(ranks), *_idle_tensors(ranks), *_different_statistics(ranks)]
+    return [*_same_data(ranks), *_idle_tensors(ranks)]
 
 
 def _same_data(ranks: Sequence[RankFacts]) -> list[TrainingMistake]:
@@ -144,12 +143,11 @@ def compare_replicas(ranks: Sequence[ReplicaSample]) -> TrainingMistake | None:
     return None
 
 
-def _different_statistics(ranks: Sequence[RankFacts]) -> list[TrainingMistake]:
-    """Replicas whose batch normalization layers have equal weights and different running statistics."""
-    known = [facts.batch_norms for facts in ranks]
-    if None in known or len({(one.num_layers, one.weights) for one in known if one is not None}) > 1:
-        return []  # no such layers, or no replicas
-    if len({one.statistics for one in known if one is not None}) == 1:
+def compare_batch_norms(ranks: Sequence[BatchNormFacts]) -> list[TrainingMistake]:
+    """Return the mistake that replicas evaluate equal weights with different running statistics."""
+    if len({(one.num_layers, one.weights) for one in ranks}) > 1:
+        return []  # no replicas
+    if len({one.statistics for one in ranks}) == 1:
         return []
     return [
         TrainingMistake(

@@ -3,10 +3,11 @@
 A thread of each rank publishes the blocked times of its newest steps in the launcher's store once a second, reads those
 of the others, and writes each step once those of all ranks are known:
 
-    evener/steps/RANK/N    the N-th list of (blocked seconds, loss, tokens) of a rank's steps, in order
-    evener/rank/RANK       its process, host and model, which rank 0 writes into the manifest
-    evener/facts/RANK      what its first steps trained with, which rank 0 compares
-    evener/replicas/RANK/N the N-th sample of its DDP models, which rank 0 compares
+    evener/steps/RANK/N      the N-th list of (blocked seconds, loss, tokens) of a rank's steps, in order
+    evener/rank/RANK         its process, host and model, which rank 0 writes into the manifest
+    evener/facts/RANK        what its first steps trained with, which rank 0 compares
+    evener/batch_norms/RANK  batch normalization when it first evaluated, which rank 0 compares
+    evener/replicas/RANK/N   the N-th sample of its DDP models, which rank 0 compares
 
 If a rank does not publish any more, the others write their last steps without a division of the blocked time.
 When the ranks restart because a host was lost, steps go on from the last that any of them has recorded.
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -39,7 +41,13 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult, code_hash
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepRecord, split_blocked
-from evener.core.script.training_facts import RankFacts, ReplicaSample, compare_facts, compare_replicas
+from evener.core.script.training_facts import (
+    ReplicaSample,
+    TrainingMistake,
+    compare_batch_norms,
+    compare_facts,
+    compare_replicas,
+)
 from evener.core.script.variables import PROGRAM_VARIABLE
 from evener.node.remote.environment import hide_secrets
 from evener.worker.record.host_monitor import start_host_monitor
@@ -75,7 +83,12 @@ class StepExchange:
     def __init__(self, rundir: RunWriter, rank: int, world_size: int, sync: str, checks: TrainingChecks) -> None:
         """`sync`: how gradients of DDP models are summed."""
         self._started = time.time()  # of the program
-        self._checks, self._has_sent_facts, self._has_compared = checks, False, rank > 0
+        self._checks = checks
+        # By attribute of `checks`: what each rank states once, and is yet to be compared on rank 0.
+        self._to_compare: dict[str, Callable[[Sequence[Any]], list[TrainingMistake]]] = {
+            "facts": compare_facts,
+            "batch_norms": compare_batch_norms,
+        }
         self._num_samples = self._num_compared = 0  # of replicas
         self._replicas_agree: bool | None = None  # None: not compared
         self._sync = parse_sync(sync)
@@ -226,20 +239,18 @@ class StepExchange:
         return [int(store.get(key)) for key in keys]
 
     def _compare_facts(self, store: Any) -> None:
-        """Publish what this rank's first steps trained with; on rank 0 compare that of all, once."""
-        facts = self._checks.facts
-        if facts is None or (self._has_sent_facts and self._has_compared):
-            return
-        if not self._has_sent_facts and store is not None:
-            store.set(f"facts/{self._rank}", msgspec.json.encode(facts).decode())
-        self._has_sent_facts = True
-        keys = [f"facts/{rank}" for rank in range(self._world_size)]
-        if self._has_compared or (store is not None and not store.check(keys)):
-            return
-        self._has_compared = True
-        ranks = [facts] if store is None else [from_json(store.get(key), RankFacts) for key in keys]
-        for mistake in compare_facts(ranks):
-            warn(mistake.error, mistake.hint)
+        """Publish what this rank has stated; on rank 0 compare it with what the others have."""
+        for name, compare in list(self._to_compare.items()):
+            facts = getattr(self._checks, name)
+            others = [f"{name}/{rank}" for rank in range(1, self._world_size)]
+            if facts is None or (self._rank == 0 and others and not store.check(others)):
+                continue
+            del self._to_compare[name]
+            if self._rank > 0:
+                store.set(f"{name}/{self._rank}", msgspec.json.encode(facts).decode())
+                continue
+            for mistake in compare([facts, *(from_json(store.get(key), type(facts)) for key in others)]):
+                warn(mistake.error, mistake.hint)
 
     def _compare_replicas(self, store: Any) -> None:
         """Publish samples of this rank's DDP models; on rank 0 compare those of all ranks, as they arrive."""
@@ -263,7 +274,7 @@ class StepExchange:
     def _misses_facts(self) -> bool:
         """Return whether rank 0 has yet to compare what the ranks trained with."""
         is_sampled = self._rank == 0 and self._num_compared < self._num_samples
-        return (self._checks.facts is not None and not self._has_compared) or is_sampled
+        return is_sampled or any(getattr(self._checks, name) is not None for name in self._to_compare)
 
     def _connect(self) -> Any:
         """Return a connection of this thread to the launcher's store; None for a single rank."""

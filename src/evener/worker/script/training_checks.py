@@ -7,8 +7,9 @@ What one rank can see is looked at on rank 0, since the others do the same:
     accumulation   micro-batches of different size, each a mean, that count the same
 
 What only all ranks together show is collected in the first steps as `RankFacts`, and compared on rank 0: the same
-samples, optimizers that hold other tensors than the model, batch normalization. Elements of the parameters of DDP
-models are compared now and then, as replicas have to stay equal. Each rank notes the files it saves.
+samples, optimizers that hold other tensors than the model. Elements of the parameters of DDP models are compared now
+and then, as replicas have to stay equal, and batch normalization when the ranks first evaluate: some programs average
+its statistics before. Each rank notes the files it saves.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ class _OptimizerUse:
 
 
 class TrainingChecks:
-    """The checks of one rank. `facts` is None until the first steps have been taken."""
+    """The checks of one rank."""
 
     def __init__(self) -> None:
-        self.facts: RankFacts | None = None
+        self.facts: RankFacts | None = None  # None until the first steps have been taken
+        self.batch_norms: BatchNormFacts | None = None  # None until batch normalization has been trained and evaluates
         self.replicas: deque[ReplicaSample] = deque()  # to be compared with those of the other ranks
         self.are_replicas_equal: Callable[[], bool] = lambda: True  # whether they have to be, at this moment
         self._is_first = launched_rank() == 0
@@ -71,7 +73,9 @@ class TrainingChecks:
         # DDP models that train without being compiled, and whether the gradients of the newest pass are averaged
         self.models: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.batch_norms: weakref.WeakSet[Any] = weakref.WeakSet()  # by __init__: forward stays as it is for compilers
+        # Layers that exist, by __init__: forward stays as it is for compilers.
+        self.batch_norm_layers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._has_evaluated = False  # since the first steps
         self._with_gradient: set[int] = set()  # ids of parameters of DDP models
         self._inputs: list[int] = []
         # of samplers: the epoch of the first whole pass in training, or None once the program has set it
@@ -161,7 +165,6 @@ class TrainingChecks:
             inputs=self._inputs,
             optimizers=optimizers,
             not_optimized=[names[one] for one in self._with_gradient if one in names and one not in held],
-            batch_norms=self._batch_norm_facts(),
         )
 
     def _sample_replicas(self) -> None:
@@ -219,27 +222,41 @@ class TrainingChecks:
         ):
             self._inputs.append(_hash(_tensors([args, kwargs])))
 
+    def see_mode(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the `train` of batch normalization that takes the statistics when a model first evaluates."""
+
+        @functools.wraps(train)
+        def noted(layer: Any, mode: bool = True) -> Any:
+            if layer.training and not mode and not self._has_evaluated and self._num_steps >= MIN_STEPS:
+                self._has_evaluated = True
+                with contextlib.suppress(Exception):
+                    self.batch_norms = self._batch_norm_facts()
+            return train(layer, mode)
+
+        return noted
+
     def _batch_norm_facts(self) -> BatchNormFacts | None:
         from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
         copied = {id(one) for model in list(self.ddp_models) if model.broadcast_buffers for one in model.modules()}
-        with contextlib.suppress(Exception):
-            layers = [
-                layer
-                for layer in list(self.batch_norms)
-                if isinstance(layer, _BatchNorm)
-                and not isinstance(layer, SyncBatchNorm)
-                and id(layer) not in copied
-                and layer.num_batches_tracked is not None
-                and layer.num_batches_tracked > 0
-            ]
-            if layers:
-                return BatchNormFacts(
-                    num_layers=len(layers),
-                    weights=sum(_hash(_tensors([layer.weight, layer.bias])) for layer in layers),  # in any order
-                    statistics=sum(_hash(_tensors([layer.running_mean, layer.running_var])) for layer in layers),
-                )
-        return None
+        updated = {one for use in list(self._optimizers.values()) for one in use.updated}
+        layers = [
+            layer
+            for layer in list(self.batch_norm_layers)
+            if isinstance(layer, _BatchNorm)
+            and not isinstance(layer, SyncBatchNorm)
+            and id(layer) not in copied
+            and id(layer.weight) in updated  # else the copy of a model, or frozen
+            and layer.num_batches_tracked is not None
+            and layer.num_batches_tracked > 0
+        ]
+        if not layers:
+            return None
+        return BatchNormFacts(
+            num_layers=len(layers),
+            weights=sum(_hash(_tensors([layer.weight, layer.bias])) for layer in layers),  # in any order
+            statistics=sum(_hash(_tensors([layer.running_mean, layer.running_var])) for layer in layers),
+        )
 
     # --- what rank 0 sees -------------------------------------------------------------------------------------------
 
@@ -394,7 +411,8 @@ def check_training(checks: TrainingChecks) -> dict[str, list[ModuleChange]]:
             change("DistributedDataParallel", "forward", checks.see_forward),
         ],
         "torch.nn.modules.batchnorm": [
-            change("_NormBase", "__init__", lambda init: collect_instances(init, checks.batch_norms))
+            change("_NormBase", "__init__", lambda init: collect_instances(init, checks.batch_norm_layers)),
+            change("_NormBase", "train", checks.see_mode),
         ],
         "torch.serialization": [change(None, "save", lambda save: checks.see_save(save, 1))],
         "safetensors.torch": [change(None, "save_file", lambda save: checks.see_save(save, 1))],
