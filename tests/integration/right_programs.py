@@ -208,6 +208,27 @@ for x, y in batches(2):
 print("updates", 2 * len(loader))
 dist.destroy_process_group()
 """,
+    # a GAN: the critic is updated twice for each update of the generator, from twice as many made samples as real ones
+    "adversarial_networks": DATA
+    + """
+generator = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 10)))
+critic = DistributedDataParallel(nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 1)), broadcast_buffers=False)
+to_critic, to_generator = (torch.optim.Adam(one.parameters(), 1e-3) for one in (critic, generator))
+torch.manual_seed(1 + rank)
+loss = nn.functional.binary_cross_entropy_with_logits
+for i, (x, _) in enumerate(batches(4)):
+    made = generator(torch.randn(16, 4))
+    to_critic.zero_grad()
+    loss(critic(x), torch.ones(8, 1)).backward()
+    loss(critic(made.detach()), torch.zeros(16, 1)).backward()
+    to_critic.step()
+    if i % 2:
+        to_generator.zero_grad()
+        loss(critic(made), torch.ones(16, 1)).backward()
+        to_generator.step()
+print("updates", 4 * len(loader))
+dist.destroy_process_group()
+""",
     # LBFGS, which evaluates a closure several times in each update: ranks need the same loss
     "second_order_with_closure": DATA
     + """

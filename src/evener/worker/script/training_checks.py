@@ -55,6 +55,7 @@ class _OptimizerUse:
 
     def __init__(self, line: str) -> None:
         self.line, self.num_steps = line, 0
+        self.num_rows: list[int] | None = None  # of the losses of its newest update
         self.updated: set[int] = set()  # ids of the tensors that have had a gradient at an update
 
 
@@ -122,9 +123,9 @@ class TrainingChecks:
                 self._is_off = True
 
     def _look_at_update(self, optimizer: Any) -> None:
-        self._check_accumulation()
         if (use := self._optimizers.get(optimizer)) is None:
             return
+        self._check_accumulation(use)
         use.num_steps += 1
         is_new_step = use.num_steps > self._num_steps
         self._num_steps = max(self._num_steps, use.num_steps)
@@ -334,12 +335,14 @@ class TrainingChecks:
 
         return noted
 
-    def _check_accumulation(self) -> None:
-        """Compare the losses of a step's backward passes."""
+    def _check_accumulation(self, use: _OptimizerUse) -> None:
+        """Compare the losses of an update's backward passes: the same sizes in each update are meant."""
         losses, self._losses = self._losses, deque(maxlen=MAX_LOSSES)
-        sizes, kinds = {loss.num_rows for loss in losses}, {loss.kind for loss in losses}
+        before, use.num_rows = use.num_rows, [loss.num_rows for loss in losses]
+        sizes, kinds = set(use.num_rows), {loss.kind for loss in losses}
         if (
             len(sizes) > 1
+            and before not in (None, use.num_rows)
             and len(kinds) == 1
             and all(loss.is_mean and loss.kind[1] for loss in losses)  # of batches, not of single numbers
             and len({loss.factor for loss in losses}) == 1
