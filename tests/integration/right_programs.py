@@ -529,6 +529,33 @@ for x, y in batches(2):
 print("updates", 2 * len(loader))
 dist.destroy_process_group()
 """,
+    # sharpness-aware minimization: an optimizer around another, two gradients an update
+    "optimizer_of_an_optimizer": DATA
+    + """
+class SAM(torch.optim.Optimizer):
+    def __init__(self, params, base, rho=0.05, **kwargs):
+        super().__init__(params, dict(rho=rho, **kwargs))
+        self.base = base(self.param_groups, **kwargs)
+    @torch.no_grad()
+    def step(self, closure):
+        tensors = [one for group in self.param_groups for one in group["params"]]
+        norm = nn.utils.get_total_norm([one.grad for one in tensors])
+        moves = [one.grad * (group["rho"] / norm) for group in self.param_groups for one in group["params"]]
+        torch._foreach_add_(tensors, moves)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        torch._foreach_sub_(tensors, moves)
+        self.base.step()
+        self.zero_grad()
+model = DistributedDataParallel(net())
+optimizer = SAM(model.parameters(), SGD, lr=0.05, momentum=0.9)
+for x, y in batches(2):
+    mse(model(x), y).backward()
+    optimizer.step(lambda: mse(model(x), y).backward())
+print("updates", 2 * len(loader))
+dist.destroy_process_group()
+""",
     # DDP within each node, here of a single rank, and an all-reduce among the nodes
     "averages_between_nodes": DATA
     + """

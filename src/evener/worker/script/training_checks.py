@@ -114,11 +114,19 @@ class TrainingChecks:
 
         return noted
 
+    def before_update(self, optimizer: Any, *_: Any) -> None:
+        """Look at the gradients for an update, which may delete them."""
+        self._look(self._note_gradients, optimizer)
+
     def after_update(self, optimizer: Any, *_: Any) -> None:
-        """Look at the gradients of an update, and at the losses of its step. The program goes on, whatever is odd."""
+        """Look at the gradients of an update, which a closure may have made, and at the losses of its step."""
+        self._look(self._look_at_update, optimizer)
+
+    def _look(self, look: Callable[[Any], None], optimizer: Any) -> None:
+        """Look at an optimizer. The program goes on, whatever is odd."""
         if not self._is_off:
             try:
-                self._look_at_update(optimizer)
+                look(optimizer)
             except Exception:
                 self._is_off = True
 
@@ -131,14 +139,17 @@ class TrainingChecks:
         self._num_steps = max(self._num_steps, use.num_steps)
         if is_new_step and self._num_steps % REPLICAS_EVERY == CHECKED_STEPS:
             self._is_sample_due = True  # an optimizer may be part of another, which then sends what it has updated
-        if self.facts is not None:
+        self._note_gradients(optimizer)
+        if self.facts is None and self._num_steps == CHECKED_STEPS:
+            self._conclude()
+
+    def _note_gradients(self, optimizer: Any) -> None:
+        if self.facts is not None or (use := self._optimizers.get(optimizer)) is None:
             return
         for group in optimizer.param_groups:
             use.updated |= {id(tensor) for tensor in group["params"] if tensor.grad is not None}
         for model in list(self.models):
             self._with_gradient |= {id(one) for one in model.parameters() if one.grad is not None}
-        if self._num_steps == CHECKED_STEPS:
-            self._conclude()
 
     def _conclude(self) -> None:
         """State the facts of the steps so far."""
@@ -407,6 +418,7 @@ def check_training(checks: TrainingChecks) -> dict[str, list[ModuleChange]]:
     changes: dict[str, list[ModuleChange]] = {
         "torch.optim.optimizer": [
             change("Optimizer", "__init__", checks.see_optimizer),
+            lambda module: module.register_optimizer_step_pre_hook(checks.before_update),
             lambda module: module.register_optimizer_step_post_hook(checks.after_update),
         ],
         "torch.nn.parallel.distributed": [
