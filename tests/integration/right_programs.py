@@ -419,7 +419,7 @@ assert [one["rank"] for one in states] == [0, 1]
 print("updates", 2 * 14)
 dist.destroy_process_group()
 """,
-    # an embedding with sparse gradients has an optimizer of its own
+    # an embedding with sparse gradients has an optimizer of its own; each epoch another seed
     "sparse_gradients": DATA
     + """
 class Model(nn.Module):
@@ -434,12 +434,14 @@ loader = DataLoader(data, batch_size=8, sampler=sampler)
 model = DistributedDataParallel(Model())
 dense = torch.optim.AdamW(model.module.head.parameters(), 0.01)
 sparse = torch.optim.SparseAdam(model.module.table.parameters(), 0.01)
-for x, y in batches(2):
-    for one in (dense, sparse):
-        one.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    for one in (dense, sparse):
-        one.step()
+for epoch in range(2):
+    sampler.seed = epoch
+    for x, y in loader:
+        for one in (dense, sparse):
+            one.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for one in (dense, sparse):
+            one.step()
 print("updates", 2 * len(loader))
 dist.destroy_process_group()
 """,

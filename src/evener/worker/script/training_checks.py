@@ -79,8 +79,8 @@ class TrainingChecks:
         self._has_evaluated = False  # since the first steps
         self._with_gradient: set[int] = set()  # ids of parameters of DDP models
         self._inputs: list[int] = []
-        # of samplers: the epoch of the first whole pass in training, or None once the program has set it
-        self._epochs: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+        # of samplers: the seed of the first whole pass in training, or None once the program has set the epoch
+        self._seeds: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._num_passes = 0  # forward passes in training
         self._is_sample_due = False  # of replicas, before the next pass
         self._num_steps = 0
@@ -277,17 +277,18 @@ class TrainingChecks:
 
         @functools.wraps(iterate)
         def noted(sampler: Any) -> Iterator[Any]:
-            line, epoch, num_passes = current_line(sys._getframe(1)), sampler.epoch, self._num_passes
+            line, num_passes = current_line(sys._getframe(1)), self._num_passes
+            seed = sampler.seed + sampler.epoch if sampler.shuffle else None
             yield from iterate(sampler)
-            if not sampler.shuffle or self._num_passes == num_passes:  # it evaluates, or a wrapper takes all at once
+            if seed is None or self._num_passes == num_passes:  # it evaluates, or a wrapper takes all at once
                 return
-            if self._epochs.get(sampler) == epoch:
+            if self._seeds.get(sampler) == seed:
                 self._report_once(
                     "epoch",
                     f"the DistributedSampler shuffles each pass over the data alike, at {line}: nothing sets its epoch",
                     "call sampler.set_epoch(epoch) before each epoch",
                 )
-            self._epochs.setdefault(sampler, epoch)
+            self._seeds.setdefault(sampler, seed)
 
         return noted
 
@@ -296,7 +297,7 @@ class TrainingChecks:
 
         @functools.wraps(set_epoch)
         def noted(sampler: Any, epoch: int) -> None:
-            self._epochs[sampler] = None
+            self._seeds[sampler] = None
             set_epoch(sampler, epoch)
 
         return noted
