@@ -82,11 +82,15 @@ def test_saved_activation_bytes_per_token_match_formula(
 
 
 def test_large_vocabulary_peak_is_its_logits() -> None:
-    one = need(preset_shape("gpt2", vocab_size=50257, num_layers=1), sequences=8)
+    shape = preset_shape("gpt2", vocab_size=50257, num_layers=1)
+    on_gpu = need(shape, sequences=8, device="cuda:0")
     logits = 4 * 50257 * 8 * 1024
-    assert 3 * logits < one.activations < 3.3 * logits  # log-softmax, its gradient, the logits' gradient
-    assert one.gradients == 0  # there are none yet
-    assert need(preset_shape("gpt2", vocab_size=50257, num_layers=1), sequences=8, accumulates=True).gradients > 0
+    assert 3 * logits < on_gpu.activations < 3.3 * logits  # log-softmax, its gradient, the logits' gradient
+    assert on_gpu.gradients == 0  # there are none yet
+    assert need(shape, sequences=8, device="cuda:0", accumulates=True).gradients > 0
+    on_cpu = need(shape, sequences=8)  # holds a sixteenth of them
+    assert logits / 16 < on_cpu.activations < logits / 2
+    assert on_cpu.gradients >= 4 * 50257 * 768  # the head's come with the loss
 
 
 def test_activations_grow_with_the_micro_batch() -> None:

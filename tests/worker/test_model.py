@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.worker.train.gpt2 import load_gpt2
+from evener.worker.train.linear_cross_entropy import linear_cross_entropy
 from evener.worker.train.model import (
     GPT,
     MAX_BF16_STRIP_POSITIONS,
@@ -146,6 +147,44 @@ def test_targets_of_minus_one_add_no_loss():
     losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
     targets[:, ::3] = -1
     assert model(tokens, targets).item() == pytest.approx(losses[targets >= 0].sum().item(), rel=1e-6)
+
+
+LARGE_HEAD = 600, 24, 9000  # rows, of which the last chunk has 88; width; words
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_loss_in_chunks_is_that_of_all_logits(dtype, tolerance):
+    """Against torch's own loss in fp64; under autocast only products are rounded to bf16, never the loss."""
+    rows, width, words = LARGE_HEAD
+    x, weight = torch.randn(rows, width, requires_grad=True), torch.randn(words, width, requires_grad=True)
+    targets = torch.randint(words, (rows,))
+    targets[[0, 511, 512, 599]] = -1
+    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
+    expected = F.cross_entropy(exact[0] @ exact[1].T, targets, ignore_index=-1, reduction="sum")
+    (expected / 7).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+        loss = linear_cross_entropy(x, weight, targets)
+    assert loss.dtype == torch.float32
+    (loss / 7).backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6 if dtype == "fp32" else 1e-4)
+    for found, of_all in zip((x, weight), exact, strict=True):
+        assert (found.grad.double() - of_all.grad).norm() < tolerance * of_all.grad.norm()
+
+
+def test_loss_in_chunks_differentiates_only_what_is_trained():
+    rows, width, words = LARGE_HEAD
+    x, weight, targets = torch.randn(rows, width), torch.randn(words, width), torch.randint(words, (rows,))
+    expected = F.cross_entropy(x @ weight.T, targets, reduction="sum")
+    for trained, frozen in ((x, weight), (weight, x)):
+        trained.requires_grad_()
+        loss = linear_cross_entropy(x, weight, targets)
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert trained.grad is not None
+        assert frozen.grad is None
+        trained.requires_grad_(False).grad = None
+    with pytest.raises(RuntimeError):
+        linear_cross_entropy(x, weight, targets).backward()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

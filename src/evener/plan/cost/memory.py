@@ -4,8 +4,8 @@
     V  vocabulary    e  bytes of an element of the arithmetic: 4 in fp32, 2 in bf16 and fp16
 
 The worst moment is the one with most bytes of gradients and activations together; weights and AdamW's two moments are
-there throughout. The candidates are the end of forward, the gradient of the logits, backward through each block, and
-the last gradient.
+there throughout. The candidates are the loss (on a GPU: the end of forward, and the gradient of the logits), backward
+through each block, and the last gradient.
 Clipping and the fused update allocate nothing of their own (*measured*, torch 2.13: the profiler shows no allocation of
 more than a scalar there), neither does writing a checkpoint.
 
@@ -42,6 +42,8 @@ FP32 = 4
 PROCESS_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
 # of attention on a CPU with dropout or in bf16, as in evener.worker.train.model
 STRIP_ROWS, MAX_BF16_STRIP_POSITIONS = 128, 1024
+# of the logits that a CPU holds at once, as in evener.worker.train.linear_cross_entropy
+LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS = 512, 1 << 21
 
 BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's kernels (*measured*, as above)
 
@@ -232,14 +234,20 @@ class _MicroBatchMemory:
 
         during = kept(num_layers) + (num_layers * casts if recompute else 0)  # until forward and autocast end
         after = kept(num_layers)
-        end_of_forward = start + during + head + e * N * V + (logits if e < FP32 else 0) + logits
-        of_logits = start + after + head + 3 * logits  # log-softmax, its gradient, the logits' gradient
-        of_head = start + after + head + e * N * V + (e * V * C if e < FP32 else 0)
-        moments = [
-            _MemoryMoment(held, end_of_forward),
-            _MemoryMoment(held, of_logits),
-            _MemoryMoment(held or table, of_head + (table if held else 0)),
-        ]
+        if self.device == "cpu":  # the loss comes with its gradients, chunk by chunk
+            rows = min(N, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // V))
+            chunk = (FP32 + (e if e < FP32 else 0)) * rows * V
+            of_loss = start + during + 3 * stream + chunk + (2 * e * V * C if e < FP32 else 0)
+            moments = [_MemoryMoment(held or table, of_loss + (table if held else 0))]
+        else:
+            end_of_forward = start + during + head + e * N * V + (logits if e < FP32 else 0) + logits
+            of_logits = start + after + head + 3 * logits  # log-softmax, its gradient, the logits' gradient
+            of_head = start + after + head + e * N * V + (e * V * C if e < FP32 else 0)
+            moments = [
+                _MemoryMoment(held, end_of_forward),
+                _MemoryMoment(held, of_logits),
+                _MemoryMoment(held or table, of_head + (table if held else 0)),
+            ]
         for layer in sorted({0, 1, num_layers - 2, num_layers - 1} & set(range(num_layers)), reverse=True):
             waiting = table if held and shape.tied_head else 0  # the head's, until the embedding's is complete
             activations = start + kept(layer) + inside(layer) + waiting + sum(self._backward_temporaries())

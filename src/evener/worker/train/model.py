@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
+from evener.worker.train.linear_cross_entropy import linear_cross_entropy
 
 ROTARY_BASE = 10_000.0  # Su et al. 2021
 INIT_STD = 0.02  # GPT-2
@@ -70,10 +71,14 @@ class GPT(nn.Module):
         A sum, because the micro-batches of a batch then add up however it is split; the caller divides by the global
         count.
         """
-        logits = self.logits(self.features(tokens))
+        x = self.features(tokens)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum")
+            return self.logits(x)
+        if x.device.type == "cpu":
+            return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten())
+        return F.cross_entropy(
+            self.logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction="sum"
+        )
 
     def features(self, tokens: Tensor) -> Tensor:
         """Return the input of the head, (B, T, C), of tokens (B, T)."""
@@ -93,9 +98,14 @@ class GPT(nn.Module):
                 x = block(x, tokens, rotary)
         return self.norm(x)
 
+    @property
+    def head_weight(self) -> Tensor:
+        """The weight that turns features into logits: (V, C)."""
+        return self.token_embedding.weight if self.head is None else self.head.weight
+
     def logits(self, x: Tensor) -> Tensor:
-        head = self.token_embedding if self.head is None else self.head
-        return F.linear(x, head.weight)  # (B, T, V)
+        """Return the logits (B, T, V) of features (B, T, C)."""
+        return F.linear(x, self.head_weight)
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not (nanoGPT's rule)."""

@@ -1,0 +1,82 @@
+"""The loss of a large vocabulary on a CPU, without all of its logits at once.
+
+The logits of 1024 tokens and 50,304 words take 206 MB, and torch's loss of all logits holds them three times. Here a
+chunk of rows is multiplied by the head's weight, becomes a loss and at once its gradient, and is overwritten by the
+next. Nothing is computed twice.   [As in the Liger kernel, Hsu et al. 2024]
+
+torch's own `linear_cross_entropy` is as fast in fp32. In bf16 it returns the loss in bf16, which is off by 0.5 %.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ROWS = 512  # 256 is 5 % slower with a weight of 50,304 × 256, 1024 as fast (measured, AMD EPYC)
+CHUNK_LOGITS = 1 << 21  # of small vocabularies more rows make a chunk
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the fp32 sum of the cross entropies of the logits x·weightᵀ.
+
+    x is (N, C), weight (V, C) in fp32, targets (N,); -1: the row has no loss. Under autocast products are computed in
+    its dtype, and all else in fp32. The result can be differentiated once.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, dtype)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients together with the loss; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        rows = max(CHUNK_ROWS, CHUNK_LOGITS // len(weight))
+        matrix, loss = weight.to(dtype), x.new_zeros((), dtype=torch.float32)
+        of_x = torch.empty_like(x) if needs_x else None
+        of_weight: Tensor | None = None
+        # Memory is allocated once: new pages for every chunk would cost a fifth of the time.
+        logits = x.new_empty((min(rows, len(x)), len(weight)), dtype=torch.float32)
+        products = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+        for start in range(0, len(x), rows):
+            part, target = x[start : start + rows].to(dtype), targets[start : start + rows, None]
+            if len(part) < len(logits):  # the last one
+                logits, products = logits[: len(part)], products[: len(part)]
+            torch.mm(part, matrix.T, out=products)
+            if products is not logits:
+                logits.copy_(products)
+            ignored = target < 0
+            index = target.masked_fill(ignored, 0)
+            logits -= logits.amax(dim=1, keepdim=True)
+            of_target = logits.gather(1, index)
+            total = logits.exp_().sum(dim=1, keepdim=True)
+            loss += (total.log() - of_target).masked_fill_(ignored, 0.0).sum()
+            if not (needs_x or needs_weight):
+                continue
+            # softmax - 1 at the target: the gradient of the loss by the logits
+            logits.div_(total).scatter_add_(1, index, torch.full_like(of_target, -1.0)).masked_fill_(ignored, 0.0)
+            if products is not logits:
+                products.copy_(logits)
+            if of_x is not None:
+                of_x[start : start + rows] = products @ matrix
+            if needs_weight and of_weight is None:
+                of_weight = (products.T @ part).float()
+            elif of_weight is not None and dtype == torch.float32:
+                of_weight.addmm_(products.T, part)
+            elif of_weight is not None:
+                of_weight += products.T @ part
+        ctx.gradients = of_x, of_weight
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        of_x, of_weight = (None if one is None else one.mul_(of_loss) for one in ctx.gradients)
+        del ctx.gradients  # a second pass would scale them twice
+        return of_x, of_weight, None, None
