@@ -7,7 +7,10 @@ import sys
 
 import pytest
 
+from evener.core.cluster.fleet_file import Fleet, HostConfig
 from evener.launch.script.script_hints import gpu_required_line, script_failure_hint
+
+FLEET = Fleet(hosts={"b": HostConfig(address="b")}, file="lab.toml")
 
 
 def last_words(code: str) -> list[str]:
@@ -19,36 +22,36 @@ def test_file_only_on_local_machine_gets_hint(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.bin").touch()
     lines = last_words("open('data/train.bin')")
-    assert script_failure_hint(lines, "b", str(tmp_path), fleet=True) == (
+    assert script_failure_hint(lines, "b", str(tmp_path), FLEET) == (
         "data/train.bin is here, and was not sent to b: evener launch --include data -- …"
     )
-    said = script_failure_hint(lines, "b", str(tmp_path / "data"), fleet=True)
+    said = script_failure_hint(lines, "b", str(tmp_path / "data"), FLEET)
     assert said is not None
     assert said.startswith("data/train.bin is not on b: what a script writes stays on the host where it ran")
-    assert script_failure_hint(lines, "b", None, fleet=False) is None
+    assert script_failure_hint(lines, "b", None, None) is None
     elsewhere = last_words(f"open('{tmp_path}/data/train.bin' + '')".replace("data", "nowhere"))
-    assert script_failure_hint(elsewhere, "b", str(tmp_path), fleet=True) is None
-    said = script_failure_hint([f"No such file or directory: '{tmp_path}/data/train.bin'"], "b", "/", fleet=True)
+    assert script_failure_hint(elsewhere, "b", str(tmp_path), FLEET) is None
+    said = script_failure_hint([f"No such file or directory: '{tmp_path}/data/train.bin'"], "b", "/", FLEET)
     assert said is not None
     assert "is on this machine, and not on b" in said
 
 
 def test_missing_module_gets_install_hint(tmp_path):
     lines = last_words("import no_such.part")
-    assert script_failure_hint(lines, "b", str(tmp_path), fleet=True) == (
-        "evener setup --with installs the package that has no_such on the hosts"
+    assert script_failure_hint(lines, "b", str(tmp_path), FLEET) == (
+        "evener setup --fleet lab.toml --with PACKAGE installs it on the hosts, the package that has no_such"
     )
-    assert script_failure_hint(lines, "b", None, fleet=False) == "pip install the package that has no_such"
+    assert script_failure_hint(lines, "b", None, None) == "pip install PACKAGE, the package that has no_such"
     known = ["ModuleNotFoundError: No module named 'yaml'"]
     assert (
-        script_failure_hint(known, "b", str(tmp_path), fleet=True)
-        == "evener setup --with PyYAML installs it on the hosts"
+        script_failure_hint(known, "b", str(tmp_path), FLEET)
+        == "evener setup --fleet lab.toml --with PyYAML installs it on the hosts"
     )
     (tmp_path / "no_such").mkdir()
     (tmp_path / "no_such" / "log.txt").touch()  # a folder is not yet a package
-    assert "--include" not in str(script_failure_hint(lines, "b", str(tmp_path), fleet=True))
+    assert "--include" not in str(script_failure_hint(lines, "b", str(tmp_path), FLEET))
     (tmp_path / "no_such" / "__init__.py").touch()
-    said = script_failure_hint(lines, "b", str(tmp_path), fleet=True)
+    said = script_failure_hint(lines, "b", str(tmp_path), FLEET)
     assert said is not None
     assert "evener launch --include no_such" in said
 
@@ -68,7 +71,7 @@ def test_missing_module_gets_install_hint(tmp_path):
     ],
 )
 def test_script_requiring_gpu_gets_hint(line):
-    said = script_failure_hint(["Traceback", line, "ValueError: later"], "b", None, fleet=True)
+    said = script_failure_hint(["Traceback", line, "ValueError: later"], "b", None, FLEET)
     assert said is not None
     assert "asks for a GPU, and b has none" in said
 

@@ -69,9 +69,7 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     else:
         known = load_fleet(fleet or plan.fleet_file or DEFAULT_FLEET)
         if host not in known.hosts:
-            hint = (
-                f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --hosts {quote_word(host)}"
-            )
+            hint = f"[hosts.{host}] with its address there; then evener setup{known.cli_flag} --host {quote_word(host)}"
             raise UsageError(f"{known.file} names no host {host}, but {', '.join(known.hosts)}", hint=hint)
         approve_fleet(select_hosts(known, host), trust)
         add_remove_hosts.add_host(rundir, known, host, run_output.print_status)

@@ -47,7 +47,7 @@ def check_links(context: CheckContext) -> list[Finding]:
         for key, pair in pairs.items()
         if not any({finding.host, finding.peer} == set(key) for finding in heavy_losses)
     }
-    asymmetric = list(_check_asymmetry(others))
+    asymmetric = list(_check_asymmetry(context, others))
     slow = list(_check_slow_links(context, others, {(finding.host, finding.peer) for finding in asymmetric}))
     # A slow link overflows its queue: its losses are not another finding.
     reported = [{finding.host, finding.peer} - {None} for finding in (*asymmetric, *slow)]
@@ -161,7 +161,7 @@ def _set_mtu_command(context: CheckContext, name: str, mtu: int) -> str:
     )
 
 
-def _check_asymmetry(pairs: PairTable) -> Iterator[Finding]:
+def _check_asymmetry(context: CheckContext, pairs: PairTable) -> Iterator[Finding]:
     for (source, target), pair in pairs.items():
         reverse = pairs.get((target, source))
         if reverse is None or not pair.goodput_Bps or not reverse.goodput_Bps:
@@ -175,7 +175,7 @@ def _check_asymmetry(pairs: PairTable) -> Iterator[Finding]:
                 evidence=f"{source} to {target} {format_bit_rate(pair.goodput_Bps)}, back "
                 f"{format_bit_rate(reverse.goodput_Bps)}",
                 fix="another cable or port of the switch; on both, ethtool shows speed and duplex of an interface; "
-                "evener probe wire measures for longer",
+                f"evener probe wire{context.fleet.cli_flag} measures for longer",
             )
 
 
@@ -253,6 +253,6 @@ def _check_retransmits(context: CheckContext, pairs: PairTable, limit: float) ->
                 f"({format_bytes(pair.goodput_Bps)} a second "
                 f"arrive{f', congestion control {control}' if control else ''})",
                 fix=f"on {source}: {context.sudo_prefix(source)}sysctl -w net.ipv4.tcp_congestion_control=cubic; "
-                f"{context.sudo_prefix(source)}tc qdisc replace dev {interface.interface} root fq; then evener "
-                f"probe wire",
+                f"{context.sudo_prefix(source)}tc qdisc replace dev {interface.interface} root fq; then "
+                f"evener probe wire{context.fleet.cli_flag}",
             )

@@ -175,7 +175,8 @@ def _check_overlays(context: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 check="net.overlay", severity="info", host=name,
                 evidence=f"the others reach it only through {chosen.interface} ({KIND_LABELS[chosen.kind]})",
-                fix="where both ends have the same network, a cable is faster; evener probe wire shows by how much",
+                fix="where both ends have the same network, a cable is faster; "
+                f"evener probe wire{context.fleet.cli_flag} shows by how much",
             )  # fmt: skip
     for pair in context.network.pairs:
         facts, destination = context.facts.get(pair.source), context.network.interfaces[pair.target]
@@ -213,8 +214,8 @@ def _check_strangers(context: CheckContext) -> Iterator[Finding]:
                 check=STRANGERS_CHECK, severity="info", host=name,
                 evidence=f"machines that are not of this run answer on its network: {strangers[0]}{others}. Gradients "
                 "and weights are sent unencrypted: anybody on the path can read and change them",
-                fix="evener doctor --private prints firewall commands, and --private starts a run only where they "
-                'are in force; or use WireGuard or Tailscale, for example interface = "wg0" under '
+                fix=f"evener doctor{context.fleet.cli_flag} --private prints firewall commands, and --private starts a "
+                'run only where they are in force; or use WireGuard or Tailscale, for example interface = "wg0" under '
                 f"[hosts.{name}] in the fleet file",
             )  # fmt: skip
             return

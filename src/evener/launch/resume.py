@@ -91,7 +91,8 @@ class ResumedRun:
         if plan is None:
             return msgspec.structs.replace(rundir.manifest().spec, out=str(rundir))
         if plan.spec is None:
-            raise UsageError(f"{rundir}: a program of your own, which evener cannot resume", hint="evener launch again")
+            problem = f"{rundir}: a program of your own, which evener cannot resume"
+            raise UsageError(problem, hint="start it anew, with evener launch")
         for name, state in launcher.query_states(rundir, plan).items():
             if not isinstance(state, HostError) and state["state"] == "running":
                 pid = f" (pid {state['supervisor']})" if state.get("supervisor") else ""

@@ -82,7 +82,8 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
         hint = self.hint or f"its whole output: {self.log}"
         if plan.kind == "launch":
             lines = tail_log(self.log, SEARCHED_LINES, self.run_started_at)
-            hint = script_failure_hint(lines, self.host, plan.project, fleet=not plan.is_local_run) or hint
+            fleet = None if plan.is_local_run else plan.fleet
+            hint = script_failure_hint(lines, self.host, plan.project, fleet) or hint
         local_steps, saved_step = rundir.checkpoint_steps(), rundir.last_saved_step()
         if plan.kind == "train" and local_steps and "--resume" not in hint:
             hint += f"; evener train --resume {quote_word(rundir)} goes on from step {local_steps[-1]}"

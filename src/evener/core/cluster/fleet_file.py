@@ -190,13 +190,18 @@ def fleet_path(given: str | None) -> str | None:
     return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
 
 
+def out_flag(path: str | Path) -> str:
+    """Return the flag with which `evener fleet init` writes this file; "" for the default file."""
+    return "" if str(path) == DEFAULT_FLEET else f" --out {quote_word(path)}"
+
+
 def load_fleet(path: str | Path) -> Fleet:
     """Read a fleet file. Raise UsageError if it is invalid."""
     file = Path(path)
     try:
         text = read_file(file).decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{file}: no such file", hint="evener fleet init writes one") from None
+        raise UsageError(f"{file}: no such file", hint=f"evener fleet init{out_flag(path)} writes one") from None
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from evener.core.base.shell import quote_word
+from evener.core.cluster.fleet_file import Fleet
 
 FILE_NOT_FOUND_PATTERN = re.compile(r"No such file or directory: '([^'\n]+)'")
 MODULE_NOT_FOUND_PATTERN = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
@@ -27,16 +28,16 @@ GPU_REQUIRED_PATTERN = re.compile(
 )
 
 
-def script_failure_hint(lines: Sequence[str], host: str, project: str | None, fleet: bool) -> str | None:
+def script_failure_hint(lines: Sequence[str], host: str, project: str | None, fleet: Fleet | None) -> str | None:
     """Return a hint for a script that failed on a host with these last lines; None if the cause is unknown.
 
-    `project` is its folder on this machine. For a script on this machine alone `fleet` is False: no file is missing.
+    `project` is its folder on this machine. For a script on this machine alone `fleet` is None: no file is missing.
     """
     text = "\n".join(lines)
     text = text[max(0, text.rfind("Traceback (most recent call last)")) :]  # earlier output is not the failure
     if GPU_NOT_FOUND_PATTERN.search(text):
         return f"the script asks for a GPU, and {host} has none that its torch can use; has it an option without one?"
-    if fleet and project is not None:
+    if fleet is not None and project is not None:
         if (matches := MODULE_NOT_FOUND_PATTERN.findall(text)) and (
             hint := _missing_module_hint(matches[-1], host, Path(project))
         ):
@@ -48,14 +49,11 @@ def script_failure_hint(lines: Sequence[str], host: str, project: str | None, fl
     if matches := MODULE_NOT_FOUND_PATTERN.findall(text):
         module = matches[-1].partition(".")[0]
         packages = packages_distributions().get(module)  # cv2 belongs to opencv-python
-        if packages is None:
-            what = f"the package that has {module}"
-            return f"evener setup --with installs {what} on the hosts" if fleet else f"pip install {what}"
-        return (
-            f"evener setup --with {quote_word(packages[0])} installs it on the hosts"
-            if fleet
-            else f"pip install {quote_word(packages[0])}"
-        )
+        package = packages[0] if packages else "PACKAGE"
+        what = "" if packages else f", the package that has {module}"
+        if fleet is None:
+            return f"pip install {quote_word(package)}{what}"
+        return f"evener setup{fleet.cli_flag} --with {quote_word(package)} installs it on the hosts{what}"
     return None
 
 

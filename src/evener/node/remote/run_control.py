@@ -405,7 +405,7 @@ def rollback_to_checkpoint(run: str, checkpoint: str, wanted: str) -> str:
     for name in reversed(saved):
         if is_same and int(name[5:]) > int(checkpoint[5:]) and _is_named_checkpoint_intact(run, name):
             raise RuntimeError(
-                f"it has saved step {int(name[5:])} since, which the run directory lacks: evener fetch copies it"
+                f"it has saved step {int(name[5:])} since, which the run directory lacks: evener fetch RUN copies it"
             )
     first = int(checkpoint[5:]) + (is_same or checkpoint not in saved)  # the first step to discard
     for name in saved:

@@ -46,7 +46,7 @@ def calibrate_cluster(
     roster, typical_step = manifest.roster.renumber_ranks(), _typical_step(manifest, records)
     if not typical_step.step_p50_s:
         raise UsageError(
-            f"no step was recorded by all ranks{manifest.window_text}", hint="evener report shows what was"
+            f"no step was recorded by all ranks{manifest.window_text}", hint="evener report RUN shows what was"
         )
     if prior is None or not has_ranks_of(prior, roster):
         prior = cluster_of_run(manifest, None)
@@ -60,7 +60,7 @@ def calibrate_cluster(
         if UNKNOWN_RATE in hosts[name].tokens_per_s.values():
             raise UsageError(
                 f"{name} had no share in this run, and nothing else is known of its speed",
-                hint="evener probe host measures it, and evener plan --fleet uses that",
+                hint="evener probe host measures it, and evener plan --fleet FILE uses that",
             )
     late_s = typical_step.jitter_wait_s
     cluster = msgspec.structs.replace(prior, hosts=hosts, late_s=late_s, jitter=0.0, are_links_measured=True)
@@ -68,7 +68,7 @@ def calibrate_cluster(
         if not has_links and len(roster.hosts) > 1:
             raise UsageError(
                 f"a run with {roster.sync} does not show how fast the links are, and they were not measured before",
-                hint="evener probe wire measures them, and evener plan --fleet uses that",
+                hint="evener probe wire measures them, and evener plan --fleet FILE uses that",
             )
         return cluster
     return _calibrate_links(job, roster, cluster, typical_step, has_links=has_links)

@@ -223,7 +223,8 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
     """
     if manifest.shape is None and manifest.program is None:
         raise UsageError(
-            f"{run} trained a custom model, whose layers are not known", hint="evener report shows its steps"
+            f"{run} trained a custom model, whose layers are not known",
+            hint=f"evener report {quote_word(run)} shows its steps",
         )
     if not all(records):
         raise UsageError(f"{run}: not every rank has recorded a step", hint=f"evener report {quote_word(run)}")

@@ -31,7 +31,7 @@ RENDEZVOUS_TIMEOUT_S = 11.0  # a rendezvous of the program's own is an error whe
 RANK_PID_VARIABLE = "EVENER_RANK_PID"  # the process that is the rank; those that it starts inherit it
 ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 OWN_GROUP = "evener"  # describes a process group that evener makes among the program's
-INDEPENDENT = "evener launch --independent runs programs whose ranks have nothing to do with each other"
+INDEPENDENT = "evener launch --independent -- … runs programs whose ranks have nothing to do with each other"
 OWN_RANKS_HINT = (
     'remove mp.spawn, and use rank = int(os.environ["RANK"]), world_size = int(os.environ["WORLD_SIZE"]): evener has '
     "started one process per rank"
