@@ -61,7 +61,7 @@ def test_limit_of_size_keeps_what_is_below_it(host: Host) -> None:
     [
         (["--hosts", "x"], "the fleet has no host x"),
         (["--max-size", "9"], "--max-size 9: expected a size"),
-        (["--fewer-than", "9"], "--fleet needs --prune, without --fewer-than"),
+        (["--fewer-than", "9"], "needs --prune, without --fewer-than"),
     ],
 )
 def test_fleet_prune_refuses_contradicting_flags(host: Host, flags: list[str], told: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from evener.cli import on_machines
 from evener.cli.kept_fleets import kept_fleet_file
 from evener.core.base.errors import EvenerError, UsageError
+from evener.core.base.shell import quote_word
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import HostLink, ModelRate, Rates, load_fleet
 from evener.core.cluster.fleet_update import update_fleet_file
@@ -55,13 +58,13 @@ def test_machines_are_named_checked_and_measured_once(machines, tmp_path, capfd)
     shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("$ evener")]
     assert shown == [
         f"$ evener fleet init local laptop --out {path}",
-        f"$ evener doctor --fleet {path} --quick",
-        f"$ evener probe wire --fleet {path} --seconds 1 --no-iperf3 --no-trials",
-        f"$ evener probe host --fleet {path} --model tiny --seconds 3",
+        "$ evener doctor --on local,laptop --quick",
+        "$ evener probe wire --on local,laptop --seconds 1 --no-iperf3 --no-trials",
+        "$ evener probe host --on local,laptop --model tiny --seconds 3",
     ]
     assert make() == path
     shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("$ evener")]
-    assert shown == [f"$ evener doctor --fleet {path} --quick"]
+    assert shown == ["$ evener doctor --on local,laptop --quick"]
     make("char")  # another model is measured
     assert done == ["wire", "host", "host"]
 
@@ -71,7 +74,7 @@ def test_nothing_is_installed_without_being_asked(machines):
     found[:] = [[MISSING]]
     with pytest.raises(EvenerError, match="laptop: evener is not installed there") as caught:
         make()  # without a terminal nobody can be asked
-    assert caught.value.hint.endswith("local+laptop.toml --host laptop")
+    assert caught.value.hint == "--yes; or evener setup --on local,laptop --host laptop"
     assert done == []
     found[:] = [[MISSING], []]
     make(may_install=True)
@@ -121,13 +124,49 @@ def test_machines_of_on_are_no_file_and_many_have_a_short_file_name(monkeypatch,
     (tmp_path / "hosts.txt").write_text("a")
     assert run_verb("plan", "--on", "hosts.txt", cwd=tmp_path).stderr.startswith("error: hosts.txt is a file")
     path = kept_fleet_file(",".join(f"a-host-with-a-long-name-{number}" for number in range(30)))
-    assert path.name.startswith("30-hosts-")
-    assert len(load_fleet(path).hosts) == 30
+    assert path.name.startswith("30-hosts,")
+    known = load_fleet(path)
+    assert len(known.hosts) == 30
+    assert known.cli_flag == f" --fleet {quote_word(path)}"  # its name does not tell them
 
 
-def test_plan_on_machines_asks_for_what_is_missing_by_their_fleet_file(monkeypatch, tmp_path):
+@pytest.mark.parametrize("names", ["local,laptop", "local, ben@attic:2222", "[fe80::1]", "a_b", "x=192.168.1.28"])
+def test_printed_flag_of_named_machines_selects_their_file(names, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = kept_fleet_file(names)
+    flag, value = shlex.split(load_fleet(path).cli_flag)
+    assert (flag, kept_fleet_file(value)) == ("--on", path)
+    assert len([*path.parent.iterdir()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ("launch --on laptop none.py", "none.py: no such script"),
+        ("runs --on laptop", "--on laptop needs --prune"),
+        ("plan --on laptop --nodes 2", "--nodes describes machines; so does --on laptop"),
+        ("plan --on laptop --for soon", "--for soon: expected a time"),
+        ("bench --on laptop --preset fast", "--preset fast: no such preset"),
+        ("setup --on laptop --host lptop", "no host lptop"),
+        ("train --on laptop --steps -1 --data x", "--steps"),
+    ],
+)
+def test_verb_that_refuses_another_flag_leaves_no_fleet_file(args, error, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    done = run_verb(*args.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert error in done.stderr
+    assert not [*tmp_path.rglob("*.toml")]
+    kept_fleet_file("laptop")
+    run_verb(*args.split(), cwd=tmp_path)
+    assert [*tmp_path.rglob("*.toml")] == [
+        tmp_path / "evener" / "fleets" / "laptop.toml"
+    ]  # one of an earlier use stays
+
+
+def test_plan_on_machines_asks_for_what_is_missing_by_their_names(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     done = run_verb("plan", "--on", "local,laptop", "--model", "tiny", "--link", "1GbE")
     path = tmp_path / "evener" / "fleets" / "local+laptop.toml"
-    assert f"hint:  evener probe host --fleet {path} --model tiny measures it" in done.stderr
+    assert "hint:  evener probe host --on local,laptop --model tiny measures it" in done.stderr
     assert list(load_fleet(path).hosts) == [local_host_name(), "laptop"]

@@ -27,7 +27,8 @@ PROGRAMS = (
 )
 COMMAND = re.compile(rf"(?:^|[\s`(;&|])(?:{PROGRAMS})\S*(?: [^;,:`\n]*)?[ =@/]$")
 QUOTED = re.compile(
-    r"quote_(word|command)\(|' '\.join\(\[\*env, quote_command\(|json\.dumps\(|recommended_flags\(|_nearest_pre"
+    r"quote_(word|command)\(|fleet_flag\("
+    r"|' '\.join\(\[\*env, quote_command\(|json\.dumps\(|recommended_flags\(|_nearest_pre"
 )
 # Numbers, constants, and what was quoted, or is prose that follows a command.
 PLAIN = re.compile(
@@ -88,7 +89,8 @@ def printed_text(node: ast.AST, docstrings: set[int]) -> str:
         if isinstance(part, ast.Constant):
             text += str(part.value)
         elif isinstance(part, ast.FormattedValue):
-            text += f" --fleet {FILLED_IN}" if ast.unparse(part.value).endswith("flag") else FILLED_IN
+            is_flag = re.search(r"flag(\(.*\))?$", ast.unparse(part.value))
+            text += f" --fleet {FILLED_IN}" if is_flag else FILLED_IN
     return text
 
 

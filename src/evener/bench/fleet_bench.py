@@ -20,7 +20,6 @@ import msgspec
 from evener.bench import setups
 from evener.bench.setups import BenchSetup
 from evener.core.base.errors import EvenerError, UntrustedError, UsageError
-from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet, select_hosts
 from evener.core.run.resolve import ResolvedRun, resolve
 from evener.core.run.run_plan import Plan, read_plan_if_present
@@ -91,7 +90,7 @@ class FleetBench:
         if not self.runs:
             raise UsageError(
                 "no host could train",
-                hint=f"evener doctor --fleet {quote_word(self.fleet.file)}",
+                hint=f"evener doctor{self.fleet.cli_flag}",
                 output="\n".join(self.failed.values()),
             )
         self.base = max(self.runs, key=lambda label: self.runs[label].tokens_per_s or 0.0)

@@ -9,7 +9,7 @@ import msgspec
 from evener.cli.on_machines import measure_this_machine
 from evener.cli.run_output import print_status
 from evener.core.base.errors import UsageError
-from evener.core.base.shell import quote_command
+from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_count, format_seconds, parse_duration
 from evener.core.cluster.fleet_file import Fleet, HostConfig, local_fleet_path
 from evener.core.model.corpus import Corpus, load_corpus
@@ -99,8 +99,8 @@ def spec_for_budget(
         if not is_default and "probe host" not in error.hint:  # it is a link that was not measured
             raise
         if not is_default:
-            words = ["evener", "probe", "host", *(["--fleet", fleet.file] if fleet is not None and fleet.file else [])]
-            hint = quote_command([*words, "--model", ",".join(models_to_measure(spec, given))])
+            flag, models = "" if fleet is None else fleet.cli_flag, ",".join(models_to_measure(spec, given))
+            hint = f"evener probe host{flag} --model {quote_word(models)}"
             raise NotMeasuredError(str(error), hint=hint) from None
         print_status(
             f"{spec.train.steps} steps of {spec.model.model}, as {error}; {error.hint}, and then --for decides"

@@ -68,7 +68,7 @@ def init(
     """
     from evener.core.base.errors import UsageError
     from evener.core.base.file_io import write_atomic
-    from evener.core.cluster.fleet_file import format_fleet, out_flag, parse_fleet
+    from evener.core.cluster.fleet_file import format_fleet, out_option, parse_fleet
     from evener.core.run.trust import fleet_trust_request
     from evener.sources.import_hosts import merge_host_lists
 
@@ -81,7 +81,7 @@ def init(
     if not hosts:
         why = "; ".join(line.removeprefix("left out: ") for line in _import_warnings(host_list))
         what = f"no machine is left to train on: {why}" if why else "no machine was named"
-        raise UsageError(what, hint=f"evener fleet init local laptop=192.168.1.28{out_flag(out)} names two")
+        raise UsageError(what, hint=f"evener fleet init local laptop=192.168.1.28{out_option(out)} names two")
     text = format_fleet(hosts, "Which machines train, written by evener fleet init. Edit it as you like.")
     fleet = parse_fleet(text, out)
     try:
@@ -116,12 +116,12 @@ def _read_sources(
 def _prompt_hosts(out: Path) -> HostList:
     """Ask for the hosts on the terminal; raise UsageError if there is none."""
     from evener.core.base.errors import UsageError
-    from evener.core.cluster.fleet_file import out_flag
+    from evener.core.cluster.fleet_file import out_option
 
     if not is_interactive():
         raise UsageError(
             "no machine is named, and there is no terminal to ask in",
-            hint=f"evener fleet init local laptop=192.168.1.28{out_flag(out)}; or {SOURCE_FLAGS}",
+            hint=f"evener fleet init local laptop=192.168.1.28{out_option(out)}; or {SOURCE_FLAGS}",
         )
     from evener.cli.fleet_prompts import prompt_hosts
     from evener.sources.import_hosts import local_host_name

@@ -174,12 +174,13 @@ def _with_on(verb: Callable[..., Any]) -> Callable[..., Any]:
     def verb_on(on: str | None, fleet: str | None, **values: Any) -> Any:
         if on is None:
             return verb(fleet=fleet, **values)
-        from evener.cli.kept_fleets import kept_fleet_file
+        from evener.cli.kept_fleets import fleet_of_names
         from evener.core.base.errors import UsageError
 
         if fleet is not None:
             raise UsageError(f"--on {on}: --fleet {fleet} says which machines", hint="one of them")
-        return verb(fleet=str(kept_fleet_file(on)), **values)
+        with fleet_of_names(on) as path:
+            return verb(fleet=path, **values)
 
     option = typer.Option(None, "--on", metavar="NAME,…", help=ON_HELP)
     named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from evener.cli.run_output import print_status
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.file_io import write_atomic
 from evener.core.base.shell import quote_command
-from evener.core.cluster.fleet_file import fleets_folder, format_fleet
-from evener.core.model.corpus import hash_bytes
+from evener.core.cluster.fleet_file import format_fleet, named_fleet_path
 from evener.sources.hostfile import parse_host_arguments
 from evener.sources.import_hosts import local_host_name, merge_host_lists
-
-MAX_NAME_BYTES = 200  # of a fleet file's name; file systems take 255
 
 
 def kept_fleet_file(names: str) -> Path:
@@ -22,18 +20,33 @@ def kept_fleet_file(names: str) -> Path:
 
     Raise UsageError if no machine is named, and EvenerError if the file cannot be written.
     """
-    words = [name.strip() for name in names.split(",") if name.strip()]
-    if not words:
-        raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
-    file_name = "+".join(re.sub(r"[^\w.@=-]+", "_", word) for word in words)
-    if len(file_name.encode()) > MAX_NAME_BYTES:
-        file_name = f"{len(words)}-hosts-{hash_bytes(names.encode())[-12:]}"
-    path = fleets_folder() / f"{file_name}.toml"
+    words = _split_names(names)
+    path = named_fleet_path(words)
     if not path.exists():
         hosts, _ = merge_host_lists([parse_host_arguments(words, local_host_name())])
         print_status(f"$ {quote_command(['evener', 'fleet', 'init', *words, '--out', str(path)])}")
         write_fleet_file(path, format_fleet(hosts, f"The machines of --on {names}. Edit it as you like."))
     return path
+
+
+@contextlib.contextmanager
+def fleet_of_names(names: str) -> Iterator[str]:
+    """Yield the fleet file of these machines; a new one is removed if the block refuses another flag of the user's."""
+    is_new = not named_fleet_path(_split_names(names)).exists()
+    path = kept_fleet_file(names)
+    try:
+        yield str(path)
+    except UsageError as error:
+        if is_new and type(error) is UsageError:  # others are about what was, or was not, measured on the machines
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _split_names(names: str) -> list[str]:
+    words = [name.strip() for name in names.split(",") if name.strip()]
+    if not words:
+        raise UsageError(f"--on {names}: which machines?", hint="--on local,laptop: this one, and one that ssh reaches")
+    return words
 
 
 def write_fleet_file(path: Path, text: str) -> None:

@@ -18,9 +18,9 @@ from evener.cli.run_output import print_status
 from evener.cli.terminal import is_interactive, make_console, print_findings
 from evener.cli.trust import approve_fleet, confirm
 from evener.core.base.errors import EvenerError
-from evener.core.base.shell import quote_command
+from evener.core.base.shell import quote_word
 from evener.core.cluster.finding import Finding
-from evener.core.cluster.fleet_file import Fleet, load_fleet, local_fleet_path
+from evener.core.cluster.fleet_file import Fleet, fleet_flag, load_fleet, local_fleet_path
 from evener.doctor.preflight import run_preflight
 from evener.ssh.session import connect
 
@@ -50,7 +50,7 @@ def fleet_of_machines(
     """
     path = kept_fleet_file(names)
     known = approve_fleet(load_fleet(path), trust)
-    _show("doctor", "--fleet", path, "--quick")
+    _show(f"doctor {fleet_flag(path)} --quick")
     findings = _blocking_findings(known)
     if not is_dry and any("evener setup" in finding.fix for finding in findings):
         hosts = list(dict.fromkeys(finding.host for finding in findings if "evener setup" in finding.fix))
@@ -63,9 +63,9 @@ def fleet_of_machines(
     return str(path)
 
 
-def _show(*words: object) -> None:
+def _show(command: str) -> None:
     """Print the command that a step stands for."""
-    print_status(f"$ {quote_command(['evener', *map(str, words)])}")
+    print_status(f"$ evener {command}")
 
 
 def _blocking_findings(known: Fleet) -> list[Finding]:
@@ -76,13 +76,12 @@ def _blocking_findings(known: Fleet) -> list[Finding]:
 
 def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
     where = ", ".join(hosts)
-    command = ["setup", "--fleet", str(path), *(word for host in hosts for word in ("--host", host))]
+    command = f"setup {fleet_flag(path)} " + " ".join(f"--host {quote_word(host)}" for host in hosts)
     if not may_install:
         question = f"Install evener and torch on {where}, in a folder of evener's own? [y/N] "
         if not is_interactive() or not confirm(question):
-            hint = f"--yes; or {quote_command(['evener', *command])}"
-            raise EvenerError(f"{where}: evener is not installed there", hint=hint)
-    _show(*command)
+            raise EvenerError(f"{where}: evener is not installed there", hint=f"--yes; or evener {command}")
+    _show(command)
     with _quiet():
         status = setup.setup(fleet=str(path), hosts=hosts, more=None, carry=False, trust=False, as_json=False)
     if status:
@@ -94,14 +93,14 @@ def _measure(path: Path, known: Fleet, models: Sequence[str], *, is_dry: bool) -
     names = list(known.hosts)
     pairs = [(a, b) for a in names for b in names if a != b]
     if any(b not in known.links.get(a, {}) for a, b in pairs):
-        _show("probe", "wire", "--fleet", path, "--seconds", f"{WIRE_SECONDS:g}", "--no-iperf3", "--no-trials")
+        _show(f"probe wire {fleet_flag(path)} --seconds {WIRE_SECONDS:g} --no-iperf3 --no-trials")
         if not is_dry:
             with _quiet():
                 probe.wire(fleet=str(path), seconds=WIRE_SECONDS, no_iperf3=True, no_trials=True)
     missing = [model for model in models if not _is_measured(known, model)]
     if missing:
         of_models = ",".join(missing)
-        _show("probe", "host", "--fleet", path, "--model", of_models, "--seconds", f"{HOST_SECONDS:g}")
+        _show(f"probe host {fleet_flag(path)} --model {quote_word(of_models)} --seconds {HOST_SECONDS:g}")
         if not is_dry:
             with _quiet():
                 probe.host(fleet=str(path), model=of_models, seconds=HOST_SECONDS)

@@ -87,6 +87,7 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     from evener.cli.budget import parse_budget, request_for_budget
     from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
     from evener.core.base.errors import UsageError
+    from evener.core.cluster.fleet_file import fleet_flag
     from evener.core.model.gradients import ProgramModel
     from evener.core.run.roster import requested_sync
     from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
@@ -101,8 +102,8 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     given_machines += ["--scale"] if scale is not None else []
     fleet, source_run = of_what["fleet"], of_what["source_run"]
     if given_machines and (fleet or source_run):
-        raise UsageError(f"{given_machines[0]} describes machines; so does {'--fleet' if fleet else '--from'}",
-                         hint="one of them")  # fmt: skip
+        other = fleet_flag(fleet) if fleet else f"--from {source_run}"
+        raise UsageError(f"{given_machines[0]} describes machines; so does {other}", hint="one of them")
     if of_what["params"] is not None and ("model" in texts or source_run):
         raise UsageError(f"--params {of_what['params']}: {'--from' if source_run else '--model'} says what is trained",
                          hint="one of them")  # fmt: skip

@@ -75,6 +75,7 @@ def runs(
     from evener.cli.terminal import make_console, print_text
     from evener.cli.trust import not_contacted_text
     from evener.core.base.errors import UsageError
+    from evener.core.cluster.fleet_file import fleet_flag
     from evener.core.run.rundir import RunDir
     from evener.launch.launcher import NOT_CONTACTED
     from evener.report.read import run_table
@@ -85,7 +86,7 @@ def runs(
         raise UsageError("--hosts and --max-size need --fleet", hint="evener runs --prune --fleet fleet.toml")
     if fleet is not None and (not prune or fewer_than is not None):
         raise UsageError(
-            "--fleet needs --prune, without --fewer-than", hint=f"evener runs --prune --fleet {quote_word(fleet)}"
+            f"{fleet_flag(fleet)} needs --prune, without --fewer-than", hint=f"evener runs --prune {fleet_flag(fleet)}"
         )
     folder, words = _split_folder(words or [])
     if fleet is not None:

@@ -11,7 +11,7 @@ import msgspec
 from evener.core.base.errors import HostError
 from evener.core.base.shell import quote_command, quote_word
 from evener.core.cluster.finding import Finding, Severity
-from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, Fleet
+from evener.core.cluster.fleet_file import DEFAULT_SSH_PORT, Fleet, fleet_flag
 from evener.core.run.roster import RankSlot, rank_devices, requested_device
 from evener.core.run.run_spec import MachineSpec
 from evener.doctor.connectivity import ConnectivityReport
@@ -84,7 +84,7 @@ class CheckContext(msgspec.Struct, frozen=True, kw_only=True):
         """Return the command that lists what a host stores of earlier runs."""
         if self.fleet.file is None:
             return "evener runs --prune --fleet local"
-        return f"evener runs --prune --fleet {quote_word(self.fleet.file)} --hosts {quote_word(name)}"
+        return f"evener runs --prune {fleet_flag(self.fleet.file)} --hosts {quote_word(name)}"
 
     def unset_command(self, name: str, *variables: str) -> str:
         """Return the command that removes variables from a host's environment for good: it comments out their lines."""

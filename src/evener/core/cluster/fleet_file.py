@@ -14,13 +14,15 @@ tokens_per_s = 500.0
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tomllib
 import unicodedata
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import quote, unquote
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +37,7 @@ from evener.core.cluster.link import parse_link
 
 T = TypeVar("T")
 DEFAULT_FLEET = "fleet.toml"
+MAX_FLEET_NAME_BYTES = 200  # of a file that --on makes; file systems take 255
 LOCAL_FLEET = "local"  # --fleet local: this machine, whatever fleet.toml says
 DEFAULT_WORKDIR = "~/.evener"
 
@@ -46,7 +49,32 @@ def fleets_folder() -> Path:
 
 def local_fleet_path() -> Path:
     """Return the fleet file of this machine alone, with its measured rates, as `--on local` makes it."""
-    return fleets_folder() / "local.toml"
+    return named_fleet_path(["local"])
+
+
+def named_fleet_path(words: Sequence[str]) -> Path:
+    """Return the fleet file of the machines that --on names. Its name tells the words again, unless they are too many.
+
+    >>> named_fleet_path(["local", "ben@attic:2222"]).name
+    'local+ben@attic%3A2222.toml'
+    """
+    file_name = "+".join(quote(word, safe="@=") for word in words)
+    if len(file_name) > MAX_FLEET_NAME_BYTES:
+        digest = hashlib.blake2b(",".join(words).encode(), digest_size=6).hexdigest()
+        file_name = f"{len(words)}-hosts,{digest}"
+    return fleets_folder() / f"{file_name}.toml"
+
+
+def fleet_flag(path: str | Path) -> str:
+    """Return the flag that selects a fleet file in a command: "--on local,laptop" if it is a file of --on.
+
+    >>> fleet_flag("lab.toml"), fleet_flag(named_fleet_path(["local", "ben@attic:2222"]))
+    ('--fleet lab.toml', '--on local,ben@attic:2222')
+    """
+    file = Path(path)
+    if file.parent == fleets_folder() and "," not in file.name:
+        return f"--on {quote_word(unquote(file.stem.replace('+', ',')))}"
+    return f"--fleet {quote_word(path)}"
 
 
 RENDEZVOUS_PORT = 29500
@@ -179,8 +207,8 @@ class Fleet(FleetSection, frozen=True, kw_only=True):
 
     @property
     def cli_flag(self) -> str:
-        """The flag that selects this fleet in a command: " --fleet lab.toml"; "" for the default file."""
-        return "" if self.file in (None, "", DEFAULT_FLEET) else f" --fleet {quote_word(self.file)}"
+        """The flag that selects this fleet in a command, after a space; "" for the default file."""
+        return "" if not self.file or self.file == DEFAULT_FLEET else f" {fleet_flag(self.file)}"
 
 
 def fleet_path(given: str | None) -> str | None:
@@ -190,7 +218,7 @@ def fleet_path(given: str | None) -> str | None:
     return DEFAULT_FLEET if Path(DEFAULT_FLEET).exists() else None
 
 
-def out_flag(path: str | Path) -> str:
+def out_option(path: str | Path) -> str:
     """Return the flag with which `evener fleet init` writes this file; "" for the default file."""
     return "" if str(path) == DEFAULT_FLEET else f" --out {quote_word(path)}"
 
@@ -201,7 +229,7 @@ def load_fleet(path: str | Path) -> Fleet:
     try:
         text = read_file(file).decode("utf-8-sig")
     except FileNotFoundError:
-        raise UsageError(f"{file}: no such file", hint=f"evener fleet init{out_flag(path)} writes one") from None
+        raise UsageError(f"{file}: no such file", hint=f"evener fleet init{out_option(path)} writes one") from None
     except OSError as error:
         raise UsageError(f"{file}: {error.strerror}") from None
     except UnicodeDecodeError as error:

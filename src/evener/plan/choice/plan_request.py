@@ -14,7 +14,7 @@ import msgspec
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.shell import quote_word
 from evener.core.base.units import pluralize
-from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
+from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates, fleet_flag
 from evener.core.cluster.hardware import parse_hardware
 from evener.core.cluster.link import parse_link
 from evener.core.model.corpus import Corpus
@@ -307,8 +307,8 @@ def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
     """
     job, cluster = request.job, request.cluster
     if isinstance(job.shape, ProgramModel):
-        raise UsageError(f"--fleet {path}: it has no place for how fast {job.model} is: its runs keep that",
-                         hint="without --fleet")  # fmt: skip
+        raise UsageError(f"{path} has no place for how fast {job.model} is: its runs keep that",
+                         hint=f"without {fleet_flag(path)}")  # fmt: skip
     missing = [name for name in cluster.host_names if name not in fleet.hosts]
     if missing:
         raise UsageError(f"{path} does not name all hosts of the run: {', '.join(missing)} missing")

@@ -137,8 +137,8 @@ def _faster_launch(summary: RunSummary) -> tuple[str, str]:
 def _launch_command(summary: RunSummary, flags: Sequence[str]) -> str:
     """Return the command that launches a program again on the same fleet, with these flags."""
     plan = read_plan_if_present(RunDir(summary.run_dir))
-    where = ["--fleet", plan.fleet_file] if plan is not None and plan.fleet_file else []
-    return quote_command(["evener", "launch", *where, *flags, "--", *summary.manifest.argv])
+    where = "" if plan is None else plan.fleet.cli_flag
+    return f"evener launch{where} {quote_command([*flags, '--', *summary.manifest.argv])}"
 
 
 def _with_recommendation(summary: RunSummary, alternatives: RunAlternatives, message: str) -> SpeedupVerdict:
