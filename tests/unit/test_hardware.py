@@ -7,7 +7,7 @@ import re
 import pytest
 
 from evener.core.base.errors import UsageError
-from evener.core.cluster.hardware import HARDWARE, SHORT_NAME_BY_KEY, parse_hardware
+from evener.core.cluster.hardware import HARDWARE, MEASURE_INSTEAD, SHORT_NAME_BY_KEY, parse_hardware
 
 # What torch.cuda.get_device_name prints, as public repositories have it.
 BY_TORCH = {
@@ -107,10 +107,43 @@ def test_unknown_hardware_is_refused_with_hint(text):
     assert raised.value.hint
 
 
-def test_near_miss_gets_did_you_mean_hint():
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("h1000", "h100"),
+        ("rtx 509", "5090"),
+        ("4090ti", "4090"),
+        ("RTX 4090 SUPER", "4090"),
+        ("m3 utra", "m3-ultra"),
+        ("m2 mxa", "m2-max"),
+        ("7900 xtz", "7900-xt"),
+        ("4070 sper", "4070-super"),
+        ("NVIDIA GeForce RTX 3060 Laptop GPU", "3060"),
+        ("RTX 4080 SUPER Max-Q", "4080-super"),
+        ("RTX 3080 11GB", "3080"),
+        ("MI300A", "mi300x"),
+        ("NVIDIA A10G", "a10"),
+        ("NVIDIA L40", "l40s"),
+        ("Tesla V100S-PCIE-32GB", "v100-16-pcie"),
+    ],
+)
+def test_misspelt_hardware_gets_the_nearest_with_its_number(text, short):
+    assert hint_for(text) == f'did you mean "{short}"? {MEASURE_INSTEAD}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["rx 580", "gtx1080 ti", "GTX 1660 SUPER", "1080", "gt 1030", "Tesla P100", "K80", "NVIDIA A40", "RX 5700 XT",
+     "arc a310", "radeon pro w7900", "MI210", "780m", "m9 ultra", "Tesla M4", "RTX 5000"],
+)  # fmt: skip
+def test_another_device_gets_no_name_of_a_different_one(text):
+    assert hint_for(text) == MEASURE_INSTEAD
+
+
+def hint_for(text):
     with pytest.raises(UsageError) as raised:
-        parse_hardware("h1000")
-    assert raised.value.hint == 'did you mean "h100"?'
+        parse_hardware(text)
+    return raised.value.hint
 
 
 @pytest.mark.parametrize("text", ["4x3090", "4 × RTX 3090", "4*nvidia geforce rtx 3090"])

@@ -20,6 +20,7 @@ Apple's and Intel's devices are for planning only: `evener train` uses the CPU t
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Literal
 
@@ -329,4 +330,57 @@ def parse_hardware(text: str) -> Hardware:
         num, name = int(many[1]), SHORT_NAME_BY_KEY[_key(many[2])]
         hint = f"--gpu {name} --per-node {num} for {num} in each machine, --gpu {name} --nodes {num} for {num} machines"
         raise UsageError(f"--gpu {text}: expected a device's name without their number", hint=hint)
-    raise UsageError(f"--gpu {text}: expected a device's name, or cpu:8", hint=did_you_mean(key, [*HARDWARE, "cpu:8"]))
+    raise UsageError(f"--gpu {text}: expected a device's name, or cpu:8", hint=_hint_for_unknown(text))
+
+
+MAKERS = {
+    "NVIDIA": r"nvidia|geforce|[rg]tx|tesla|titan|quadro",
+    "AMD": r"\bamd|radeon|\brx|instinct",
+    "Intel": r"intel|\barc",
+    "Apple": "apple",
+}
+MIN_SIMILARITY = 0.75  # of a name with a mistake; a word that the table lacks, such as "laptop", differs by more
+MEASURE_INSTEAD = "evener probe host measures a device that is not listed; --compute-tokens-per-s N says how fast it is"
+
+
+def _hint_for_unknown(text: str) -> str:
+    """Return a hint for a name that the table lacks: the nearest device of the same model number, and what else to do.
+
+    A device with another number is another device, unless a digit is missing or one too many.
+
+    >>> _hint_for_unknown("m3 utra").partition("? ")[0], _hint_for_unknown("rx 580") == MEASURE_INSTEAD
+    ('did you mean "m3-ultra"', True)
+    """
+    if text.strip().lower().startswith("cpu"):
+        return 'did you mean "cpu:8"?'
+    unsized: dict[str, str] = {}  # short names by key
+    key = _key(_without_memory_size(text))
+    makers = [maker for maker, words in MAKERS.items() if re.search(words, text.lower())]
+    for short, row in HARDWARE.items():
+        if not makers or row.name.startswith(tuple(makers)):
+            unsized.setdefault(_key(_without_memory_size(row.name)), short)
+    if re.search(r"\d", key) is None:
+        return did_you_mean(key, HARDWARE)
+    number = _model_number(key)
+    same = [name for name in unsized if _model_number(name) == number]
+    near = same or [name for name in unsized if _differs_by_one_character(_model_number(name), number)]
+    best = difflib.get_close_matches(key, near, n=1, cutoff=MIN_SIMILARITY)
+    if same and not best:
+        best = [max(same, key=lambda name: (key.startswith(name) * len(name), -len(name)))]
+    return f'did you mean "{unsized[best[0]]}"? {MEASURE_INSTEAD}' if best else MEASURE_INSTEAD
+
+
+def _without_memory_size(text: str) -> str:
+    return re.sub(r"(?<=\D)\d+\s*gb", "", text.lower())
+
+
+def _model_number(key: str) -> str:
+    """Return a key up to its first number: "m3" of "m3ultra"."""
+    number = re.match(r"\D*\d+", key)
+    return number[0] if number else ""
+
+
+def _differs_by_one_character(name: str, other: str) -> bool:
+    """Return whether one of two model numbers is the other with one character more."""
+    short, long = sorted((name, other), key=len)
+    return len(long) == len(short) + 1 and any(long[:i] + long[i + 1 :] == short for i in range(len(long)))
