@@ -45,7 +45,7 @@ def test_single_step_peak_is_visible_after_a_million_steps():
     assert min(points.lows) == -40.0
     at = points.highs.index(40.0)
     assert points.steps[at - 1] < 123_456 <= points.steps[at]
-    assert series.mean == pytest.approx(values.mean(), rel=1e-12)  # numpy's
+    assert series.mean() == pytest.approx(values.mean(), rel=1e-12)  # numpy's
 
 
 @settings(deadline=None, max_examples=num_examples(30, 60))
@@ -70,7 +70,7 @@ def test_non_finite_values_are_not_drawn():
     series = DownsampledSeries(max_buckets=2)
     series.add(np.arange(8), np.array([1.7e308, 1.7e308, -1.7e308, np.inf, 1.0, 3.0, -np.inf, np.nan]))
     assert series.points().means == [2.0]
-    assert series.mean == 2.0
+    assert series.mean() == 2.0
 
 
 def test_repeated_steps_count_once():

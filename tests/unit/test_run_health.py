@@ -112,8 +112,8 @@ def test_slowdown_names_rank_and_part(run):
     add_steps(run, 12, compute_s=0.3)
     found = assess_health(read(run), SOON + 4)
     assert found.state == "slow"
-    assert "forward, backward on rank 1 300 ms instead of 133 ms" in found.message
-    assert "2.2 times as long as the run's average (138 ms)" in found.message
+    assert "forward, backward on rank 1 300 ms instead of 100 ms" in found.message
+    assert "2.9 times as long as before step 61 (105 ms)" in found.message
 
 
 def test_slow_run_stays_slow_until_it_is_clearly_faster(run):
@@ -126,6 +126,49 @@ def test_slow_run_stays_slow_until_it_is_clearly_faster(run):
     assert assess_health(read(run), SOON + 5).state == "slow"
     add_steps(run, 12, compute_s=0.07)
     assert assess_health(read(run), SOON + 6).state == "healthy"
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_long_slowdown_is_slow_all_the_time_and_for_a_page_opened_late(run, predicted):
+    """After a slowdown to 3 times its steps take 1.2 times as long: less than makes it slow, more than ends it."""
+    if predicted:
+        predict(run, step_s=STEP_S)
+    opened_early, states = read(run), []
+    for num, compute_s in [(12, 0.3), *[(25, 0.12)] * 40]:
+        add_steps(run, num, compute_s=compute_s)
+        while opened_early.read_new(1.0):
+            pass
+        now = opened_early.curves.last_record.ended + 1
+        states.append(assess_health(opened_early, now).state)
+        assert assess_health(read(run), now) == assess_health(opened_early, now)
+    assert set(states) == {"slow"}
+    add_steps(run, 12, compute_s=0.1)
+    assert assess_health(read(run), now + 3).state == "healthy"
+
+
+def test_slowdown_of_most_of_the_run_does_not_become_its_measure(run):
+    add_steps(run, 68, compute_s=0.1)
+    add_steps(run, 3000, compute_s=0.3)
+    found = assess_health(read(run), read(run).curves.last_record.ended + 1)
+    assert found.state == "slow"
+    assert "2.9 times as long as before step 129 (105 ms): forward, backward on rank 1 300 ms instead of 100 ms" in (
+        found.message
+    )
+
+
+def test_single_long_steps_do_not_make_a_run_slow(run):
+    for _ in range(8):
+        add_steps(run, 99, compute_s=0.11)
+        add_steps(run, 1, compute_s=5.0)
+    last = read(run).curves.last_record.ended
+    assert assess_health(read(run), last + 1).state == "healthy"
+
+
+def test_steps_with_other_ranks_or_settings_are_not_compared(run):
+    add_steps(run, 100, compute_s=0.3)
+    assert assess_health(read(run), SOON + 31).state == "slow"
+    run.write_manifest(msgspec.structs.replace(run.manifest(), since=60))
+    assert assess_health(read(run), SOON + 31).state == "healthy"
 
 
 def test_run_slower_than_predicted_is_slow(run):

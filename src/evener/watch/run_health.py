@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +13,17 @@ from evener.core.base.units import format_seconds, median, pluralize
 from evener.core.run.prediction import PlanOption
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import PHASE_NAMES, StepCost, StepRecord
+from evener.report.read.downsampled_series import Window
 from evener.report.read.event_log import SECONDARY_FAILURE_EVENTS, describe_event, first_failure
+from evener.report.read.run_curves import RunCurves
 from evener.report.read.run_state import ENDED_STATES, STATE_MARKS, RunState, is_unresponsive
 from evener.watch.run_reader import RunReader
 
 SLOW_RATIO = 1.3  # assumption: step time over the expected one; less may be noise or prediction error
 SLOW_UNTIL = 1.15  # below this ratio a slow run is no longer slow: one between them would flip with every step
-SLOW_STEPS = 10  # newest steps over which the ratio is taken
+SLOW_STEPS = 10  # steps over which the ratio is taken, at least
 ROOT_CAUSE_GRACE_S = 8.0  # until a host reports why its rank ended; the rank's peers report the lost connection sooner
-MIN_BASELINE_STEPS = 50  # fewer steps do not give a reliable average
+MIN_BASELINE_STEPS = 50  # fewer steps do not give a reliable step time to compare with
 HANG_EVENTS = ("run.hang", "run.cut-off")
 
 
@@ -158,19 +162,18 @@ def current_prediction(reader: RunReader) -> PlanOption | None:
 
 
 def _slow_reason(reader: RunReader, manifest: Manifest) -> str:
-    """Return how slow the run is, against its own average or the prediction, and in which phase; "" if it is not."""
-    curves, num = reader.curves, max(SLOW_STEPS, manifest.roster.sync.every)
-    walls_s = [record.wall_s for record in curves.leader_records]
-    if len(walls_s) < SLOW_STEPS:
+    """Return how slow the run is, against its steps before or the prediction, and in which phase; "" if it is not."""
+    curves, option, num = reader.curves, current_prediction(reader), max(SLOW_STEPS, manifest.roster.sync.every)
+    past, newest = _past_windows(curves, manifest, num), _newest_step_times(curves, manifest, num)
+    if not newest:
         return ""
-    before_s, option = curves.shared_series["wall_s"].mean, current_prediction(reader)
-    windows_s = [_step_time(walls_s[end - num : end], manifest) for end in range(num, len(walls_s) + 1)]
-    now_s = windows_s[-1] if windows_s else _step_time(walls_s, manifest)
-    if before_s is not None and curves.steps_done >= MIN_BASELINE_STEPS and _is_slow(windows_s or [now_s], before_s):
-        costs = {rank: curves.mean_cost(rank) for rank in curves.phase_series}
-        than = f"as the run's average ({format_seconds(before_s)})"
+    now_s = newest[-1][1]
+    before_s, began = _find_slowdown(past, newest)
+    if before_s is not None and began is not None:
+        costs = {rank: curves.mean_cost(rank, manifest.since, began) for rank in curves.phase_series}
+        than = f"as before step {began + 1:,} ({format_seconds(before_s)})"
         return _slowest_phase_text(reader, manifest, costs, now_s / before_s, num, than)
-    if option is not None and _is_slow(windows_s or [now_s], option.step_s):
+    if option is not None and _find_slowdown(past, newest, option.step_s)[1] is not None:
         costs = {member.rank: cost.cost for member, cost in zip(option.roster.members, option.ranks, strict=True)}
         return _slowest_phase_text(
             reader, manifest, costs, now_s / option.step_s, num, f"as predicted ({format_seconds(option.step_s)})"
@@ -178,21 +181,59 @@ def _slow_reason(reader: RunReader, manifest: Manifest) -> str:
     return ""
 
 
-def _step_time(walls_s: Sequence[float], manifest: Manifest) -> float:
-    """Return the typical time of some steps: with an exchange every few steps their mean, else their median."""
-    return sum(walls_s) / len(walls_s) if manifest.roster.sync.every > 1 else median(walls_s) or 0.0
+def _past_windows(curves: RunCurves, manifest: Manifest, num: int) -> list[Window]:
+    """Return the step times of the whole run since its ranks or settings last changed, in windows of `num` or more."""
+    series, every = curves.shared_series["wall_s"], manifest.roster.sync.every
+    return series.windows(num, manifest.since, without_largest=every == 1)
 
 
-def _is_slow(windows_s: Sequence[float], expected_s: float) -> bool:
-    """Return whether the last of these step times is slow, where slowness ends below SLOW_UNTIL only.
+def _newest_step_times(curves: RunCurves, manifest: Manifest, num: int) -> list[tuple[int, float]]:
+    """Return (first step, step time) of each `num` consecutive ones of the newest records, or of all if fewer.
 
-    >>> _is_slow([1.0, 1.4, 1.2], 1.0), _is_slow([1.0, 1.4, 1.1, 1.2], 1.0)
-    (True, False)
+    With an exchange every few steps a step time is their mean, else their median.
     """
-    is_slow = False
-    for step_s in windows_s:
-        is_slow = step_s > (SLOW_UNTIL if is_slow else SLOW_RATIO) * expected_s
-    return is_slow
+    records = [record for record in curves.leader_records if record.step >= manifest.since]
+    if len(records) < SLOW_STEPS:
+        return []
+    starts = range(max(1, len(records) - num + 1))
+    walls_s = [[record.wall_s for record in records[start : start + num]] for start in starts]
+    typical = statistics.fmean if manifest.roster.sync.every > 1 else statistics.median
+    return [(records[start].step, typical(walls)) for start, walls in zip(starts, walls_s, strict=True)]
+
+
+def _find_slowdown(
+    past: Sequence[Window], newest: Sequence[tuple[int, float]], expected_s: float | None = None
+) -> tuple[float | None, int | None]:
+    """Return (step time to compare with, first step since which the run is slow); None: not known; it is not slow.
+
+    The run becomes slow above SLOW_RATIO, and is slow until it is below SLOW_UNTIL. Without `expected_s` it is compared
+    with its own median while it was not slow: however long a run is slow, it does not become the measure of itself.
+    The result follows from the records alone, so that a page that is opened late shows what an open one would.
+
+    >>> past = [Window(10 * i, 10, 1.0 if i < 6 else 1.4 if i < 9 else 1.2) for i in range(500)]
+    >>> _find_slowdown(past, [(4995, 1.2)]), _find_slowdown(past[:6], [(55, 1.2)]), _find_slowdown(past, [(4995, 1.1)])
+    ((1.0, 60), (1.0, None), (1.0, None))
+    """
+    not_slow_s: list[float] = []  # ascending
+    num_not_slow, began = 0, None
+
+    def is_slow(step_s: float) -> bool:
+        return expected_s is not None and step_s > (SLOW_RATIO if began is None else SLOW_UNTIL) * expected_s
+
+    has_expected = expected_s is not None
+    for window in past:
+        if is_slow(window.mean):
+            began = window.first_step if began is None else began
+            continue
+        began = None
+        if not has_expected:
+            bisect.insort(not_slow_s, window.mean)
+            num_not_slow += window.num_values
+            expected_s = statistics.median(not_slow_s) if num_not_slow >= MIN_BASELINE_STEPS else None
+    for first_step, step_s in newest:
+        if not past or first_step > past[-1].first_step:
+            began = (first_step if began is None else began) if is_slow(step_s) else None
+    return expected_s, began
 
 
 def _slowest_phase_text(

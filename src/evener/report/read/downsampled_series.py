@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,6 +39,14 @@ class CurvePoints:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+
+class Window(NamedTuple):
+    """Consecutive steps of a series."""
+
+    first_step: int
+    num_values: int
+    mean: float
 
 
 class DownsampledSeries:
@@ -89,11 +98,32 @@ class DownsampledSeries:
         means = self._sums[buckets] / self._counts[buckets]
         return CurvePoints(steps.tolist(), means.tolist(), self._lows[buckets].tolist(), self._highs[buckets].tolist())
 
-    @property
-    def mean(self) -> float | None:
-        """Return the mean over all steps; None without values."""
-        num = int(self._counts.sum())
-        return float(self._sums.sum()) / num if num else None
+    def mean(self, first_step: int = 0, end_step: int | None = None) -> float | None:
+        """Return the mean over the buckets that lie within these steps, by default over all; None without values."""
+        end = None if end_step is None else end_step // self.bucket_steps
+        within = slice(-(-first_step // self.bucket_steps), end)
+        num = int(self._counts[within].sum())
+        return float(self._sums[within].sum()) / num if num else None
+
+    def windows(self, num_steps: int, first_step: int, *, without_largest: bool) -> list[Window]:
+        """Return consecutive windows of at least `num_steps` values, from `first_step` on.
+
+        `without_largest` leaves the largest value out of each mean, so that one interruption does not change it.
+
+        >>> series = DownsampledSeries()
+        >>> series.add(np.arange(5), np.array([1.0, 1.0, 7.0, 2.0, 2.0]))
+        >>> series.windows(3, 0, without_largest=True)
+        [Window(first_step=0, num_values=3, mean=1.0)]
+        """
+        windows, per_window = [], -(-num_steps // self.bucket_steps)
+        for start in range(-(-first_step // self.bucket_steps), len(self._counts), per_window):
+            buckets = slice(start, start + per_window)
+            num, total = int(self._counts[buckets].sum()), float(self._sums[buckets].sum())
+            if num >= num_steps:
+                is_trimmed = without_largest and num > 1
+                total -= float(self._highs[buckets].max()) if is_trimmed else 0.0
+                windows.append(Window(start * self.bucket_steps, num, total / (num - is_trimmed)))
+        return windows
 
     @property
     def bucket_sums(self) -> list[float]:

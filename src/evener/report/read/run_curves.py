@@ -112,9 +112,10 @@ class RunCurves:
         """Return the newest record."""
         return self.leader_records[-1] if self.leader_records else None
 
-    def mean_cost(self, rank: int) -> StepCost:
-        """Return a rank's mean step cost over all its steps."""
-        return StepCost(**{phase: series.mean for phase, series in self.phase_series[rank].items()})
+    def mean_cost(self, rank: int, first_step: int = 0, end_step: int | None = None) -> StepCost:
+        """Return a rank's mean step cost over these steps, by default over all, in the resolution of its series."""
+        phases = self.phase_series[rank].items()
+        return StepCost(**{phase: series.mean(first_step, end_step) for phase, series in phases})
 
     def recent_cost(self, rank: int, num: int) -> StepCost:
         """Return a rank's mean step cost over its newest `num` steps."""
