@@ -73,6 +73,19 @@ def test_page_follows_run_in_two_tabs_and_shows_its_end(context, page, run, watc
     expect(page.locator("#aloud")).to_contain_text("mine finished")
 
 
+def test_pointer_shows_recorded_value_of_a_spike_beyond_the_edge(page, tmp_path, write_run):
+    """The loss of step 15 is drawn at the edge of the picture, where it would be about 3.1."""
+    run = write_run(tmp_path / "mine", [{}], steps=30, losses=lambda step: 5e6 if step == 14 else 3.0 - 0.01 * step)
+    (tmp_path / "report.html").write_text(run_page(run, now=0.0), encoding="utf-8")
+    page.goto((tmp_path / "report.html").as_uri())
+    field = page.locator(".field").first
+    box = field.bounding_box()
+    assert box is not None
+    field.hover(position={"x": box["width"] * 14 / 29, "y": box["height"] / 2})
+    expect(page.locator(".tip")).to_contain_text("step 15")
+    expect(page.locator(".tip")).to_contain_text("each step  5000000")
+
+
 def test_page_survives_server_stop(page, run, watch):
     watched = watch(str(run.path))
     page.goto(watched.url)

@@ -123,6 +123,16 @@ def test_huge_values_are_clamped_to_chart_edge():
     assert 'd="M0 0L5000 5000L10000 10000"' in text
 
 
+def test_values_beside_a_line_are_those_recorded_not_those_drawn():
+    """Of a spike the path ends at the edge, and of a stack it is the sum."""
+    text = str(render_svg(loss_chart([1, 1_234_567], [4.0, 1e9])))
+    assert 'data-name="training" data-xs="1 1234567" data-ys="4 1e+09"' in text
+    lines = [ChartLine("a", "red", [1, 2], [3.0, 4.0]), ChartLine("b", "blue", [2, 3], [10.0, 20.0])]
+    text = str(render_svg(LineChart(lines, "step", "ms", stacked=True)))
+    values = re.findall(r'data-name="(.)" data-xs="([\d ]+)" data-ys="([\d ]+)"', text)
+    assert values == [("b", "1 2 3", "0 10 20"), ("a", "1 2 3", "3 4 0")]
+
+
 def test_spike_of_two_steps_goes_beyond_the_edge():
     losses = [4.0, 3.5, 3.2, 3.0, 90.0, 70.0, 2.8, 2.7, 2.6, 2.5]
     assert y_bounds(loss_chart(range(1, 11), losses))[1] < 5

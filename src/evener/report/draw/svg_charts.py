@@ -1,7 +1,7 @@
 """Draw charts as SVG and HTML that fit any width, light and dark pages, and need no library.
 
 Lines are SVG, stretched to the available width. Labels are HTML text, placed in per cent, and so neither stretched nor
-cut off. `page.js` shows the values under the pointer: it reads them off the lines.
+cut off. `page.js` shows the values under the pointer, which stand beside each line: its coordinates are clipped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from markupsafe import Markup
 
@@ -200,13 +200,13 @@ def _scale_of(chart: LineChart) -> _AxisScale:
 def _draw_chart(chart: LineChart) -> Markup:
     scale = _scale_of(chart)
     if chart.stacked:
-        drawn = [_draw_area(top, scale) for top in reversed(_stack_lines(chart.lines))]
+        drawn = [_draw_area(top, line, scale) for top, line in reversed(_stack_lines(chart.lines))]
     else:
         drawn = [_draw_band(band, scale) for band in chart.bands]
         drawn += [_draw_line(line, scale) for line in chart.lines]
         drawn += [_draw_line_dots(line, scale) for line in chart.lines if line.dots or len(line.x) == 1]
     levels = [_draw_level(name, value, scale) for name, value in chart.marks.items() if value <= scale.y[1]]
-    field_ = _plot_area(scale, chart.x_title, drawn, levels, axis_ticks(*scale.y), stacked=chart.stacked)
+    field_ = _plot_area(scale, chart.x_title, drawn, levels, axis_ticks(*scale.y))
     return Markup("{}{}{}").format(
         _legend([(line.name, line.colour, "dashed" * line.dashed or "faint" * line.faint) for line in chart.lines]),
         _with_axes(field_, scale, chart.x_title, chart.y_title, chart.x_ticks, Markup()),
@@ -214,29 +214,35 @@ def _draw_chart(chart: LineChart) -> Markup:
     )
 
 
-def _stack_lines(lines: Sequence[ChartLine]) -> list[ChartLine]:
-    """Return the lines with cumulative sums; a missing value counts as 0."""
+def _stack_lines(lines: Sequence[ChartLine]) -> list[tuple[ChartLine, ChartLine]]:
+    """Return (cumulative sums, the line itself) for each line at the x of all; a missing value counts as 0."""
     xs = sorted({x for line in lines for x in line.x})
     below, stacked = dict.fromkeys(xs, 0.0), []
     for line in lines:
-        for x, y in zip(line.x, line.y, strict=True):
-            below[x] += y
-        stacked.append(ChartLine(line.name, line.colour, xs, [below[x] for x in xs]))
+        own = dict.fromkeys(xs, 0.0) | dict(zip(line.x, line.y, strict=True))
+        below = {x: below[x] + own[x] for x in xs}
+        stacked.append((replace(line, x=xs, y=[*below.values()]), replace(line, x=xs, y=[*own.values()])))
     return stacked
 
 
 def _draw_line(line: ChartLine, scale: _AxisScale) -> Markup:
     kind = ("line" + " dashed" * line.dashed + " faint" * line.faint) if line.joined else "dots"
     path = scale.path(line)
-    return Markup('<path class="{}" stroke="{}" d="{}" data-name="{}"/>').format(kind, line.colour, path, line.name)
+    return Markup('<path class="{}" stroke="{}" d="{}"{}/>').format(kind, line.colour, path, _line_values(line))
 
 
-def _draw_area(top: ChartLine, scale: _AxisScale) -> Markup:
-    """Draw the area below a line."""
+def _draw_area(top: ChartLine, line: ChartLine, scale: _AxisScale) -> Markup:
+    """Draw the area below the upper edge `top` of a line."""
     if not top.x:
         return Markup()
     path = f"{scale.path(top)}V{PATH_UNITS}H{scale.to_svg(top.x[0], 0.0)[0]}z"
-    return Markup('<path class="area" fill="{}" d="{}" data-name="{}"/>').format(top.colour, path, top.name)
+    return Markup('<path class="area" fill="{}" d="{}"{}/>').format(top.colour, path, _line_values(line))
+
+
+def _line_values(line: ChartLine) -> Markup:
+    """Return the attributes from which `page.js` reads a line's name and values."""
+    xs, ys = (" ".join(f"{value:.{digits}g}" for value in values) for values, digits in ((line.x, 10), (line.y, 4)))
+    return Markup(' data-name="{}" data-xs="{}" data-ys="{}"').format(line.name, xs, ys)
 
 
 def _draw_band(band: ChartBand, scale: _AxisScale) -> Markup:
@@ -262,16 +268,14 @@ def _plot_area(
     drawn: Sequence[Markup],
     levels: Sequence[Markup],
     y_ticks: Sequence[float],
-    *,
-    stacked: bool,
 ) -> Markup:
     grid = "".join(f"M0 {scale.to_svg(0.0, y)[1]}H{PATH_UNITS}" for y in y_ticks)
     return Markup(
-        '<div class="field" data-range="{} {} {} {}" data-x="{}"{}>'
+        '<div class="field" data-range="{} {} {} {}" data-x="{}">'
         '<svg viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">'
         '<path class="grid" d="{}"/>{}</svg>{}</div>'
     ).format(*(f"{bound:.6g}" for bound in (*scale.x, *scale.y)), x_title,
-             Markup(' data-stacked=""') if stacked else "", PATH_UNITS, PATH_UNITS, grid, Markup().join(drawn),
+             PATH_UNITS, PATH_UNITS, grid, Markup().join(drawn),
              Markup().join(levels))  # fmt: skip
 
 
@@ -395,7 +399,7 @@ def _draw_scatter(dots: ScatterPlot) -> Markup:
                  f"{100 * place / PATH_UNITS:.1f}", f"{format_count(x)} {dots.x_title}, {dots.y_title} {y:.4f}", name)
              for place, (name, x, y) in zip(places, points, strict=True)]  # fmt: skip
     drawn = [Markup('<path class="leader" d="{}"/>').format(leaders), _draw_line(chart.lines[0], scale)]
-    field_ = _plot_area(scale, dots.x_title, drawn, [], axis_ticks(*scale.y), stacked=False)
+    field_ = _plot_area(scale, dots.x_title, drawn, [], axis_ticks(*scale.y))
     longest = max((len(name) for name, *_ in points), default=0)
     column = Markup('<div class="names" style="--wide:{}ch">{}</div>').format(longest, Markup().join(names))
     return _with_axes(field_, scale, dots.x_title, dots.y_title, None, column)

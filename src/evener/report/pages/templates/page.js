@@ -8,13 +8,13 @@
     });
   }
 
-  // The points of a line, in the values of the axes: its coordinates are ten-thousandths of the field's range.
-  function points(path, [x0, x1, y0, y1]) {
-    const found = [...path.getAttribute("d").matchAll(/[ML](\d+) (\d+)/g)];
-    return found.map(([, x, y]) => ({ at: x / 1e4, x: x0 + (x / 1e4) * (x1 - x0), y: y1 - (y / 1e4) * (y1 - y0) }));
+  // The points of a line as recorded, and where they are across the field: what is beyond its edge is drawn at it.
+  function points({ xs, ys }, [x0, x1]) {
+    const [x, y] = [xs, ys].map((values) => (values ? values.split(" ").map(Number) : []));
+    return x.map((value, i) => ({ at: x1 > x0 ? (value - x0) / (x1 - x0) : 0.5, x: value, y: y[i] }));
   }
 
-  const told = (value) => Number(value.toPrecision(4)).toString();
+  const told = (value) => (Number.isInteger(value) ? value : Number(value.toPrecision(4))).toString();
 
   // What the lines say under the pointer, whichever pictures there are: a live page draws them anew.
   let shown = null, tip = null, rule = null;
@@ -30,15 +30,13 @@
     if (!field) return;
     shown = field;
     const range = field.dataset.range.split(" ").map(Number);
-    field.lines ??= [...field.querySelectorAll("path[data-name]")].map((path) => ({ name: path.dataset.name, points: points(path, range) }));
+    field.lines ??= [...field.querySelectorAll("path[data-name]")].map((path) => ({ name: path.dataset.name, points: points(path.dataset, range) }));
     const box = field.getBoundingClientRect(), at = (event.clientX - box.left) / box.width;
     const near = field.lines.filter((line) => line.points.length).map(({ name, points }) =>
       ({ name, ...points.reduce((a, b) => (Math.abs(b.at - at) < Math.abs(a.at - at) ? b : a)) }));
     if (!near.length) return;
     const closest = near.reduce((a, b) => (Math.abs(b.at - at) < Math.abs(a.at - at) ? b : a));
-    // Of a stack, each line is the top of those below it, and the next in the document is the one below.
-    const own = (line, i) => line.y - ("stacked" in field.dataset && i + 1 < near.length ? near[i + 1].y : 0);
-    const rows = near.map((line, i) => `${line.name}  ${told(own(line, i))}`);
+    const rows = near.map((line) => `${line.name}  ${told(line.y)}`);
     if (!tip) {
       [tip, rule] = ["tip", "rule"].map((name) => Object.assign(document.createElement("div"), { className: name }));
       field.append(rule, tip);
