@@ -223,6 +223,53 @@ def test_streamed_encoding_equals_whole_encoding(
     assert np.concatenate(parts).tolist() == [*bpe.encode(text), bpe.end_of_text]
 
 
+def library_tokenizer(name: str) -> LibraryTokenizer:
+    """Return a small tokenizer as a kind of model has it, trained on TEXT."""
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    is_unigram = name == "t5"
+    engine = tokenizers.Tokenizer(models.Unigram() if is_unigram else models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if name == "llama2":  # a space before every text, and tokens that may span words
+        engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif name == "mistral":
+        engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    elif name == "t5":
+        engine.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    else:
+        engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=name == "roberta")
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    if is_unigram:
+        trainer = tokenizers.trainers.UnigramTrainer(
+            vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        )
+    else:
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=900,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if "byte" in name or name == "roberta" else [],
+        )
+    engine.train_from_iterator(TEXT.splitlines(), trainer)
+    return LibraryTokenizer(engine.to_str().encode())
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "t5", "roberta", "byte-level"])
+@pytest.mark.parametrize("separator", [" ", "\n", "\n\n  ", "", "。"])
+def test_pieces_have_the_ids_of_the_whole_document(name: str, separator: str) -> None:
+    """Cut into many pieces, a document has no spaces that it lacks, whatever precedes a piece."""
+    tokenizer = library_tokenizer(name)
+    words = re.findall(r"\S+", TEXT)
+    rng = random.Random(7)
+    text = separator.join(rng.choice(words) for _ in range(3000))
+    stream = [text[start : start + 700] for start in range(0, len(text), 700)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_PIECE_CHARS", 300)
+        patch.setattr(tokenizer_module, "_BATCH_CHARS", 40_000)
+        ids = np.concatenate(list(encode_documents(tokenizer, [(stream, False)])))
+    whole = tokenizers.Tokenizer.from_str(tokenizer.serialize().decode()).encode(text, add_special_tokens=False).ids
+    assert ids.tolist() == whole
+
+
 def test_long_run_without_spaces_round_trips(bpe: LibraryTokenizer) -> None:
     text = "ab" * 40_000 + " " * 40_000
     ids = np.concatenate(list(encode_documents(bpe, [([text], False)])))

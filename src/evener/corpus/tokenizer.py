@@ -18,6 +18,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,8 @@ _MAX_LOST_SHARE = 0.05  # of the letters of a text that a tokenizer from a file 
 _MIN_BPE_VOCAB_SIZE = 257  # the bytes and end of text
 _SAMPLE_BYTES, _SAMPLE_CHARS, _DISTINCT_WORD_BYTES = 16_000_000, 4096, 2_000_000
 _PIECE_CHARS = 16 * 1024
+_CONTEXT_CHARS = 256  # at most, before and behind a cut: a token depends on its neighbours only
+_MAX_TRIED_CUTS = 16
 _BATCH_CHARS = 1 << 20
 # Unicode's White_Space, which GPT-2's pattern calls \s. isspace() has four more.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -330,14 +333,16 @@ def train_bpe(texts: Iterable[str], text_bytes: int, vocab_size: int) -> Library
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[str], bool]]) -> Iterator[TokenIds]:
     """Yield the ids of documents given as (pieces of text, whether the document ends after them), in bounded memory.
 
-    The ids equal those of each document encoded as one string: pieces are joined and cut again where a word begins.
-    Only a run of 16,384 characters without a space, or of spaces only, is cut elsewhere.
+    The ids equal those of each document encoded as one string: pieces are joined and cut again between two tokens, and
+    each is encoded behind the last words of the one before, whose ids are left out. So a tokenizer that puts a space
+    before a text, as SentencePiece does, puts it before the document alone. Only a run of a million characters without
+    a space, or of spaces only, is cut anywhere.
     """
-    batch: list[str | None] = []  # None: end of text
+    batch: list[tuple[str, str] | None] = []  # None: end of text
     num_chars = 0
     for texts, is_ending in documents:
-        for piece in _cut_at_words(texts):
-            batch.append(piece)
+        for context, piece in _cut_between_tokens(tokenizer, texts):
+            batch.append((context, piece))
             num_chars += len(piece)
             if num_chars >= _BATCH_CHARS:
                 yield _encode_pieces(tokenizer, batch)
@@ -348,34 +353,58 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[tuple[Iterable[st
         yield _encode_pieces(tokenizer, batch)
 
 
-def _encode_pieces(tokenizer: Tokenizer, pieces: list[str | None]) -> TokenIds:
-    dtype = np.dtype(token_dtype(tokenizer.vocab_size))
-    end = np.array([tokenizer.end_of_text or 0], dtype)
-    encoded = iter(tokenizer.encode_batch([piece for piece in pieces if piece is not None]))
-    return np.concatenate([end if piece is None else next(encoded) for piece in pieces])
+def _encode_pieces(tokenizer: Tokenizer, batch: list[tuple[str, str] | None]) -> TokenIds:
+    """Return the ids of (context, piece) pairs, without those of the contexts."""
+    end = np.array([tokenizer.end_of_text or 0], np.dtype(token_dtype(tokenizer.vocab_size)))
+    pairs = [pair for pair in batch if pair is not None]
+    contexts = tokenizer.encode_batch([context for context, _ in pairs])
+    whole = tokenizer.encode_batch([context + piece for context, piece in pairs])
+    encoded = (ids[len(before) :] for before, ids in zip(contexts, whole, strict=True))
+    return np.concatenate([end if pair is None else next(encoded) for pair in batch])
 
 
-def _cut_at_words(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the same text in pieces of at most 16,384 characters, cut where a word begins if possible."""
-    pending = ""
+def _cut_between_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (context, piece): pieces of about 16,384 characters, and for each the end of the one before, "" at first.
+
+    A piece becomes longer until a cut between two tokens is known, but not longer than a batch.
+    """
+    context, pending, max_chars = "", "", _PIECE_CHARS
     for text in texts:
         pending += text
         start = 0
-        while len(pending) - start > _PIECE_CHARS:
-            stop = _word_start(pending, start, start + _PIECE_CHARS)
-            yield pending[start:stop]
-            start = stop
+        while len(pending) - start > max_chars + _CONTEXT_CHARS:
+            cut = _find_cut(tokenizer, pending, start, start + max_chars)
+            if cut is None and max_chars < _BATCH_CHARS:
+                max_chars *= 2
+                continue
+            next_context, stop = cut or ("", start + max_chars)
+            yield context, pending[start:stop]
+            context, start, max_chars = next_context, stop, _PIECE_CHARS
         pending = pending[start:]
     if pending:
-        yield pending
+        yield context, pending
 
 
-def _word_start(text: str, start: int, limit: int) -> int:
-    """Return the last position up to `limit` where a space follows a non-space: no GPT-2 token spans it."""
-    for stop in range(limit, start, -1):
-        if text[stop] in _SPACES and not text[stop - 1].isspace():
-            return stop
-    return limit
+def _find_cut(tokenizer: Tokenizer, text: str, start: int, limit: int) -> tuple[str, int] | None:
+    """Return (context before the cut, its position), at most at `limit`, where a word begins and no token spans it.
+
+    The ids of the context must be the same with and without the text behind it. None: no such cut was found.
+    """
+    words = (at for at in range(limit, max(start, limit - _PIECE_CHARS), -1) if _is_word_start(text, at))
+    for stop in islice(words, _MAX_TRIED_CUTS):
+        first = max(start, stop - _CONTEXT_CHARS)
+        begins = range(stop - _CONTEXT_CHARS // 2, first, -1)
+        begin = next((at for at in begins if _is_word_start(text, at)), first)
+        context = text[begin:stop]
+        before, whole = tokenizer.encode_batch([context, text[begin : stop + _CONTEXT_CHARS]])
+        if np.array_equal(before, whole[: len(before)]):
+            return context, stop
+    return None
+
+
+def _is_word_start(text: str, at: int) -> bool:
+    """Return whether a space follows a non-space here: no GPT-2 token spans it."""
+    return text[at] in _SPACES and not text[at - 1].isspace()
 
 
 def _sample(texts: Iterable[str], text_bytes: int) -> list[str]:
