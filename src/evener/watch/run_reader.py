@@ -150,7 +150,8 @@ class RunReader:
                 walls = read_json_lines(
                     self.rundir.steps_path(manifest.roster.members[0].rank), StepWallTime, WALL_TIMES_BYTES
                 )
-                self._median_step = key, median_step_s(walls, manifest)
+                current = (wall for wall in walls if wall.step >= manifest.since)
+                self._median_step = key, median_step_s(current, manifest.roster.sync.every)
         return self._median_step[1]
 
     def _load_cache(self) -> None:

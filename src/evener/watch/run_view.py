@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, median, pluralize
 from evener.core.cluster.host_info import HostInfo
-from evener.core.run.progress import seconds_left
+from evener.core.run.progress import WINDOW_STEPS, seconds_left, window_steps
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepCost, align_steps
-from evener.core.run.step_statistics import RankSummary, min_sync_s
+from evener.core.run.step_statistics import RankSummary, median_step_s, min_sync_s
 from evener.report.explain.predicted_vs_measured import format_relative_difference
 from evener.report.pages.host_vitals_table import host_table
 from evener.report.pages.html_template import KeyFigure
@@ -20,7 +20,6 @@ from evener.report.read.run_summary import RunSummary
 from evener.watch.run_health import RunHealth, current_prediction
 from evener.watch.run_reader import RunReader
 
-RECENT_STEPS = 20  # newest steps that rates are averaged over
 MAX_EVENTS = 100
 MAX_STRIPS = 16
 
@@ -50,15 +49,13 @@ def tokens_per_step(reader: RunReader) -> float | None:
 
 
 def typical_step_s(reader: RunReader) -> float | None:
-    """Return the typical step time: the median of the newest steps, or their mean if ranks do not exchange in every
-    step (DiLoCo). For a run that is over, the median of all steps.
-    """
+    """Return the median step time, as in the report: of the newest steps, or of all of them if the run is over."""
     manifest = reader.manifest
     if reader.is_over and (median_s := reader.median_step_s()) is not None:
         return median_s
-    every = manifest.roster.sync.every if manifest else 1
-    walls_s = [record.wall_s for record in reader.curves.leader_records][-max(RECENT_STEPS, every) :]
-    return sum(walls_s) / len(walls_s) if every > 1 and walls_s else median(walls_s)
+    every, since = (manifest.roster.sync.every, manifest.since) if manifest else (1, 0)
+    newest = [record for record in reader.curves.leader_records if record.step >= since][-window_steps(every) :]
+    return median_step_s(newest, every, newest[0].step - since if newest else 0)
 
 
 def tokens_per_s(reader: RunReader) -> float | None:
@@ -71,7 +68,7 @@ def rank_cost(reader: RunReader, rank: int) -> StepCost:
     """Return a rank's mean step cost over its newest steps, or over all steps of a run that is over."""
     if rank not in reader.curves.newest:
         return StepCost()
-    return reader.curves.mean_cost(rank) if reader.is_over else reader.curves.recent_cost(rank, RECENT_STEPS)
+    return reader.curves.mean_cost(rank) if reader.is_over else reader.curves.recent_cost(rank, WINDOW_STEPS)
 
 
 def communication_share(reader: RunReader) -> float | None:
@@ -220,7 +217,7 @@ def rank_strips(reader: RunReader) -> list[StepStrip]:
     return [
         StepStrip(
             manifest.roster.rank_label(rank) if manifest else f"rank {rank}",
-            reader.curves.recent_cost(rank, RECENT_STEPS),
+            reader.curves.recent_cost(rank, WINDOW_STEPS),
             [(record.step, record.cost) for record in records],
         )
         for rank, records in sorted(reader.curves.newest.items())[:MAX_STRIPS]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from evener.core.base.units import format_count, format_seconds, median
 from evener.core.run.step_cost import StepRecord
+from evener.core.run.step_statistics import median_step_s
 
-WINDOW_STEPS = 20  # steps over which rates are computed
+WINDOW_STEPS = 20  # newest steps over which rates are computed while a run trains, at least
 MIN_STEPS = 5  # steps needed to judge a host
 MIN_WAIT_DIFFERENCE = 0.05  # share of the step by which the waits of two hosts must differ
 
@@ -21,15 +22,17 @@ class RunProgress:
         self._num_steps, self._tokens_per_step, self._max_s = num_steps, tokens_per_step, max_s
         self._every = 1  # steps from one synchronization to the next; only one of them includes its communication
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
+        self._num_added = 0
         self._began: float | None = None  # start of the first step that was added: Unix time
 
     def set_interval(self, every: int) -> None:
         """Set the number of steps from one synchronization of the sync strategy to the next."""
-        self._every, self._recent = every, deque(self._recent, maxlen=max(WINDOW_STEPS, every))
+        self._every, self._recent = every, deque(self._recent, maxlen=window_steps(every))
 
     def add(self, record: StepRecord) -> None:
         """Add the record of a step."""
         self._recent.append(record)
+        self._num_added += 1
         if self._began is None:
             self._began = record.ended - record.wall_s
 
@@ -87,9 +90,7 @@ class RunProgress:
 
     @property
     def _step_s(self) -> float:
-        if self._every > 1:
-            return self._busy_s / len(self._recent)
-        return median([record.wall_s for record in self._recent]) or 0.0
+        return median_step_s(self._recent, self._every, self._num_added - len(self._recent)) or 0.0
 
     def status_line(self) -> str:
         """`step 40/200  loss 2.345  12.3k tokens/s  communication 4 %  left 1 min 20 s`."""
@@ -101,6 +102,11 @@ class RunProgress:
         if left_s := self.remaining_s:
             parts.append(f"left {format_seconds(left_s)}")
         return "  ".join(parts)
+
+
+def window_steps(every: int) -> int:
+    """Return the number of newest steps that rates are taken of: one whole round of `every` steps is among them."""
+    return max(WINDOW_STEPS, 2 * every - 1)
 
 
 @dataclass(frozen=True)

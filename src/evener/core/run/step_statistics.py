@@ -98,14 +98,19 @@ class StepWallTime(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
 
 
-def median_step_s(walls: Iterable[StepWallTime], manifest: Manifest) -> float | None:
-    """Return the median step time from the records of one rank: a step takes all ranks the same time."""
-    by_step = {wall.step: wall.wall_s for wall in walls if wall.step >= manifest.since}
+def median_step_s(walls: Iterable[StepWallTime | StepRecord], every: int, num_before: int = 0) -> float | None:
+    """Return the median step time from the records of one rank: a step takes all ranks the same time.
+
+    If replicas synchronize every `every` steps, it is the median over rounds of so many of their mean. The first steps
+    of a run do not count, see WARMUP_STEPS; `num_before` of the run's steps are not among the records, but earlier.
+    """
+    by_step = {wall.step: wall.wall_s for wall in walls}
     steps = sorted(by_step)
+    num_warmup = min(WARMUP_STEPS, (num_before + len(steps)) // 4)
     rounds: dict[int, list[float]] = {}
-    for step in steps[min(WARMUP_STEPS, len(steps) // 4) :]:
-        rounds.setdefault(step // manifest.roster.sync.every, []).append(by_step[step])
-    complete = [walls_s for walls_s in rounds.values() if len(walls_s) == manifest.roster.sync.every]
+    for step in steps[max(0, num_warmup - num_before) :]:
+        rounds.setdefault(step // every, []).append(by_step[step])
+    complete = [walls_s for walls_s in rounds.values() if len(walls_s) == every]
     means = [sum(walls_s) / len(walls_s) for walls_s in complete or [[*chain(*rounds.values())]] if walls_s]
     return median(means)
 

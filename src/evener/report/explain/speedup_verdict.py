@@ -59,10 +59,7 @@ def _multi_host_verdict(
     if alternatives is None or alternatives.best_single_host is None:
         message = _verdict_by_own_work(summary, trained)
         return SpeedupVerdict(message, *(_faster_launch(summary) if summary.manifest.program is not None else ()))
-    alone, together, unit = alternatives.best_single_host, alternatives.as_measured, alternatives.prediction.job.unit
-    if summary.manifest.program is not None:
-        trained = f"{who} trained {format_throughput(together.tokens_per_s, unit)}"
-        tokens_per_s = together.tokens_per_s
+    alone, unit = alternatives.best_single_host, alternatives.prediction.job.unit
     ratio, name = tokens_per_s / alone.tokens_per_s, alone.roster.hosts[0]
     link = format_bit_rate(alternatives.prediction.cluster.slowest_link_Bps)
     rates = f"{trained} over {link}; {name} alone would have trained {format_throughput(alone.tokens_per_s, unit)}"
