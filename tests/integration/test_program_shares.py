@@ -90,6 +90,14 @@ def test_distributed_sampler_is_divided_as_one_process_learns(
 
 
 @exhaustive
+def test_sampler_whose_epoch_is_never_set_is_named(launch: Launch) -> None:
+    program = DDP.replace("    sampler.set_epoch(epoch)\n", "").replace("WORKERS", "0")
+    status, text = launch.run(program=program, flags=("--ranks", "2", "--shares", "2:1"))
+    assert status == 0, text
+    assert "the DistributedSampler shuffles each pass over the data alike, at x.py:" in " ".join(text.split())
+
+
+@exhaustive
 @pytest.mark.parametrize("average", ["average_tokens_across_devices=True", "average_tokens_across_devices=False"])
 def test_trainer_is_divided_as_one_process_learns(launch: Launch, average: str) -> None:
     assert difference(launch, TRAINER.replace("AVERAGE", average), "2:1", 2) < 1e-5

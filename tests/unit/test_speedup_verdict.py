@@ -7,8 +7,11 @@ import pytest
 
 from evener.core.base.file_io import write_atomic
 from evener.core.base.units import format_count
+from evener.core.cluster.fleet_file import HostConfig
 from evener.core.cluster.link import LinkModel
 from evener.core.model.shape import preset_shape
+from evener.core.run.run_plan import HostPlan, Plan, write_plan
+from evener.core.run.rundir import RunDir
 from evener.core.run.runwriter import RunWriter
 from evener.report.explain.speedup_verdict import speedup_verdict
 from evener.report.explain.what_if import predict_alternatives
@@ -16,6 +19,7 @@ from evener.report.pages.html_report import run_page
 from evener.report.read.run_summary import summarize_run
 from tests.unit.planner import changed, cluster_of, job_of, priced
 from tests.unit.test_calibration import manifest, records
+from tests.unit.test_help import check
 
 SHAPE = preset_shape("char", 512)
 JOB = job_of(SHAPE, batch=24, micro_batch=4)
@@ -82,6 +86,31 @@ def test_processes_of_one_host_get_measurement_hint(told):
     assert found.message.startswith("2 processes on a trained ")
     assert "Whether one process is as fast was not measured" in found.message
     assert found.command.endswith("--model char --batch 24 --ranks 1 --ranks 2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({}, "evener bench --data {data} --model char --batch 24 --fleet {file} --hosts a"),
+        (
+            {"shape": None, "program": "x.py", "argv": ["x.py"]},
+            "evener launch --fleet {file} --ranks 1 --out {run}-1-rank -- x.py",
+        ),
+    ],
+)
+def test_processes_of_a_remote_host_are_measured_there(told, changes, command):
+    _, run = told(500.0, devices=("cpu", "cpu"), local=LinkModel(latency_s=0.0, bandwidth_Bps=1e9))
+    run.write_manifest(msgspec.structs.replace(run.manifest(), **changes))
+    file = run.path.parent / "lab.toml"
+    host = HostPlan(name="a", host=HostConfig(address="10.0.0.2"), node_rank=0, first_rank=0, num_ranks=2, run="/r",
+                    address="10.0.0.2", interface="eth0", code="/c", cwd="/c", argv=["python"], env={})  # fmt: skip
+    roster, spec = run.manifest().roster, run.manifest().spec
+    write_plan(RunDir(run.path), Plan(kind="train", spec=spec, roster=roster, hosts=[host], fleet_file=str(file)))
+    found = speedup_verdict(summarize_run(run), None)
+    assert (found.hint, found.command) == (
+        "To measure it", command.format(data=spec.data.data, file=file, run=run.path)
+    )  # fmt: skip
+    check(found.command, "")
 
 
 def test_single_process_names_no_other_host(told):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
+from evener.core.cluster.fleet_file import fleet_flag
 from evener.core.run.prediction import Prediction
 from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.rundir import RunDir
@@ -158,9 +159,8 @@ def _own_command(summary: RunSummary) -> str:
     """Return the command that runs a program of the user's own on one rank, with another run directory."""
     manifest, out = summary.manifest, f"{summary.run_dir}-1-rank"
     if manifest.program is not None:
-        return quote_command(
-            ["evener", "launch", "--fleet", "local", "--ranks", "1", "--out", out, "--", *manifest.argv]
-        )
+        where = _fleet_flag_of_run(summary) or "--fleet local"
+        return f"evener launch {where} {quote_command(['--ranks', '1', '--out', out, '--', *manifest.argv])}"
     words, argv = ["torchrun", "--nproc-per-node", "1"], iter(manifest.argv)
     for word in argv:
         if word == "--out":
@@ -179,6 +179,16 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     if manifest.shape is None:  # a program of the user's own
         return SpeedupVerdict(verdict, "To measure it", _own_command(summary))
     data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
-    command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} "
-    command += f"--batch {batch} --ranks 1 --ranks {manifest.world_size}"
+    command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} --batch {batch}"
+    if where := _fleet_flag_of_run(summary):
+        (host,) = manifest.roster.hosts
+        command += f" {where} --hosts {quote_word(host)}"
+    else:
+        command += f" --ranks 1 --ranks {manifest.world_size}"
     return SpeedupVerdict(verdict, "To measure it", command)
+
+
+def _fleet_flag_of_run(summary: RunSummary) -> str:
+    """Return the flag that selects the run's fleet file; "" if the run was on this machine without one."""
+    plan = read_plan_if_present(RunDir(summary.run_dir))
+    return fleet_flag(plan.fleet.file) if plan is not None and plan.fleet.file else ""

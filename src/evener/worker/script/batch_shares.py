@@ -21,6 +21,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -137,13 +138,13 @@ class BatchShares:
 
     def _of_sampler(self, sampler: Any, batch_size: int, drop_last: bool) -> Iterator[list[Any]]:
         sizes = self.sizes(batch_size * self._world_size)
-        ranks = []
+        passes = []
         for rank in range(self._world_size):
-            other = copy.copy(sampler)
-            other.rank = rank
-            ranks.append(list(other))
-        for begin in range(0, len(ranks[0]), batch_size):
-            whole = [index for indices in ranks for index in indices[begin : begin + batch_size]]
+            # Its own pass is the program's sampler's, whose epoch `TrainingChecks` compares with the pass before.
+            of_rank = sampler if rank == sampler.rank else copy.copy(sampler)
+            of_rank.rank = rank
+            passes.append(iter(of_rank))
+        while whole := [index for indices in passes for index in islice(indices, batch_size)]:
             if len(whole) == sum(sizes) or not drop_last:
                 yield own_part(whole, sizes, self._rank)
 
