@@ -238,13 +238,16 @@ def test_plan_round_trips_through_file(tmp_path: Any) -> None:
         ("live", "ab", "cpu", False, "only on Linux"),
         ("restart", "ab", "cpu", True, "restart"),
         ("fixed", "ab", "cpu", True, "fixed"),
+        ("auto fsdp", "ab", "cpu", True, "restart"),
+        ("live zero1", "ab", "cpu", True, "with zero1 a lost rank's part of the weights is in the checkpoint alone"),
     ],
 )
 def test_membership_mode_follows_devices_hosts_and_strategy(
     asked: str, hosts: str, device: str, are_linux: bool, membership: str
 ) -> None:
     slots = [RankSlot(host=name, device=device) for name in hosts]
-    spec = parse_args(["--batch", "4", "--sync", "int8+sparse", "--membership", asked])
+    mode, _, sync = asked.partition(" ")
+    spec = parse_args(["--batch", "4", "--sync", sync or "int8+sparse", "--membership", mode])
     roster = initial_roster(spec, slots, 256)
     if " " in membership:
         with pytest.raises(UsageError, match=f"--membership live: .*{membership}"):

@@ -73,7 +73,7 @@ def test_unknown_strategy_is_refused(text):
         text.partition(":")[0], 'did you mean "ddp"?' if text == "ddp:2" else "known: auto, bf16, ddp, "
     )
     assert caught.value.hint.startswith(expected)
-    assert not {"fsdp", "hsdp", "zero1", "none"} & set(re.findall(r"\w+", caught.value.hint))  # train cannot run them
+    assert not {"hsdp", "none"} & set(re.findall(r"\w+", caught.value.hint))  # train cannot run them
 
 
 @pytest.mark.parametrize("text", ["", "3", "a:b", "-1:2", "0:0", "nan:1", "inf:1", "3;1"])
@@ -178,6 +178,18 @@ def test_every_round_step_sums_to_batch_near_quota(num_steps):
             assert done[-1] == share
             assert {step[rank] for step in steps} <= {share // num_steps, -(-share // num_steps)}
             assert all(abs(have - (num + 1) * share / num_steps) < 3 for num, have in enumerate(done))
+
+
+@pytest.mark.parametrize(
+    ("sync", "sizes"),
+    [("ddp", [[3, 2, 2], [], [2]]), ("fsdp", [[2, 2, 3], [0, 0, 0], [0, 1, 1]])],
+)
+def test_sharded_ranks_have_equally_many_micro_batches(sync, sizes):
+    """The last is never empty where a rank has a share: in its backward gradients are exchanged."""
+    spec = parse_args(["--batch", "9", "--shares", "7:0:2", "--micro-batch", "3", "--sync", sync])
+    roster = initial_roster(spec, [CPU] * 3, 64)
+    assert [roster.micro_batch_sizes(rank) for rank in range(3)] == sizes
+    assert [roster.num_passes(rank, [6, 1, 0]) for rank in range(3)] == ([2, 1, 0] if sync == "ddp" else [2, 2, 2])
 
 
 def test_roster_round_trips_through_file():

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
+from evener.worker.rank.comm_thread import CommThread
 from evener.worker.script.gloo_completion import work_class
-from evener.worker.sync.comm_thread import CommThread
 
 from ..tiers import exhaustively
 

@@ -64,6 +64,12 @@ def add(run: str = RUN_ARGUMENT, host: str = HOST_OPTION, fleet: str | None = FL
     from evener.launch import add_remove_hosts
 
     rundir, plan = _load_elastic_run(run, trust)
+    if plan.roster is not None and plan.roster.sync.is_sharded:
+        run = quote_word(rundir)
+        raise UsageError(
+            f"{rundir} shards its weights ({plan.roster.sync}): no host joins it while it runs",
+            hint=f"evener stop {run}, then evener train --resume {run} --fleet FILE",
+        )
     if any(one.name == host for one in plan.hosts):
         add_remove_hosts.rejoin_host(rundir, plan, host, run_output.print_status)
     else:

@@ -373,6 +373,8 @@ def choose_membership(spec: RunSpec, roster: Roster, *, are_linux: bool) -> Lite
         return requested
     if any(member.is_gpu for member in roster.members) or roster.backend == "nccl":
         reason = "ranks on GPUs must restart: NCCL's communicators do not survive a member"
+    elif roster.sync.is_sharded:
+        reason = f"with {roster.sync} a lost rank's part of the weights is in the checkpoint alone"
     elif not are_linux:
         reason = "only on Linux can a rank that is blocked on a lost peer be released"
     else:

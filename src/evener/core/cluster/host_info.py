@@ -14,12 +14,14 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
+MAPPED_BLOCK_BYTES = 1 << 20
 MALLOC_SETTINGS_PATTERN = r"MALLOC_(MMAP|TRIM|TOP_PAD)_|GLIBC_TUNABLES=.*glibc\.malloc\.(mmap|trim|top_pad)"
 
 
@@ -68,12 +70,28 @@ def disable_malloc_trim() -> None:
     small blocks: no difference. No effect without glibc, or if the environment has settings of its own: MALLOC_MMAP_…,
     MALLOC_TRIM_…, MALLOC_TOP_PAD_ or GLIBC_TUNABLES of malloc.
     """
+    # allocate large blocks in the main thread's heap too; never trim the free end of the heap  [mallopt(3)]
+    _set_malloc({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
+
+
+def unmap_freed_blocks() -> None:
+    """Make malloc return freed blocks of MAPPED_BLOCK_BYTES and more to the kernel: for little memory, not for speed.
+
+    Weights that are gathered and freed block by block fit badly into the holes that they leave in a heap. *Measured*
+    (85M parameters, --sync fsdp on two ranks, 64 tokens each, glibc 2.36, 2026-11-30): a rank's peak is 1.23 GB instead
+    of 1.9 to 2.2 GB, and a step takes 1.3 times as long. No effect where `disable_malloc_trim` has none.
+    """
+    _set_malloc({M_MMAP_THRESHOLD: MAPPED_BLOCK_BYTES})
+
+
+def _set_malloc(values: Mapping[int, int]) -> None:
+    """Set parameters of glibc's malloc, unless the environment sets any."""
     if any(re.match(MALLOC_SETTINGS_PATTERN, f"{name}={value}") for name, value in os.environ.items()):
         return
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_MAX, 0)  # allocate large blocks in the main thread's heap too
-        mallopt(M_TRIM_THRESHOLD, -1)  # never trim the free end of the heap  [mallopt(3)]
+        for parameter, value in values.items():
+            mallopt(parameter, value)
 
 
 def die_with_parent(parent_pid: int) -> None:

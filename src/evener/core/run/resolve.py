@@ -205,7 +205,9 @@ def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
     if saved >= steps:
         raise UsageError(f"{rundir}: it has taken all its {saved} steps", hint=f"--steps {2 * saved} goes on")
     checkpoint, last = read_checkpoint(rundir.checkpoint_path(saved)), rundir.manifest().roster.sync
-    if last != NO_SYNC and spec.train.sync != "auto" and requested_sync(spec) not in (last, checkpoint.sync):
+    requested = requested_sync(spec)
+    has_state = not (last.is_exact and requested.is_exact)  # of a strategy, besides weights and optimizer
+    if last != NO_SYNC and spec.train.sync != "auto" and has_state and requested not in (last, checkpoint.sync):
         raise CheckpointError(
             f"{rundir}: its sync strategy is {last}, and its checkpoints hold no state for {spec.train.sync}",
             hint=f"--sync {last if checkpoint.sync == NO_SYNC else checkpoint.sync}, or a new run from its weights",

@@ -27,7 +27,8 @@ Backend = Literal["gloo", "nccl", "none"]
 SyncKind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "hsdp", "zero1", "diloco"]
 
 # what `train` can run
-SUPPORTED_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "diloco")
+SUPPORTED_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco")
+SHARDED_KINDS: tuple[SyncKind, ...] = ("fsdp", "hsdp", "zero1")
 LOSSY_KINDS: tuple[SyncKind, ...] = ("bf16", "int8", "int4", "powersgd", "diloco")
 MICRO_BATCH_TOKENS = 16384  # *assumption*: enough to keep a processor busy, few enough to fit in memory
 
@@ -82,7 +83,12 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_buckets(self) -> bool:
         """Return whether `train` exchanges gradients bucket by bucket in every step."""
-        return self.kind in SUPPORTED_KINDS and not self.drifts
+        return self.kind in SUPPORTED_KINDS and not self.drifts and not self.is_sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each rank holds a part of the weights and of the optimizer's state between steps."""
+        return self.kind in SHARDED_KINDS
 
     def __str__(self) -> str:
         words: list[str] = [self.kind]
@@ -105,6 +111,8 @@ SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse",
 _PARAMETER_HINTS = {
     "powersgd": "powersgd:R of rank R, from 1 to 999999",
     "diloco": "diloco:H, synchronizing every H steps, H from 1 to 999999; optionally :int8 or :int4, then :streamed",
+    "fsdp": "fsdp, without more: it sends weights and gradients in fp32, in every step",
+    "zero1": "zero1, without more: it sends weights and gradients in fp32, in every step",
 }
 
 
@@ -137,7 +145,7 @@ def parse_sync(text: str) -> SyncSpec:
     matched = _GRAMMAR.fullmatch(text)
     if matched is None:
         runnable = [name for name in SYNC_EXAMPLES if name.partition(":")[0].partition("+")[0] in SUPPORTED_KINDS]
-        hint = _PARAMETER_HINTS.get(text.partition(":")[0]) or did_you_mean(text, ["auto", *runnable])
+        hint = _PARAMETER_HINTS.get(re.split("[:+]", text)[0]) or did_you_mean(text, ["auto", *runnable])
         raise UsageError(f"--sync {text}: no such strategy", hint=hint)
     sparse = bool(matched["sparse"])
     if name := matched["plain"] or matched["dense"]:
@@ -268,6 +276,20 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     def divide_work(self, num: int) -> list[int]:
         """Divide `num` units of work among the ranks in proportion to their shares."""
         return weighted_shares(num, self.mean_shares)
+
+    def num_passes(self, rank: int, work: Sequence[int]) -> int:
+        """Return the number of forward passes in which a rank does its part of `work`, sequences by rank.
+
+        With sharded weights it is the same on all ranks, as all take part in each gathering of the weights.
+        """
+        ranks = range(self.world_size) if self.sync.is_sharded else (rank,)
+        return max(num_micro_batches(work[one], self.members[one].micro_batch) for one in ranks)
+
+    def micro_batch_sizes(self, rank: int) -> list[int]:
+        """Return the sequences in each micro-batch of a rank's share; with sharded weights the first may be empty."""
+        num = self.num_passes(rank, self.shares)
+        sizes = equal_shares(self.shares[rank], num) if num else []
+        return sizes[::-1] if self.sync.is_sharded else sizes
 
     def at_step(self, step: int) -> Roster:
         """Return the Roster with the shares of one step, which may differ between the steps of a DiLoCo round."""
@@ -446,6 +468,12 @@ def check_sync_supported(spec: RunSpec) -> None:
     """Raise UsageError if `train` cannot run the requested strategy."""
     if not (sync := requested_sync(spec)).is_supported:
         raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(SUPPORTED_KINDS)}")
+    if not sync.is_sharded:
+        return
+    if spec.model.compile == "on":
+        raise UsageError(f"--sync {sync}: sharded weights are not compiled", hint="--compile off, or --sync ddp")
+    if spec.machine.contention:
+        raise UsageError(f"--contention: with --sync {sync} no rank can compute alone", hint="--sync ddp measures it")
 
 
 def why_unsafe_in_fp16(roster: Roster) -> str:

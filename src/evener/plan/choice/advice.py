@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from evener.core.base.units import format_bytes, format_count, format_seconds, join_names, pluralize
 from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import PlanOption, Prediction
-from evener.core.run.roster import NO_SYNC, parse_sync, requested_sync
+from evener.core.run.roster import NO_SYNC, requested_sync
 from evener.core.run.step_cost import token_multiplier
 from evener.plan.choice.break_even import (
     Advice,
@@ -23,6 +24,7 @@ from evener.plan.choice.break_even import (
 from evener.plan.choice.options import (
     MIN_GAIN,
     MIN_LOSSY_GAIN,
+    SHARDED_STRATEGIES,
     SIMILAR_SPEED,
     explain_memory_shortage,
     fits_in_memory,
@@ -36,10 +38,8 @@ from evener.plan.choice.options import (
     why_option_rejected,
     why_strategy_rejected,
 )
-from evener.plan.cost.cost_model import predict_step
 from evener.plan.cost.penalty import format_loss
 
-SHARDED_STRATEGIES = ("fsdp", "hsdp", "zero1")  # that divide weights and optimizer states among the ranks
 COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # the one that gains most is reported
 
 
@@ -157,18 +157,32 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
         return [max(advice, key=lambda a: a.tokens_per_s or 0.0)]
     held = 16 * job.shape.num_params()  # weights, gradients, AdamW's two moments, in fp32
     text = f"No micro-batch fits: weights, gradients and AdamW's moments alone are {format_bytes(held)} on every rank."
-    roster = prediction.option(prediction.chosen).roster
-    sharded = [predict_step(job, cluster, msgspec.structs.replace(roster, sync=parse_sync(name)), name)
-               for name in SHARDED_STRATEGIES]  # fmt: skip
-    sharded = [option for option in sharded if fits_in_memory(option, cluster)]
-    if sharded:
-        best = max(sharded, key=option_throughput)
-        need = max(rank.memory_bytes or 0 for rank in best.ranks)
-        text += (
-            f" {best.name} would fit, with {format_bytes(need)}, and train "
-            f"{format_throughput(best.tokens_per_s, unit)}; train cannot run it yet."
-        )
-    return [Advice(text=text)]
+    return [_advise_on_sharding(prediction, text)]
+
+
+def _advise_on_sharding(prediction: Prediction, text: str) -> Advice:
+    """Return `text` and the fastest flags with which a strategy fits that shards the weights, if there are any."""
+    job, cluster = prediction.job, prediction.cluster
+    largest = max(prediction.option(prediction.chosen).roster.shares)
+    sizes = [largest >> i for i in range(largest.bit_length())]
+    for recompute in (False, True)[job.spec.model.recompute :]:
+        fitting: list[tuple[PlanOption, int]] = []
+        for sync, micro_batch in itertools.product(SHARDED_STRATEGIES, sizes):
+            model = msgspec.structs.replace(job.spec.model, recompute=recompute)
+            train = msgspec.structs.replace(job.spec.train, sync=str(sync), micro_batch=micro_batch)
+            variant = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, model=model, train=train))
+            option = predict_training(variant, cluster)
+            if fits_in_memory(option, cluster):
+                fitting.append((option, micro_batch))
+        if fitting:
+            best, micro_batch = max(fitting, key=lambda pair: option_throughput(pair[0]))
+            flags = {"--sync": str(best.roster.sync), "--micro-batch": f"{micro_batch}"}
+            flags |= {"--recompute": ""} if recompute and not job.spec.model.recompute else {}
+            need = max(rank.memory_bytes or 0 for rank in best.ranks)
+            speed = format_throughput(best.tokens_per_s, prediction.job.unit)
+            text += f" {format_flags(flags)} fits, with {format_bytes(need)} on a rank, and trains {speed}."
+            return Advice(text=text, flags=flags, tokens_per_s=best.tokens_per_s)
+    return Advice(text=text)
 
 
 def option_above_budget(prediction: Prediction) -> PlanOption | None:

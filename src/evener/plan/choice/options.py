@@ -34,6 +34,7 @@ BASE_STRATEGIES = [
 ]
 CANDIDATE_STRATEGIES = tuple(msgspec.structs.replace(strategy, sparse=sparse) for strategy in BASE_STRATEGIES
                    for sparse in ((False, True) if strategy.has_buckets else (False,)))  # fmt: skip
+SHARDED_STRATEGIES = (parse_sync("zero1"), parse_sync("fsdp"))  # for a model that does not fit in whole replicas
 SIMILAR_SPEED = 0.9  # hosts whose speeds differ by a smaller ratio count as similar
 MIN_GAIN = 1.02  # a smaller gain is within the prediction error
 MAX_HOSTS_EXHAUSTIVE = 5  # up to so many hosts every subset is predicted

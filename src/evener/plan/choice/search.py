@@ -13,6 +13,7 @@ from evener.plan.choice.advice import faster_strategy, format_throughput, format
 from evener.plan.choice.cluster import with_uniform_link
 from evener.plan.choice.options import (
     MIN_GAIN,
+    SHARDED_STRATEGIES,
     applicable_strategies,
     best_single_host_options,
     best_two_that_fit,
@@ -114,7 +115,8 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
     """For --sync auto, return the job with the fastest strategy that can run within the loss budget; else the job.
 
     Predict each strategy on all hosts. With `may_leave_out`, also predict DiLoCo variants that exceed the loss budget
-    on as many of the fastest hosts as the budget allows. Choose ddp if the best one gains less than MIN_GAIN.
+    on as many of the fastest hosts as the budget allows. Choose ddp if the best one gains less than MIN_GAIN. Where
+    no host could hold a replica, choose the fastest strategy that fits and shards the weights.
     """
     if job.spec.train.sync != "auto":
         return job
@@ -130,6 +132,10 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
         if option.roster.sync.drifts and why_strategy_rejected(option, loss_budget):
             subsets = fewer_replica_options(job_with_sync(job, option.roster.sync), cluster, loss_budget)
             runnable += [o for o in subsets if not why_option_rejected(o, cluster, loss_budget)]
+    if not any(fits_in_memory(option, cluster) for option in options) and isinstance(job.shape, GPTShape):
+        sharded = [predict_training(job_with_sync(job, sync), cluster) for sync in SHARDED_STRATEGIES]
+        fitting = pick_fastest([option for option in sharded if fits_in_memory(option, cluster)])
+        return plain if fitting is None else job_with_sync(job, fitting.roster.sync)
     best = pick_fastest(runnable) or options[0]
     return plain if best.tokens_per_s < MIN_GAIN * options[0].tokens_per_s else job_with_sync(job, best.roster.sync)
 

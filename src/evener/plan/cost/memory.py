@@ -47,11 +47,12 @@ LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS = 512, 1 << 21
 
 BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's kernels (*measured*, as above)
 
-# With glibc all blocks of the main thread come from one heap, which keeps freed memory (keep_freed_memory in
-# core.machine), and the allocations of a step do not fit the holes that other sizes left. *Measured* (glibc 2.36,
-# 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which maps and unmaps blocks one by one, the peaks of 16 runs were the
-# sum of the other causes within 1 %. In the heap, the memory that a step allocates and frees took 0.29 to 0.83 of its
-# size more in 14 runs of char, gpt2, d4 and d8, median 0.55. So this is a *fit*, without a theory.
+# With glibc all blocks of the main thread come from one heap, which keeps freed memory (`disable_malloc_trim` in
+# core/cluster/host_info.py), and the allocations of a step do not fit the holes that other sizes left. *Measured*
+# (glibc 2.36, 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which maps and unmaps blocks one by one, the peaks of 16
+# runs were the sum of the other causes within 1 %. In the heap, the memory that a step allocates and frees took 0.29 to
+# 0.83 of its size more in 14 runs of char, gpt2, d4 and d8, median 0.55. So this is a *fit*, without a theory. With
+# sharded weights blocks are unmapped, too (`unmap_freed_blocks`).
 HEAP_FRAGMENTATION = 0.55
 
 
@@ -97,16 +98,21 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
     """
     sync, num_ranks, max_share = roster.sync, roster.world_size, math.ceil(roster.mean_shares[rank])
     member = msgspec.structs.replace(roster.members[rank], share=max_share)  # of its largest step
-    sequences = member.largest_micro_batch
     device = "cuda" if member.is_gpu else "cpu"
     weights = FP32 * shape.num_params()
-    gradients_held = member.num_micro_batches > 1 or sync.kind not in ("none", "fsdp", "hsdp", "diloco")
+    num_passes = roster.num_passes(rank, roster.shares) if sync.is_sharded else member.num_micro_batches
+    sequences = -(-member.share // num_passes) if num_passes else 0
+    gradients_held = num_passes > 1 or sync.kind not in ("none", "fsdp", "hsdp", "zero1", "diloco")
     micro_batch = _MicroBatchMemory(shape, sequences, 4 if member.dtype == "fp32" else 2, device)
     moments = micro_batch.moments(recompute, gradients_held)
+    if sync.is_sharded and not gradients_held:  # a block's gradients are scattered as soon as they are complete
+        parts = _num_parts(roster)
+        moments = [_MemoryMoment(moment.gradients // parts, moment.activations) for moment in moments]
     worst = max(moments, key=_MemoryMoment.total)
     gradients, activations = worst.gradients, worst.activations
     recycled = max(moment.activations for moment in moments) + _gradient_bytes(shape)
-    heap = int(HEAP_FRAGMENTATION * recycled) if device == "cpu" else 0
+    keeps_freed = device == "cpu" and not sync.is_sharded  # else freed blocks go back to the kernel
+    heap = int(HEAP_FRAGMENTATION * recycled) if keeps_freed else 0
     extra = bucket = copies = 0  # of these, saving: copies that a checkpoint of the per-rank state makes
     optimizer = 2 * weights
     largest = max(size for size, _ in dense_bucket_sizes(shape, sync.sparse, planned_bucket_bytes(shape, roster)))
@@ -119,8 +125,6 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
     elif sync.kind == "powersgd":
         extra = weights + FP32 * sync.rank * sum(rows + columns for rows, columns in _matrix_shapes(shape))
         copies = weights
-    elif sync.kind == "zero1":
-        optimizer //= num_ranks
     elif sync.kind == "diloco":
         fragments = bucket_sizes(in_their_order(shape)[::-1], fragment_bytes(sync, weights))
         fragment = max(size for size, _ in fragments)  # exchanged at a time
@@ -132,13 +136,12 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _codec_buffer_bytes(fragment, sync.bits)
         if sync.streamed:
             extra += 2 * fragment  # a difference in flight, and its weighted copy
-    elif sync.kind in ("fsdp", "hsdp"):
-        parts = num_ranks if sync.kind == "fsdp" else max(1, num_ranks // len(roster.hosts))
+    elif sync.is_sharded:
         # the last has a table if any has
         root, block = _root_bytes(shape), _block_gradient_bytes(shape, shape.num_layers - 1)
-        extra = 2 * root + 3 * block  # weights gathered, one block ahead; gradients before they are scattered
-        gradients = min(gradients, weights)
-        weights, gradients, optimizer = weights // parts, gradients // parts, optimizer // parts
+        # Weights gathered: all, and one block on its way; or one block ahead, and gradients before they are scattered.
+        extra = weights + root + block if sync.kind == "zero1" else 2 * root + 3 * block
+        weights, optimizer = weights // _num_parts(roster), optimizer // _num_parts(roster)
     if sync.sparse:
         tables = 1 + shape.num_value_embeddings(shape.num_layers)
         extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # touched rows of all ranks
@@ -152,6 +155,11 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
         fragmentation=heap,
         process=PROCESS_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
     )
+
+
+def _num_parts(roster: Roster) -> int:
+    """Return the number of ranks over which weights are sharded."""
+    return roster.world_size // len(roster.hosts) if roster.sync.kind == "hsdp" else roster.world_size
 
 
 def saved_tensor_bytes(

@@ -374,10 +374,12 @@ def _fsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     or without recomputation, and reduce-scatters gradients once a step.
 
     [PyTorch FSDP2, reshard_after_forward; *measured*, torch 2.13: 2L + 1 gathers with and without recomputing.] FSDP2
-    gathers the parameters outside the layers once. They count twice here: published runs of 7B over TCP took as long
-    as that predicts, 15 % longer than with once. Gathers and reductions use the arithmetic's dtype.
+    gathers the parameters outside the layers once. On NCCL they count twice here: published runs of 7B over TCP took as
+    long as that predicts, 15 % longer than with once.
     """
-    return _sharded(shape, roster, roster.world_size, "all", [])
+    passes = roster.num_passes(0, roster.shares)
+    root_gathers = passes if roster.backend == "gloo" else 2 * passes
+    return _sharded(shape, roster, roster.world_size, "all", root_gathers, 2 * passes)
 
 
 def _hsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
@@ -388,53 +390,60 @@ def _hsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     assert isinstance(shape, GPTShape), "the layers of a program are not known"
     ranks_per_host = roster.world_size // len(roster.hosts)
     size = _wire_element_bytes(roster) * shape.num_params()
-    layers = shape.num_layers + 1
+    layers, passes = shape.num_layers + 1, roster.num_passes(0, roster.shares)
     # All ranks of a host reduce their shards at the same time over its network link: as if one reduced the whole.
     between = [CollectiveCall(collective="all_reduce", size_bytes=size / layers, ready=(i + 1) / layers, scope="hosts")
                for i in range(layers)]  # fmt: skip
-    return _sharded(shape, roster, ranks_per_host, "host", between)
+    return _sharded(shape, roster, ranks_per_host, "host", 2 * passes, 2 * passes, between)
+
+
+def _zero1(shape: ModelShape, roster: Roster) -> SyncWorkload:
+    """Return the work of ZeRO-1: each rank updates its part of the weights, which are gathered once a step, and
+    gradients are reduce-scattered.   [Rajbhandari et al. 2020; PyTorch FSDP2, reshard_after_forward=False]
+    """
+    return _sharded(shape, roster, roster.world_size, "all", 1, 1)
 
 
 def _sharded(
-    shape: ModelShape, roster: Roster, num_parts: int, scope: CollectiveScope, between: Sequence[CollectiveCall]
+    shape: ModelShape,
+    roster: Roster,
+    num_parts: int,
+    scope: CollectiveScope,
+    root_gathers: int,
+    block_gathers: int,
+    between: Sequence[CollectiveCall] = (),
 ) -> SyncWorkload:
+    """Return the work of gathering the root so many times and each block so many times, and of reducing gradients.
+
+    On Gloo both are exchanged in pairs (worker/sync/pairwise.py).
+    """
     assert isinstance(shape, GPTShape), "the layers of a program are not known"
     element, layers = _wire_element_bytes(roster), shape.num_layers
     groups = shape.params_by_group()
     root = element * (groups["token embeddings"] + groups["position embeddings"] + groups["head"])
     block = (element * shape.num_params() - root) / layers
-    num_passes = max(member.num_micro_batches for member in roster.members)
+    is_gloo = roster.backend == "gloo"
+    gather: Collective = "swap" if is_gloo else "all_gather"
+    reduce: Collective = "swap" if is_gloo else "reduce_scatter"
+
+    def call(collective: Collective, size: float, ready: float, num: int = 1) -> CollectiveCall:
+        return CollectiveCall(collective=collective, size_bytes=size, ready=ready, num=num, scope=scope)
+
     transfers = [
-        CollectiveCall(collective="all_gather", size_bytes=root, ready=-1.0, num=2 * num_passes, scope=scope),
-        CollectiveCall(collective="all_gather", size_bytes=block, ready=-1.0, num=2 * num_passes * layers, scope=scope),
-        *(CollectiveCall(collective="reduce_scatter", size_bytes=block, ready=(i + 1) / (layers + 1), scope=scope)
-          for i in range(layers)),
-        CollectiveCall(collective="reduce_scatter", size_bytes=root, ready=1.0, scope=scope),
+        call(gather, root, -1.0, root_gathers),
+        call(gather, block, -1.0, block_gathers * layers),
+        *(call(reduce, block, (i + 1) / (layers + 1)) for i in range(layers)),
+        call(reduce, root, 1.0),
         *between,
-    ]  # fmt: skip
+    ]
+    copied = 2.0 * ((root_gathers + 1) * root + (block_gathers + 1) * layers * block)  # out of and into its buffers
     return SyncWorkload(transfers=sorted(transfers, key=lambda transfer: transfer.ready), update_fraction=1 / num_parts,
-                    is_interleaved=True)  # fmt: skip
+                    copied_bytes=copied if is_gloo else 0.0, is_interleaved=True)  # fmt: skip
 
 
 def _wire_element_bytes(roster: Roster) -> float:
-    """Return the bytes of an element on the wire: 4 if any rank computes in fp32, else 2."""
-    return 4.0 if any(member.dtype == "fp32" for member in roster.members) else 2.0
-
-
-def _zero1(shape: ModelShape, roster: Roster) -> SyncWorkload:
-    """Return the work of ZeRO-1: DDP, after which each rank updates its part of the weights and broadcasts it.
-
-    [torch, ZeroRedundancyOptimizer]
-    """
-    part_bytes = GRADIENT_BYTES * shape.num_params() / roster.world_size
-    return SyncWorkload(
-        transfers=_all_reduces(_roster_bucket_sizes(shape, roster)),
-        copied_bytes=_bucket_copy_bytes(shape),
-        after_update=[
-            CollectiveCall(collective="broadcast", size_bytes=part_bytes, ready=1.0) for _ in range(roster.world_size)
-        ],
-        update_fraction=1 / roster.world_size,
-    )
+    """Return the bytes of an element on the wire: 4 on Gloo or if any rank computes in fp32, else 2."""
+    return 4.0 if roster.backend == "gloo" or any(member.dtype == "fp32" for member in roster.members) else 2.0
 
 
 def _diloco(shape: ModelShape, roster: Roster) -> SyncWorkload:

@@ -100,7 +100,8 @@ class FixedMembership:
         if spec.machine.shares == "auto" and self.roster.world_size > 1:
             warning = self.enable_balancing(fixed_micro_batch_size=fixed_micro_batch_size)
         cluster = with_added_hosts(cluster, self.roster) if cluster is not None else None
-        if spec.train.sync == "auto" and self.roster.world_size > 1 and resolved is not None and cluster is not None:
+        may_change = spec.train.sync == "auto" and self.roster.world_size > 1 and not self.roster.sync.is_sharded
+        if may_change and resolved is not None and cluster is not None:
             self._selector = StrategySelector(resolved.job, cluster, self._last_trial_step, was_trying=self._was_trying)
         return warning
 

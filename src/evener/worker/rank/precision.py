@@ -53,7 +53,8 @@ def rounding_class(device: torch.device) -> str:
 def should_compile(spec: RunSpec, resolved: ResolvedRun | None, roster: Roster, resumed_from: RunDir | None) -> bool:
     """Return whether to compile the model: a resumed run as before, a new one as --compile says.
 
-    `--compile auto` compiles if that saves time. Raise UsageError if `--compile on` finds no compiler.
+    `--compile auto` compiles if that saves time, but not sharded weights. Raise UsageError if `--compile on` finds no
+    compiler.
     """
     requested, on_gpu = spec.model.compile, any(member.is_gpu for member in roster.members)
     if on_gpu:
@@ -62,6 +63,8 @@ def should_compile(spec: RunSpec, resolved: ResolvedRun | None, roster: Roster, 
         has_compiler = shutil.which(os.environ.get("CXX", "g++")) is not None
     if requested == "on" and not has_compiler:
         raise UsageError("--compile on: this machine has no compiler", hint="apt install g++, or --compile off")
+    if roster.sync.is_sharded:
+        return False
     if resumed_from is not None:
         return resumed_from.manifest().compiled  # for the same rounding
     if requested != "auto" or resolved is None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d, utils
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 

@@ -1,7 +1,8 @@
 """Checkpoint files: save and load a run so that it resumes bit for bit.
 
-A checkpoint does not depend on the number of ranks: replicas are equal, so rank 0 writes one copy. Only the RNG states
-(dropout) differ between ranks; all of them are saved, and restored if as many ranks resume.
+A checkpoint does not depend on the number of ranks, nor on whether they shard their weights: replicas are equal, so
+rank 0 writes one copy, and sharded tensors are gathered and written one by one, so that no rank holds all of them.
+Only the RNG states (dropout) differ between ranks; all of them are saved, and restored if as many ranks resume.
 
     weights.safetensors   parameters and persistent buffers by name
     state.safetensors     tensors of the states: optimizers, schedulers, scaler, the user's (see state_serialization.py)
@@ -11,7 +12,7 @@ A checkpoint does not depend on the number of ranks: replicas are equal, so rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from evener.core.base.errors import CheckpointError, RunError, UsageError
@@ -27,7 +28,8 @@ from evener.core.base.file_io import create_file, file_digest, open_file, write_
 from evener.core.run.roster import NO_SYNC, SyncSpec
 from evener.core.run.rundir import Checkpoint, read_checkpoint_unverified
 from evener.core.run.runwriter import RunWriter
-from evener.worker.state.state_serialization import check_storable, flatten_state, unflatten_state
+from evener.worker.rank.sharded_tensors import copy_part, full_tensor, local_part
+from evener.worker.state.state_serialization import SAFETENSORS_DTYPES, check_storable, flatten_state, unflatten_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ def save(
 ) -> Path:
     """Write the checkpoint of `step` atomically; it replaces one of the same step.
 
-    `weights` are those of `named_weights`, on any device. `replica_hashes[rank]` are that rank's hashes of the same
+    `weights` are those of `named_weights`, on any device; if they are sharded, all other ranks `gather` the same ones
+    meanwhile, whether this succeeds or not. `replica_hashes[rank]` are that rank's hashes of the same
     tensors, in the same order. `states` are state_dicts by name. `num_rank_states` is the number of ranks that have
     saved per-rank state of this step. `sync` and `bucket_bytes` are the strategy whose states these are, which --sync
     auto may be trying. Raise RunError if a weight is not finite, since the run would resume from it, or if the disk
@@ -62,15 +65,12 @@ def save(
     """
     if bad := describe_non_finite(weights):
         raise RunError(f"after step {step}: {bad}; it is not saved")
-    trees: dict[str, object] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, state in states.items():
-        trees[name], more = flatten_state(state, name)
-        tensors |= more
+    trees, tensors = _flatten_states(states)
+    whole = _gathered(weights, tensors)
 
     def write(folder: Path) -> None:
-        write_safetensors(folder / "weights.safetensors", weights)
-        write_safetensors(folder / "state.safetensors", tensors)
+        write_safetensors(folder / "weights.safetensors", weights, whole=whole)
+        write_safetensors(folder / "state.safetensors", tensors, whole=whole)
         rng = {f"{kind}/{rank}": state for rank, states in enumerate(rng_states) for kind, state in states.items()}
         write_safetensors(folder / "rng.safetensors", rng)
         checkpoint = Checkpoint(
@@ -97,14 +97,44 @@ def save(
             f"{folder}: {getattr(error, 'strerror', None) or error}",
             hint="the last complete checkpoint is untouched; --resume continues from it",
         ) from None
+    finally:
+        for _ in whole:  # the other ranks wait
+            pass
     return folder
 
 
-def load(folder: Path) -> LoadedCheckpoint:
-    """Load what `save` wrote, bit for bit."""
-    tensors = read_safetensors(folder / "state.safetensors")
+def gather(weights: Mapping[str, Tensor], states: Mapping[str, object]) -> None:
+    """Take part in gathering what other ranks `save`, if it is sharded."""
+    for _ in _gathered(weights, _flatten_states(states)[1]):
+        pass
+
+
+def _flatten_states(states: Mapping[str, object]) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """Return the trees of the states, and the tensors of all of them."""
+    trees: dict[str, object] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, state in states.items():
+        trees[name], more = flatten_state(state, name)
+        tensors |= more
+    return trees, tensors
+
+
+def _gathered(*tables: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """Yield the whole of each tensor, table by table, in the order in which `write_safetensors` writes them."""
+    for table in tables:
+        for name in _file_order(table):
+            yield full_tensor(table[name])
+
+
+def load(
+    folder: Path,
+    weights_like: Callable[[str], Tensor | None] = lambda name: None,
+    states_like: Callable[[str], Tensor | None] = lambda name: None,
+) -> LoadedCheckpoint:
+    """Load what `save` wrote, bit for bit: of a tensor that is sharded as another one, by name, this rank's part."""
+    tensors = read_safetensors(folder / "state.safetensors", states_like)
     states = {name: unflatten_state(tree, tensors) for name, tree in read_checkpoint_unverified(folder).states.items()}
-    return LoadedCheckpoint(weights=read_safetensors(folder / "weights.safetensors"), states=states)
+    return LoadedCheckpoint(weights=read_safetensors(folder / "weights.safetensors", weights_like), states=states)
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:
@@ -138,39 +168,54 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named if name in saved}
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a safetensors file. They may be on any device, have any strides and share memory."""
-    storages: set[int] = set()
-    dense = {}
-    for name, tensor in tensors.items():
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None, *,
+                      whole: Iterator[Tensor] | None = None) -> None:  # fmt: skip
+    """Write tensors to a safetensors file, one by one, whereas safetensors itself needs all of them in memory.
+
+    They may be on any device, have any strides and share memory. `whole` yields them, gathered.
+    [https://github.com/huggingface/safetensors: the length of a JSON header, the header, the bytes of each tensor]
+    """
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    names, end = _file_order(tensors), 0
+    for name in names:
+        tensor = tensors[name]
         check_storable(tensor, name)
-        copy = tensor.detach().cpu().contiguous()
-        if copy.untyped_storage().data_ptr() in storages:  # the format has no views
-            copy = copy.clone()
-        storages.add(copy.untyped_storage().data_ptr())
-        dense[name] = copy
-    create_file(path).close()  # a link in its place would be followed
-    save_file(dense, path, metadata)
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        dtype, shape = SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    with create_file(path) as file:  # a link in its place would be followed
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in zip(names, whole or _gathered(tensors), strict=False):  # `whole` goes on in the next file
+            file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _file_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names in the order in which a file has the tensors: wider elements first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
 def describe_non_finite(weights: Mapping[str, Tensor]) -> str:
     """Describe the first non-finite tensor, or return "". Buffers may hold infinities, as masks do, but no NaN."""
     for name, tensor in weights.items():
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        part = local_part(tensor)
+        if not (part.is_floating_point() or part.is_complex()):
             continue
-        good = tensor.isfinite() if isinstance(tensor, nn.Parameter) else ~tensor.isnan()
+        good = part.isfinite() if isinstance(tensor, nn.Parameter) else ~part.isnan()
         if num_bad := int((~good).sum()):
-            return f"{name} is not finite: {num_bad} of {tensor.numel()} values"
+            return f"{name} is not finite: {num_bad} of {part.numel()} values"
     return ""
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> dict[str, Tensor]:
     """Load a safetensors file into CPU memory. CheckpointError if it is damaged.
 
-    Return copies: loaded tensors are memory-mapped, and an optimizer would keep a file mapped that is removed later.
+    `like(name)`: the tensor as which it is sharded, so that only this rank's part is loaded; None: it is whole. Return
+    copies: loaded tensors are memory-mapped, and an optimizer would keep a file mapped that is removed later.
     """
     open_file(path).close()  # a pipe would block
     try:
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}
+        return {name: copy_part(tensor, like(name)) for name, tensor in load_file(path).items()}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None

@@ -30,6 +30,7 @@ from evener.core.run.rundir import Checkpoint, read_checkpoint
 from evener.core.run.runwriter import RunWriter
 from evener.worker.rank.precision import rounding_class
 from evener.worker.rank.process_groups import ProcessGroups
+from evener.worker.rank.sharded_tensors import full_tensor
 from evener.worker.record.span_recorder import SpanRecorder
 from evener.worker.state import checkpoint as checkpoints
 from evener.worker.state import rng
@@ -192,7 +193,8 @@ class Checkpointer:
         self._check_finite(step, weights)
         if self._group.has_dynamic_membership and step != self._verified_step:
             self.verify_replicas(step)
-        replica_hashes = gather_hashes(hash_tensors(weights.items()), self._group.world_size, self._group.control_group)
+        whole = ((name, full_tensor(tensor)) for name, tensor in weights.items())
+        replica_hashes = gather_hashes(hash_tensors(whole), self._group.world_size, self._group.control_group)
         generators = self._group.all_gather_bytes(safetensors.torch.save(rng.get_states(self._group.device)))
         own, states = self._collect_rank_state(), self._states_to_save()
         num_own = sum(self._group.all_gather(bool(own), bool))
@@ -216,6 +218,8 @@ class Checkpointer:
                     bucket_bytes=bucket_bytes,
                     is_strategy_on_trial=self._training_state.is_strategy_on_trial,
                 )
+            else:
+                checkpoints.gather(weights, states)
 
         self._group.run_or_raise_on_all(write)  # also keeps all from timing the next step while one still writes
         self._saved_step = step
@@ -271,14 +275,15 @@ class Checkpointer:
             self._sync.synced_weights(self._training_state.named_weights())
             | flatten_state(self._sync.state_dict(), "sync")[1]
         )
-        hashes = hash_tensors(weights.items())
+        hashes = hash_tensors(self._sync.comparable_tensors(weights))
         replica_hashes = gather_hashes(hashes, self._group.world_size, self._group.control_group)
         mismatches = replica_mismatches(list(hashes), replica_hashes)
-        if mismatches and self._has_mixed_rounding():
+        is_sharded = self._sync.spec.is_sharded  # what one rank computes, no other rounds
+        if mismatches and not is_sharded and self._has_mixed_rounding():
             return self._reconcile(step, weights)
         if mismatches:
             self._check_finite(step, weights)  # NaN has many bit patterns
-            if not self._group.has_dynamic_membership:
+            if not self._group.has_dynamic_membership and not is_sharded:
                 folder = self._dir.inside("replicas")
                 folder.mkdir(exist_ok=True)
                 checkpoints.write_safetensors(folder / f"rank-{self._group.member_rank}.safetensors", weights)
@@ -287,8 +292,8 @@ class Checkpointer:
             raise DivergedError(
                 f"after step {step}: the replicas differ: rank {numbers[mismatches[0].rank]} in {mismatches[0].tensor}"
                 + (f" and {len(mismatches) - 1} more tensors" if len(mismatches) > 1 else ""),
-                hint=f"evener verify {quote_word(self._dir)} shows by how much; "
-                "--resume goes back to the last checkpoint",
+                hint=("" if is_sharded else f"evener verify {quote_word(self._dir)} shows by how much; ")
+                + "--resume goes back to the last checkpoint",
                 step=step,
                 outlier_ranks=[numbers[rank] for rank in minority_ranks(replica_hashes)],
                 differences=[{"rank": numbers[one.rank], "tensor": one.tensor} for one in mismatches],

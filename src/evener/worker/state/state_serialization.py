@@ -21,15 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from evener.core.base.errors import UsageError
 
 TreePath = tuple[object, ...]  # keys and indices from the root to a node
-STORABLE_DTYPES = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-})  # fmt: skip  # what a safetensors file can hold
+# what a safetensors file can hold, by the names that it has there
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
 DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 KEY_TYPES = (str, int, float, bool, tuple, type(None))
 
@@ -94,7 +97,7 @@ def _flatten_node(value: object, name: str, path: TreePath, tensors: dict[str, T
                 for key, child in value.items()
             ]
         }
-    if isinstance(value, Tensor) and kind in (Tensor, nn.Parameter, nn.Buffer):
+    if isinstance(value, Tensor) and kind in (Tensor, nn.Parameter, nn.Buffer, DTensor):
         check_storable(value, name, path)
         return {"tensor": _add_tensor(value.detach(), name, path, tensors)}
     if isinstance(value, np.ndarray | np.generic):
@@ -109,8 +112,8 @@ def _flatten_node(value: object, name: str, path: TreePath, tensors: dict[str, T
 
 def check_storable(tensor: Tensor, name: str, path: TreePath = ()) -> None:
     """Raise UsageError if a checkpoint cannot hold this tensor."""
-    if tensor.layout != torch.strided or tensor.dtype not in STORABLE_DTYPES:
-        problem = tensor.layout if tensor.dtype in STORABLE_DTYPES else tensor.dtype
+    if tensor.layout != torch.strided or tensor.dtype not in SAFETENSORS_DTYPES:
+        problem = tensor.layout if tensor.dtype in SAFETENSORS_DTYPES else tensor.dtype
         raise _not_storable(name, path, f"a tensor of {problem}")
 
 

@@ -157,12 +157,19 @@ class TrainingState:
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load a checkpoint; raise CheckpointError if its states or weights are those of another program."""
-        saved = checkpoint.load(folder)
+        weights, owners = self.named_weights(), self._state_owners()
+        saved = checkpoint.load(folder, weights.get, lambda key: owners.get(key.rpartition("/")[0]))
         for name in sorted(saved.states.keys() ^ self.states.keys()):
             has, lacks = ("it", "this program") if name in saved.states else ("this program", "it")
             raise CheckpointError(f"{folder}: {has} has a state {name!r}, and {lacks} has none")
-        checkpoint.copy_weights(saved.weights, self.named_weights(), folder)
+        checkpoint.copy_weights(saved.weights, weights, folder)
         self.load_state_dicts(saved.states)
+
+    def _state_owners(self) -> dict[str, nn.Parameter]:
+        """Return the parameter of each entry of the optimizers' states, by its path, as `flatten_state` names it."""
+        named = [(name, state) for name, state in self.states.items() if isinstance(state, torch.optim.Optimizer)]
+        return {f"{name}/state/{i}": parameter for name, optimizer in named for i, parameter in
+                enumerate(parameter for group in optimizer.param_groups for parameter in group["params"])}  # fmt: skip
 
     def zero_grad(self) -> None:
         for model in self.models:

@@ -10,7 +10,7 @@ that earlier backwards accumulated on this rank are included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -111,6 +111,9 @@ class Sync(Protocol):
         ready.
         """
 
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        """Scale gradients so that their norm over all of these parameters is at most `max_norm`; return the norm."""
+
     def learning_rate_factor(self, shares: Sequence[float]) -> float:
         """Return the factor of the program's learning rate in an optimizer step, from the ranks' shares of a batch."""
 
@@ -151,6 +154,9 @@ class Sync(Protocol):
     def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the synchronized weights that are compared and saved, given this replica's `weights`."""
 
+    def comparable_tensors(self, weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """Yield, by name, what must have the same bits on all ranks, given the synchronized weights. Collective."""
+
     def is_synced(self) -> bool:
         """Return whether this replica's weights are the synchronized ones, so that its loss is also theirs."""
 
@@ -188,6 +194,9 @@ class EqualReplicas:
     drifts = False
     spec, roster_bucket_bytes = NO_SYNC, 0
 
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
     def learning_rate_factor(self, shares: Sequence[float]) -> float:
         return 1.0
 
@@ -208,6 +217,9 @@ class EqualReplicas:
 
     def synced_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return weights
+
+    def comparable_tensors(self, weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        return weights.items()
 
     def is_synced(self) -> bool:
         return True

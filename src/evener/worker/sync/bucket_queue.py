@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from evener.core.run.step_spans import BucketCommEvent
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.worker.rank.clock import Clock
+from evener.worker.rank.comm_thread import CommThread
 from evener.worker.sync import CompressionTraits, RankGroup
-from evener.worker.sync.comm_thread import CommThread
 from evener.worker.sync.gradient_sync import completed_future
 from evener.worker.sync.sparse import SparseAllReduce
 

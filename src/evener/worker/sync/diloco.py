@@ -24,7 +24,7 @@ other exchange counts as never begun: the local weights still hold what it sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,12 +41,12 @@ from evener.core.run.step_spans import BucketCommEvent
 from evener.plan.cost.collective_cost import ring_all_reduce_bytes
 from evener.plan.cost.sync_traffic import averaging_efficiency, fragment_bytes
 from evener.worker.rank.clock import Clock
+from evener.worker.rank.comm_thread import record_current_stream
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.rank.torch_private import broadcast_module
 from evener.worker.sync import CommStats, GradientStats, SupportsBackward
 from evener.worker.sync.bucket_queue import COMPARE_EVERY, GradBucketSlice, run_and_measure_error
 from evener.worker.sync.codecs import BlockwiseIntCodec
-from evener.worker.sync.comm_thread import record_current_stream
 from evener.worker.sync.quantized import QuantizedAllReduce
 
 MOMENTUM_WARMUP_ROUNDS = 5  # μ grows: 0, 1/6, 2/7, 3/8, …  [growing momentum: Sutskever et al. 2013]
@@ -162,6 +162,9 @@ class DiLoCo:
 
     def finish_warmup(self) -> None:
         pass
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def learning_rate_factor(self, shares: Sequence[float]) -> float:
         return 1.0 if self.spec.has_outer_momentum else inner_lr_factor(shares)
@@ -339,6 +342,9 @@ class DiLoCo:
         synced = self._views_by_name("global_params")
         return {name: nn.Parameter(synced[name], requires_grad=False) if name in synced else tensor
                 for name, tensor in weights.items()}  # fmt: skip
+
+    def comparable_tensors(self, weights: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
+        return weights.items()
 
     def is_synced(self) -> bool:
         return not any(fragment.has_unsynced_updates for fragment in self._fragments)

@@ -174,16 +174,7 @@ class GradientSync(EqualReplicas):
         self._is_warmup = False
 
     def take_comm_stats(self) -> CommStats:
-        events = self._hook.take_comm_events()
-
-        def in_flight_s() -> float:
-            if not events:
-                return 0.0
-            first = events[0].begin
-            return union_length_s([(self._clock.elapsed_s(first, event.begin), self._clock.elapsed_s(first, event.end))
-                            for event in events])  # fmt: skip
-
-        return CommStats(sum(event.sent_bytes for event in events), in_flight_s, events)
+        return comm_stats(self._hook.take_comm_events(), self._clock)
 
     def take_gradient_stats(self) -> GradientStats:
         local_sq = self._local_grad_sq
@@ -320,6 +311,19 @@ def _sum_of_squares(buffers: list[Tensor]) -> Tensor:
 def _add_zero_grads(parameters: list[nn.Parameter]) -> None:
     """Give each parameter a gradient of 0, the last one first, or add 0 to the one it has."""
     torch.stack([(parameter.flatten()[:1] * 0).sum().float() for parameter in parameters]).sum().backward()
+
+
+def comm_stats(events: Sequence[BucketCommEvent], clock: Clock) -> CommStats:
+    """Return the statistics of a step in which these exchanges were made."""
+
+    def in_flight_s() -> float:
+        if not events:
+            return 0.0
+        first = events[0].begin
+        return union_length_s([(clock.elapsed_s(first, event.begin), clock.elapsed_s(first, event.end))
+                        for event in events])  # fmt: skip
+
+    return CommStats(sum(event.sent_bytes for event in events), in_flight_s, events)
 
 
 def union_length_s(spans: list[tuple[float, float]]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from evener.worker.rank.comm_thread import CommThread
 from evener.worker.sync import RankGroup
-from evener.worker.sync.comm_thread import CommThread
 
 if TYPE_CHECKING:
     from evener.worker.sync.codecs import Codec
@@ -104,7 +104,7 @@ class PairwiseCollectives:
             with torch.inference_mode(output.is_inference()):
                 output.copy_(total.view_as(output))
 
-        return self._thread.submit(job), sent_bytes
+        return self.submit(job, output.nbytes * len(flat), sent_bytes), sent_bytes
 
     def all_gather(self, part: Tensor, outputs: Sequence[Tensor]) -> tuple[Future[None], int]:
         """Send `part` to all ranks and fill `outputs`, contiguous and one for each; return as `reduce_scatter`."""
@@ -117,7 +117,12 @@ class PairwiseCollectives:
                 with torch.inference_mode(received[rank].is_inference()):
                     received[rank].copy_(own.view_as(received[rank]))
 
-        return self._thread.submit(job), (len(received) - 1) * own.nbytes
+        sent_bytes = (len(received) - 1) * own.nbytes
+        return self.submit(job, own.nbytes * len(received), sent_bytes), sent_bytes
+
+    def submit(self, job: Callable[[], None], num_bytes: int, sent_bytes: int) -> Future[None]:
+        """Run a collective of `num_bytes` over all ranks, of which this rank sends `sent_bytes`, after earlier ones."""
+        return self._thread.submit(job)
 
     def _take_residuals(self, flat: Sequence[Tensor], codec: Codec) -> list[Tensor]:
         """Return what earlier calls at this place of a step have not sent yet: zeros if there was none of this size."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from evener.plan.cost.collective_cost import protocol_overhead_bytes, ring_all_reduce_bytes
 from evener.plan.cost.sync_traffic import is_low_rank_smaller as shrinks
+from evener.worker.rank.comm_thread import record_current_stream
 from evener.worker.sync import CompressionTraits, RankGroup
 from evener.worker.sync.bucket_queue import GradBucketSlice
-from evener.worker.sync.comm_thread import record_current_stream
 
 SEED = 0x5EED
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evener.worker.rank.comm_thread import record_current_stream
 from evener.worker.sync import CompressionTraits, RankGroup
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import Codec, ScratchBuffer
-from evener.worker.sync.comm_thread import record_current_stream
 from evener.worker.sync.pairwise import pairwise_all_to_all
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from evener.core.base.errors import UsageError
 from evener.core.run.step_cost import BLOCKED
-from evener.worker.sync.comm_thread import CommThread
+from evener.worker.rank.comm_thread import CommThread
 from evener.worker.sync.diloco import DiLoCo, FragmentExchange
 
 

@@ -18,6 +18,7 @@ from evener.worker.sync.bucket_queue import AllReduceAlgorithm, BucketQueue
 from evener.worker.sync.codecs import Bf16Codec, BlockwiseIntCodec, Codec
 from evener.worker.sync.dense_rest import DenseAllReduce
 from evener.worker.sync.diloco import DiLoCo
+from evener.worker.sync.fully_sharded import FullyShardedSync
 from evener.worker.sync.gradient_sync import CommHook, GradientSync
 from evener.worker.sync.no_sync import NoSync
 from evener.worker.sync.packed import PackedAllReduce
@@ -34,6 +35,8 @@ def make_sync(
         return NoSync()
     if roster.sync.drifts:
         return (StreamingDiLoCo if roster.sync.streamed else DiLoCo)(group, clock, lap, roster.sync)
+    if roster.sync.is_sharded:
+        return FullyShardedSync(group, clock, lap, roster)
     _check_strategy(roster, module)
     return GradientSync(group, clock, lap, roster, lambda sync: _make_hook(sync, group, clock, module))
 

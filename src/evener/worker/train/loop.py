@@ -111,11 +111,12 @@ def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
     """
     began = time.perf_counter()
     positions = val_set.evenly_spaced_positions(run.spec.eval.eval_tokens)
-    own_positions = np.split(positions, np.cumsum(run.roster.divide_work(len(positions)))[:-1])[run.rank]
+    work, size = run.roster.divide_work(len(positions)), run.member.micro_batch
+    own_positions = np.split(positions, np.cumsum(work)[:-1])[run.rank]
     model.eval()
     loss_sum, num_tokens = 0.0, 0
-    for start in range(0, len(own_positions), run.member.micro_batch):
-        samples = own_positions[start : start + run.member.micro_batch]
+    for i in range(run.roster.num_passes(run.rank, work)):
+        samples = own_positions[i * size : (i + 1) * size]
         tokens, targets = val_set.load(samples, run.device)
         with run.autocast():
             loss_sum += float(model(tokens, targets))

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from evener.core.base.errors import UsageError
-from evener.core.cluster.host_info import disable_malloc_trim, local_host_info
+from evener.core.cluster.host_info import disable_malloc_trim, local_host_info, unmap_freed_blocks
 from evener.core.run.membership_epoch import is_elastic
 from evener.core.run.resolve import ResolvedRun, default_run_path, starting_checkpoint
 from evener.core.run.roster import Member, Roster
@@ -58,6 +58,7 @@ from evener.worker.state.training_state import (
     batch_norm_names,
     check_batch_norm,
 )
+from evener.worker.sync.fully_sharded import shard_module
 from evener.worker.sync.sync_factory import make_sync
 from evener.worker.train.datasets import Dataset, as_dataset
 from evener.worker.train.rank_consistency import check_rank_consistency, load_planned_cluster, starting_roster
@@ -76,7 +77,7 @@ def join(spec: RunSpec | None = None, resolved: ResolvedRun | None = None, *, re
     start_heartbeat()
     run = Run(spec or RunSpec(), resolved, resume)
     if run.device.type == "cpu":
-        disable_malloc_trim()
+        unmap_freed_blocks() if run.roster.sync.is_sharded else disable_malloc_trim()
     return run
 
 
@@ -147,8 +148,8 @@ class Run:
         self._membership: Membership = (
             ElasticMembership(roster, self.group) if is_elastic() else FixedMembership(roster)
         )
-        may_stream = self.roster.sync.streamed or spec.train.sync == "auto"
-        self.group.set_gradient_backend(self.roster.backend, separate_group=may_stream)
+        has_comm_thread = self.roster.sync.streamed or self.roster.sync.is_sharded or spec.train.sync == "auto"
+        self.group.set_gradient_backend(self.roster.backend, separate_group=has_comm_thread)
         is_resumed = self._start_checkpoint is not None or (not self.group.is_admitted and self.dir.is_run())
         self._compiled = should_compile(spec, resolved, self.roster, self.dir if is_resumed else None)
         self._training_state = TrainingState(torch.amp.GradScaler("cuda", enabled=self.member.dtype == "fp16"))
@@ -172,6 +173,10 @@ class Run:
         self._training_state.models.append(module.to(self.device))
         if self._compiled:
             compile_module(module, self.world_size)
+        if self.roster.sync.is_sharded:
+            if self._resolved is None:
+                raise UsageError(f"--sync {self.roster.sync}: not for a program of your own", hint="--sync ddp")
+            shard_module(module, self.group, self.roster)
         return module
 
     def optimizer(self, optimizer: Optimizer) -> Optimizer:

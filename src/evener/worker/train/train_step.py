@@ -131,7 +131,7 @@ class TrainStep:
     def _take_share(self, roster: Roster) -> None:
         """Compute this rank's micro-batches, and the divisor of its losses, from the Roster."""
         self._roster, context = roster, self._context
-        sizes, start = self.member.micro_batch_sizes, roster.first_sequence(context.group.rank)
+        sizes, start = roster.micro_batch_sizes(context.group.rank), roster.first_sequence(context.group.rank)
         samples = self._samples[start : start + self.member.share]
         self._micro_batch_samples = np.split(samples, np.cumsum(sizes)[:-1]) if sizes else []
         self._tokens = float(sum(context.dataset.num_tokens(micro_batch) for micro_batch in self._micro_batch_samples))
@@ -226,7 +226,7 @@ class TrainStep:
             context.training_state.scaler.unscale_(optimizer)
         if clip and self._has_gradients:
             groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-            norm = nn.utils.clip_grad_norm_([parameter for group in groups for parameter in group], clip)
+            norm = context.sync.clip_grad_norm([parameter for group in groups for parameter in group], clip)
             self._grad_norm = norm if self._grad_norm is None else torch.hypot(norm, self._grad_norm)
         self._lr = optimizers[0].param_groups[0]["lr"]
         factor = context.sync.learning_rate_factor(context.membership.roster.mean_shares)
@@ -362,10 +362,15 @@ class TrainStep:
         context.recorder.begin_step()
 
     def _warmup_samples(self) -> tuple[np.ndarray, list[int]]:
-        """Return (samples, micro-batch sizes): this rank's share, or the fewest samples that suffice if it has none."""
-        if sizes := self.member.micro_batch_sizes:
+        """Return (samples, micro-batch sizes): this rank's share, or the fewest samples that suffice if it has none.
+
+        With sharded weights one micro-batch, as on all other ranks.
+        """
+        if self.member.share:
+            sizes = self._roster.micro_batch_sizes(self._context.group.rank)
             start = self._roster.first_sequence(self._context.group.rank)
-            return self._samples[start : start + self.member.share], sizes
+            is_sharded = self._roster.sync.is_sharded
+            return self._samples[start : start + self.member.share], [max(sizes)] if is_sharded else sizes
         num_samples = self.member.micro_batch if batch_norm_names(self._context.training_state.module) else 1
         return self._samples[:num_samples], [num_samples]
 

@@ -1,0 +1,167 @@
+"""Ranks that shard weights and optimizer state learn what one process learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evener.core.base.errors import UsageError
+from evener.core.model.shape import preset_shape
+from evener.core.run.roster import check_sync_supported
+from evener.core.run.run_spec import parse_args
+from evener.core.run.rundir import RunDir
+
+from ..conftest import flags_of
+from ..tiers import exhaustively
+from .test_cli import evener
+
+STEPS = ("--steps", "12", "--batch", "8", "--lr", "0.001", "--warmup", "2", "--clip", "0.2", "--eval-every", "5",
+         "--verify-every", "6", "--checkpoint-every", "0")  # fmt: skip
+
+
+def losses(run: RunDir) -> list[float]:
+    return [record.loss for record in run.records(0)]
+
+
+def weights(run: RunDir) -> dict[str, torch.Tensor]:
+    return load_file(run.checkpoint_path(run.newest_checkpoint_step()) / "weights.safetensors")
+
+
+def assert_same_run(run: RunDir, expected: RunDir) -> None:
+    """Losses, validation losses and final weights are equal within 1e-5."""
+    assert losses(run) == pytest.approx(losses(expected), rel=1e-5)
+    evaluated = [[event["val_loss"] for event in one.events() if event["event"] == "evaluation"]
+                 for one in (run, expected)]  # fmt: skip
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5)
+    ours, theirs = weights(run), weights(expected)
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("sync", "shares", "micro_batch"),
+    [
+        ("fsdp", "3:1", "2"),
+        ("zero1", "2:1:1", "2"),
+        *exhaustively(("zero1", "3:1", "2"), ("fsdp", "2:1:1", "1"), ("fsdp", "7:1", "1"), ("fsdp", "1:0", "8")),
+    ],
+)
+def test_sharded_ranks_with_unequal_shares_match_one_process(tmp_path, train, shared_train, sync, shares, micro_batch):
+    """With accumulation and clipping, in fp32."""
+    alone = shared_train(*STEPS)
+    assert max(record.grad_norm for record in alone.records(0)) > 0.2  # clipping is active
+    flags = (*STEPS, "--sync", sync, "--shares", shares, "--micro-batch", micro_batch)
+    run = train(tmp_path / "run", *flags, ranks=shares.count(":") + 1)
+    assert_same_run(run, alone)
+    norms = [[record.grad_norm for record in one.records(0)] for one in (run, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert run.manifest().result.replicas_agree is True
+
+
+@pytest.mark.parametrize(
+    "chain", ["fsdp:3 ddp:2 ddp:1 zero1:3 fsdp:2", *exhaustively("zero1:2 fsdp:3 fsdp:1 ddp:3 zero1:2")]
+)
+def test_run_resumes_with_other_strategies_and_ranks(tmp_path, train, shared_train, chain):
+    """Each start takes one step, the last one the rest; AdamW's state goes along."""
+    alone, out = shared_train(*STEPS), tmp_path / "run"
+    starts = chain.split()
+    for i, word in enumerate(starts):
+        sync, _, ranks = word.partition(":")
+        flags = [
+            *STEPS,
+            "--sync",
+            sync,
+            *(["--resume"] if i else []),
+            *(["--max-s", "0"] if i + 1 < len(starts) else []),
+        ]
+        run = train(out, *flags, ranks=int(ranks))
+        assert len(run.records(0)) == (i + 1 if i + 1 < len(starts) else 12)
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+    ours, theirs = weights(run), weights(alone)
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+
+
+# Rank 1 gathers another number than rank 0 has sent.
+CHANGED = """
+import os, runpy, sys
+from evener.worker.sync.pairwise import PairwiseCollectives
+gather = PairwiseCollectives.all_gather
+def changed(self, part, outputs):
+    done, sent = gather(self, part, outputs)
+    done.result()
+    outputs[0][0] += 1e-6
+    return done, sent
+if os.environ["RANK"] == "1":
+    PairwiseCollectives.all_gather = changed
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("sync", ["zero1", *exhaustively("fsdp")])
+def test_replica_check_finds_a_changed_shard(tmp_path, corpus, run_script, sync):
+    flags = [*flags_of(corpus, tmp_path / "run"), *STEPS, "--batch", "6", "--sync", sync]
+    failed = run_script(CHANGED, *flags, ranks=3)
+    assert failed.returncode != 0
+    said = "after step 6: the replicas differ: rank 1 in token_embedding.weight (rank 0's part) and 2 more tensors"
+    assert said in failed.stderr
+
+
+def test_sent_bytes_have_closed_forms(tmp_path, train):
+    """Of P bytes in n ranks: zero1 2(n-1)/n · P a step; fsdp once more, but for the root, which backward needs at once.
+
+    [Rajbhandari et al. 2020, section 7; torch, reshard_after_forward]
+    """
+    shape = preset_shape("tiny", 256)
+    root = 4 * sum(shape.params_by_group()[name] for name in ("token embeddings", "position embeddings", "head"))
+    norm, whole = 4 * shape.width, 4 * shape.num_params()  # the last norm is in the root, too
+    for sync, stated in (("zero1", 2 * whole / 2), ("fsdp", (3 * whole - root - norm) / 2)):
+        run = train(tmp_path / sync, *STEPS, "--eval-every", "0", "--sync", sync, ranks=2)
+        sent = {record.bytes for rank in range(2) for record in run.records(rank)}
+        assert sent == {stated}
+
+
+@pytest.mark.parametrize("sync", ["fsdp", *exhaustively("zero1")])
+def test_verbs_read_a_sharded_run(tmp_path, train, sync):
+    run = train(tmp_path / "run", *STEPS, "--sync", sync, "--dtype", "bf16", "--recompute", ranks=2)
+    first, last = losses(run)[0], losses(run)[-1]
+    assert last < first
+    for verb, told in (("verify run", "agree"), ("sample run --num-tokens 5", ""), ("export run --out hf", "")):
+        ended = evener(tmp_path, *verb.split())
+        assert ended.returncode == 0, ended.stderr
+        assert told in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--sync", "fsdp", "--compile", "on"), "--sync fsdp: sharded weights are not compiled"),
+        (("--sync", "zero1", "--contention"), "--contention: with --sync zero1 no rank can compute alone"),
+        (("--sync", "fsdp:int8"), "--sync fsdp:int8: no such strategy"),
+        (("--sync", "zero1+sparse"), "--sync zero1+sparse: no such strategy"),
+        (("--sync", "diloco:5:fsdp"), "--sync diloco:5:fsdp: no such strategy"),
+        (("--sync", "hsdp"), "--sync hsdp: train cannot run it"),
+    ],
+)
+def test_what_sharded_ranks_cannot_do_is_refused(flags, told):
+    with pytest.raises(UsageError) as caught:
+        check_sync_supported(parse_args(flags))
+    assert str(caught.value).startswith(told)
+    assert caught.value.hint
+
+
+OWN = """
+import sys, torch, evener
+from evener.core.run.run_spec import parse_args
+with evener.join(parse_args(sys.argv[1:])) as run:
+    run.model(torch.nn.Linear(2, 2))
+"""
+
+
+def test_program_of_ones_own_is_refused(tmp_path, run_script):
+    """It may run forward on parts of a model, which would gather nothing."""
+    failed = run_script(OWN, "--sync", "fsdp", "--out", str(tmp_path / "run"), ranks=2)
+    assert failed.returncode != 0
+    assert "--sync fsdp: not for a program of your own" in failed.stderr
+    assert "Traceback" not in failed.stderr
