@@ -26,7 +26,13 @@ from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
 from evener.launch.resume import ResumedRun
 from evener.launch.start_run import PlannedRun, plan_training
-from evener.plan.choice.advice import advise_on_loss_budget, advise_on_sync, format_loss_penalty
+from evener.plan.choice.advice import (
+    advise_on_loss_budget,
+    advise_on_memory,
+    advise_on_sync,
+    format_loss_penalty,
+)
+from evener.plan.choice.options import explain_memory_shortage
 from evener.plan.choice.plan_request import host_ring_order, predict_launch
 from evener.plan.choice.search import format_run_prediction, recommended_flags
 
@@ -145,6 +151,9 @@ def _predict(
     if resumed is not None:
         notify(f"--sync auto goes on with {chosen.roster.sync}, as before")
         return prediction
+    if not as_requested and (shortage := explain_memory_shortage(chosen, prediction.cluster)):
+        hint = advise_on_memory(prediction)[0].text
+        raise UsageError(f"--sync {chosen.roster.sync} does not fit: {shortage}", hint=hint)
     if is_sync_auto and chosen.roster.sync != NO_SYNC:
         notify(f"--sync auto: {chosen.roster.sync} is the best choice by prediction{format_loss_penalty(chosen)}")
     if not as_requested and prediction.recommended != prediction.chosen:
