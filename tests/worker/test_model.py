@@ -185,6 +185,10 @@ def test_loss_in_chunks_differentiates_only_what_is_trained():
         trained.requires_grad_(False).grad = None
     with pytest.raises(RuntimeError):
         linear_cross_entropy(x, weight, targets).backward()
+    weight.requires_grad_()
+    linear_cross_entropy(x[:0], weight, targets[:0]).backward()  # an empty micro-batch
+    assert weight.grad is not None
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

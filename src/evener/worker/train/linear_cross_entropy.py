@@ -71,6 +71,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_weight.addmm_(products.T, part)
             elif of_weight is not None:
                 of_weight += products.T @ part
+        if needs_weight and of_weight is None:  # no rows
+            of_weight = torch.zeros_like(weight)
         ctx.gradients = of_x, of_weight
         return loss
 
