@@ -62,7 +62,7 @@ def ddp_steps(what: ResolvedRun, batch: int) -> Iterator[float]:
     from evener.worker.train.model import GPT
 
     train, block = what.spec.train, what.shape.block_size
-    model = DistributedDataParallel(GPT(what.shape))
+    model = DistributedDataParallel(GPT(what.gpt_shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=train.peak_lr, betas=(train.beta1, train.beta2))
     data = np.memmap(what.corpus.split_path("train"), dtype=what.corpus.dtype, mode="r")
     while True:

@@ -90,7 +90,7 @@ def nanogpt_steps(what: ResolvedRun, options: argparse.Namespace) -> Iterator[fl
     import numpy as np
     import torch
 
-    nanogpt, shape = load_nanogpt_module(options.nanogpt), what.shape
+    nanogpt, shape = load_nanogpt_module(options.nanogpt), what.gpt_shape
     config = nanogpt.GPTConfig(
         block_size=shape.block_size,
         vocab_size=shape.vocab_size,

@@ -34,7 +34,7 @@ def record(step, wall_s):
 def told(sync):
     """The last line of 40 steps of 1 s, of which each tenth takes 11 s: 2 s in the mean."""
     spec, written = parse_args(["--steps", "40", "--batch", "16", "--sync", "auto"]), io.StringIO()
-    resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
+    resolved = SimpleNamespace(spec=spec, step_size=(1024, "tokens"))
     with display_progress(resolved, Console(file=written, width=200)) as observe:
         observe({"event": "start", "step": 0, "ranks": 2, "sync": sync})
         for step in range(40):
@@ -51,7 +51,7 @@ def test_throughput_of_local_update_strategies_is_averaged_over_rounds():
 def test_run_changes_are_shown_with_reason_except_trials():
     """But not that a host without a share is tried for a step."""
     spec, written = parse_args(["--steps", "40", "--batch", "16"]), io.StringIO()
-    resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
+    resolved = SimpleNamespace(spec=spec, step_size=(1024, "tokens"))
     events = [
         {"event": "remark", "what": "shares stay 8 : 8 whatever the ranks' speed"},
         {"event": "rebalanced", "step": 66, "shares": [10.5, 5.5], "why": "laptop is slow", "is_trial": False},
@@ -123,7 +123,7 @@ def test_slowest_rank_represents_its_host():
 
 def drawn(columns, paces=(), **how):
     """The display's lines, as a terminal of this width has them."""
-    progress = RunProgress(200, 1024)
+    progress = RunProgress(200, (1024, "tokens"))
     for step in range(40):
         progress.add(msgspec.structs.replace(record(step, 2.0), ended=2.0 * step))
     display = LiveDisplay()
@@ -188,7 +188,7 @@ def test_live_view_shows_records_of_all_ranks(tmp_path):
         lines = [msgspec.structs.replace(one, step=step, ended=2.0 * step) for step in range(30)]
         write_atomic(run.steps_path(rank), b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
     spec, written = parse_args(["--steps", "40", "--out", str(run)]), io.StringIO()
-    resolved = SimpleNamespace(spec=spec, shape=SimpleNamespace(block_size=64))
+    resolved = SimpleNamespace(spec=spec, step_size=(1024, "tokens"))
     where = Console(file=written, width=80, force_terminal=True, force_interactive=True, color_system=None)
     with display_progress(resolved, where, plan) as observe:
         observe({"event": "evaluation", "step": 10, "val_loss": 2.5})

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evener.worker.train.sampling import epoch_indices, epoch_positions, uniform_indices
+from evener.corpus.sampling import epoch_indices, epoch_positions, uniform_indices
 
 from ..tiers import exhaustively, num_examples
 

@@ -15,6 +15,7 @@ from evener.core.base.escaped_output import print_escaped
 from evener.core.base.file_io import follow_lines
 from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.core.model.shape import GPTShape
 from evener.core.run.progress import WINDOW_STEPS, RunProgress, StragglerDetector
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import parse_sync
@@ -55,7 +56,8 @@ def display_run(resolved: ResolvedRun, plan: Plan, *, quiet: bool = False) -> It
     where = make_console(stderr=True, quiet=quiet)
     groups = [f"{group} {format_count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
     print_text(where, f"{format_count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
-    tokens = f"{spec.train.batch} × {resolved.shape.block_size} tokens a step"
+    most = "" if isinstance(resolved.shape, GPTShape) else "at most "
+    tokens = f"{spec.train.batch} × {most}{resolved.shape.block_size} tokens a step"
     print_text(where, f"{pluralize(plan.world_size, 'process')}, {tokens} from {resolved.corpus.path}")
     print_text(where, f"run directory {spec.out}")
     with display_progress(resolved, where, plan) as observe:
@@ -73,8 +75,7 @@ def display_progress(resolved: ResolvedRun, console: Console, plan: Plan | None 
     from evener.cli.live_display import LiveDisplay, ProgressSnapshot
 
     spec = resolved.spec
-    tokens = spec.train.batch * resolved.shape.block_size
-    progress = RunProgress(spec.train.steps, tokens, spec.train.max_s)
+    progress = RunProgress(spec.train.steps, resolved.step_size, spec.train.max_s)
     with contextlib.ExitStack() as stack:
         display = step_times = None
         if console.is_interactive and not console.quiet:
@@ -99,7 +100,7 @@ def display_progress(resolved: ResolvedRun, console: Console, plan: Plan | None 
                     print_text(console, progress.status_line())
                 return
             if update["event"] == "start":
-                progress = RunProgress(spec.train.steps, tokens, spec.train.max_s)
+                progress = RunProgress(spec.train.steps, resolved.step_size, spec.train.max_s)
                 progress.set_interval(parse_sync(update["sync"]).every)
             elif update["event"] == "rechosen":
                 progress.set_interval(parse_sync(update["sync"]).every)

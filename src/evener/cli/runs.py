@@ -233,12 +233,12 @@ def _load_sound_row(rundir: RunDir) -> RunRow:
         row.hosts, row.state = query_run_state(rundir, plan)
         row.ranks = plan.world_size
         if plan.spec is not None:
-            row.model, row.data = plan.spec.model.model, Path(plan.spec.data.data).name
+            row.model, row.data = plan.spec.model.name, Path(plan.spec.data.data).name
     if rundir.is_run():
         summary = summarize_run(rundir)
         manifest = summary.manifest
         row.begun = manifest.started
-        row.model = manifest.spec.model.model if manifest.shape else manifest.program or "own"
+        row.model = manifest.spec.model.name if manifest.shape else manifest.program or "own"
         row.data = manifest.corpus.name if manifest.corpus else None
         row.ranks, row.steps = manifest.world_size, summary.num_steps
         row.asked_steps = manifest.planned_steps

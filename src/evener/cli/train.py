@@ -23,7 +23,8 @@ EXAMPLES = (
     "evener train my.txt --for 8h\n"
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
     "evener train --resume runs/mine --steps 200\n"
-    "evener train my.txt --on local,laptop"
+    "evener train my.txt --on local,laptop\n"
+    "evener train chats.jsonl --model hf:./some-model --lora 16"
 )
 
 MIN_SAMPLED_S = 20.0  # a shorter run ends without a text by its model: that takes seconds
@@ -45,6 +46,10 @@ FOR = typer.Option(
     "chosen so that the loss at the end is lowest [3min, without --steps and --tokens]",
 )  # fmt: skip
 TOKENS = typer.Option(None, "--tokens", metavar="N", help="train on so many tokens, such as 20M")
+EPOCHS = typer.Option(
+    None, "--epochs", metavar="N", min=0.0, help="with --model hf:FOLDER: train on every sample so many times, without "
+    "--steps [1]",
+)  # fmt: skip
 RESUME = typer.Option(None, "--resume", metavar="RUN", help="resume this run from its newest checkpoint")
 FLEET = typer.Option(
     None, "--fleet", metavar="FILE", help="hosts to train on; local: this machine [fleet.toml if here]"
@@ -64,9 +69,9 @@ AS_JSON = typer.Option(False, "--json", help="print one JSON object at the end")
 
 
 def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | None, column: str | None,
-          for_time: str | None, tokens: str | None, resume: str | None, on: str | None, yes: bool, fleet: str | None,
-          hosts: str | None, log: list[str] | None, detach: bool, trust: bool, dry_run: bool, as_json: bool,
-          **flags: str | bool | None) -> int:  # fmt: skip
+          for_time: str | None, tokens: str | None, epochs: float | None, resume: str | None, on: str | None,
+          yes: bool, fleet: str | None, hosts: str | None, log: list[str] | None, detach: bool, trust: bool,
+          dry_run: bool, as_json: bool, **flags: str | bool | None) -> int:  # fmt: skip
     """Train a model on this machine, or on all hosts of a fleet.
 
     On this machine Ctrl-C finishes the step, saves a checkpoint and exits; a second Ctrl-C ends the run at once. On a
@@ -78,9 +83,11 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
 
     from evener.cli import follow_output, logger_processes, run_output
     from evener.cli.budget import limit_resumed, models_to_measure, parse_budget, spec_for_budget
+    from evener.cli.epochs import check_epochs, spec_for_epochs
     from evener.cli.flags import explicit_values, split_arguments
     from evener.cli.on_machines import fleet_of_machines
     from evener.cli.trust import approve_fleet, approve_run
+    from evener.core.model.pretrained import PretrainedModel
     from evener.core.run.resolve import resolve
     from evener.core.run.run_spec import given_fields
     from evener.core.run.rundir import RunDir
@@ -113,13 +120,16 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             spec = _make_spec(file, paths, of_texts, resumed, texts)
             if resumed is not None:
                 spec = limit_resumed(spec, given, budget, resumed.rundir)
+            check_epochs(spec, epochs, is_resumed=resumed is not None)
             resolved = resolve(spec, resume=resumed is not None)  # reports mistakes before anything is measured
             check_token_ids(resolved.corpus)
             if on is not None:
                 models = models_to_measure(spec, given)
                 machines = fleet_of_machines(on, models, trust=trust, may_install=yes, is_dry=dry_run)
                 chosen = choose_fleet(machines, None, None)
-            if resumed is None:
+            if resumed is None and isinstance(resolved.shape, PretrainedModel):
+                resolved = resolve(spec_for_epochs(resolved, given, budget, epochs))
+            elif resumed is None:
                 resolved = resolve(spec_for_budget(spec, given, budget, chosen, is_dry=dry_run))
             resolved = _with_run_path(resolved)
             if resolved.spec.train.lr == 0:
@@ -194,9 +204,9 @@ def _make_spec(
 
     from evener.cli import run_output
     from evener.cli.flags import check_names_data_once
-    from evener.cli.text_data import prepared_folder
+    from evener.cli.text_data import prepared_folder, prepared_samples
     from evener.core.base.errors import UsageError
-    from evener.core.run.run_spec import make_spec
+    from evener.core.run.run_spec import make_spec, with_absolute_model
 
     if resumed is not None and (file or paths or "out" in texts):
         raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
@@ -204,7 +214,11 @@ def _make_spec(
     base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
     spec = make_spec(file, texts, base)
     if resumed is None:
-        data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
+        spec = with_absolute_model(spec)
+        if spec.model.pretrained is not None:
+            data = prepared_samples(paths or [spec.data.data], spec, **of_texts)
+        else:
+            data = prepared_folder(paths or [spec.data.data], **of_texts, is_default=not paths and "data" not in texts)
         spec = msgspec.structs.replace(spec, data=msgspec.structs.replace(spec.data, data=data))
     return spec
 
@@ -230,6 +244,7 @@ def register(app: typer.Typer) -> None:
         ("column", COLUMN, str | None),
         ("for_time", FOR, str | None),
         ("tokens", TOKENS, str | None),
+        ("epochs", EPOCHS, float | None),
         ("resume", RESUME, str | None),
         ("on", ON, str | None),
         ("yes", YES, bool),

@@ -108,7 +108,7 @@ def prepare(
         _remove_stale(out)
         return PreparedCorpus(existing, was_written=False)
 
-    with _build_folder(out, may_replace=force or _is_nonempty(out)) as partial:
+    with build_folder(out, may_replace=force or _is_nonempty(out)) as partial:
         engine = ready or _make_tokenizer(tokenizer, vocab_size, scan.chars, splits, progress)
         _write_files(partial, out, splits, engine, recipe, extra, progress)
     return PreparedCorpus(load_corpus(out), was_written=True)
@@ -185,7 +185,7 @@ def _partial_path(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _build_folder(out: Path, *, may_replace: bool) -> Iterator[Path]:
+def build_folder(out: Path, *, may_replace: bool) -> Iterator[Path]:
     """Yield a locked, empty folder next to `out` that replaces `out` at the end, or is removed on any failure."""
     partial = _partial_path(out)
     created = [folder for folder in partial.parents if not folder.exists()]

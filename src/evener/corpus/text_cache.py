@@ -7,6 +7,7 @@ A corpus lies in the cache under a name made of the text's own name and a hash o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import tempfile
@@ -15,14 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evener.core.base.errors import DataError
-from evener.core.base.file_io import make_folder
-from evener.core.model.corpus import Corpus, hash_bytes
-from evener.corpus.documents import ProgressCallback, scan_text, split_by_fraction
+from evener.core.base.file_io import file_digest, make_folder
+from evener.core.model.corpus import CHAT_FILES, Corpus, hash_bytes
+from evener.corpus.documents import ProgressCallback, find_documents, scan_text, split_by_fraction
 from evener.corpus.prepare_corpus import BeingPreparedError, prepare, wait_until_unlocked
 from evener.corpus.text_sources import STDIN, find_texts
 from evener.corpus.tokenizer import check_tokenizer_options, tokenizer_identity
 
 VAL_FRACTION = 0.1
+SAMPLES_FORMAT = 1  # grows when the same files give other samples
+MODEL_TOKENIZER_FILES = ("tokenizer.json", *CHAT_FILES, "special_tokens_map.json")
 # Characters, or bytes, up to this size of text: a BPE vocabulary needs more text than that. *Assumption*
 SMALL_TEXT_BYTES = 4_000_000
 MAX_CHARS = 256  # a text with more different characters takes bytes
@@ -94,6 +97,19 @@ def prepare_texts(
                 progress("another process prepares this text", 0, splits.num_bytes)
                 wait_until_unlocked(folder)
     return CachedCorpus(folder, found.corpus, found.was_written, splits.num_bytes, is_chosen, texts.notes())
+
+
+def samples_folder(paths: Sequence[str | os.PathLike[str]], column: str | None, model: Path) -> Path:
+    """Return the cached folder of these chats and texts in a pretrained model's tokens; it may not exist yet."""
+    digest = hashlib.sha256(f"{SAMPLES_FORMAT} {column}".encode())
+    documents = find_documents(paths, skip=_is_of_evener)
+    for file in [*(document.source for document in documents), *(model / name for name in MODEL_TOKENIZER_FILES)]:
+        assert isinstance(file, Path)
+        if file.is_file():
+            digest.update(file_digest(file).encode())
+    root = cache_folder()
+    with _writable(root):
+        return root / f"{_name(paths)}-{digest.hexdigest()[:8]}"
 
 
 @contextlib.contextmanager

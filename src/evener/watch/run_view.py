@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from evener.core.base.units import format_bytes, format_count, format_seconds, median, pluralize
 from evener.core.cluster.host_info import HostInfo
+from evener.core.model.shape import GPTShape
 from evener.core.run.progress import WINDOW_STEPS, seconds_left, window_steps
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepCost, align_steps
@@ -39,7 +40,7 @@ class StepStrip:
 def tokens_per_step(reader: RunReader) -> float | None:
     """Return the tokens of one global batch: from the manifest, else from the newest records; None if unknown."""
     manifest = reader.manifest
-    if manifest is not None and manifest.shape is not None:
+    if manifest is not None and isinstance(manifest.shape, GPTShape):
         return float(manifest.spec.train.batch * manifest.shape.block_size)
     last = reader.curves.last_record
     if last is None:
@@ -317,7 +318,7 @@ def run_descriptions(reader: RunReader) -> list[str]:
         hosts = f"{pluralize(manifest.world_size, 'process')} on {', '.join(roster.hosts)}"
         return [f"{manifest.program} {size}", hosts, roster.dtypes_text]
     return [
-        f"{manifest.spec.model.model if manifest.shape else 'custom model'} {size}",
+        f"{manifest.spec.model.name if manifest.shape else 'custom model'} {size}",
         manifest.corpus.name if manifest.corpus else manifest.spec.data.data,
         f"{pluralize(manifest.world_size, 'process')} on {', '.join(roster.hosts)}",
         *([f"--sync {roster.sync}"] if manifest.world_size > 1 else []),

@@ -22,7 +22,7 @@ from evener.core.base.decoding import from_json
 from evener.core.base.errors import EvenerError, exit_status_of
 from evener.core.cluster.host_info import local_host_info
 from evener.core.model.corpus import Corpus
-from evener.core.model.shape import GPTShape
+from evener.core.model.pretrained import TrainedModel
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import Dtype, initial_roster
 from evener.core.run.run_spec import RunSpec
@@ -42,10 +42,9 @@ from evener.worker.state.checkpoint import read_safetensors
 from evener.worker.state.replica_hashes import hash_tensors, replica_mismatches
 from evener.worker.state.training_state import TrainingState
 from evener.worker.sync.sync_factory import make_sync
-from evener.worker.train.loop import build_model, train_one_step
+from evener.worker.train.loop import build_model, read_corpus, train_one_step
 from evener.worker.train.optim import adamw
 from evener.worker.train.rank_consistency import local_rank_slot
-from evener.worker.train.token_blocks import TokenBlocks
 from evener.worker.train.train_step import TrainContext, TrainStep
 
 
@@ -59,7 +58,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch: int
     spec: RunSpec
     corpus: Corpus
-    shape: GPTShape
+    shape: TrainedModel
 
 
 class Replay:
@@ -100,11 +99,10 @@ class Replay:
             if checkpoint.world_size == 1:
                 rng.set_states(rng.load_rank_states(folder / "rng.safetensors", 0), self.device)
         sync.wrap(self.model, all_params_used=True)
-        blocks = TokenBlocks(request.corpus, "train", request.shape.block_size, self.spec.train.sampling)
         self.engine = TrainContext(
             self.spec,
             group,
-            blocks,
+            read_corpus(resolved, "train"),
             self.training_state,
             recorder,
             FixedMembership(self.roster),

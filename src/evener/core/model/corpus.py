@@ -5,6 +5,9 @@
       meta.json           tokenizer, counts, hashes, and the recipe that made the corpus
       tokenizer.json      from text to ids and back
 
+Samples to fine-tune on, which `evener train --model hf:FOLDER` prepares, have more files: `train.flags.bin` and
+`val.flags.bin` with a byte for each token (`LOSS`, `BEGIN`, `TEXT`), and CHAT_FILES, the tokenizer's settings.
+
 nanoGPT's folders are read as they are: train.bin and val.bin of uint16, with `meta.pkl` for characters and without it
 for GPT-2's tokens. With the tokenizer.json of another vocabulary beside them, they are of uint16 or uint32.
 
@@ -41,14 +44,20 @@ from evener.core.base.file_io import open_file, read_file
 from evener.core.base.shell import quote_word
 
 CORPUS_FORMAT = 1
+LOSS, BEGIN, TEXT = (
+    1,
+    2,
+    4,
+)  # bits of a token's flags: it carries loss; a sample begins; a long one is cut, not truncated
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
 SPLITS = ("train", "val")
 TOKENIZER_FILES = ("tokenizer.json", "meta.pkl")  # ours, nanoGPT's; its GPT-2 folders have none
+CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja")  # of a pretrained model's tokenizer
 MIN_SPLIT_TOKENS = 2  # one token and the next one, which is predicted
 GPT2_VOCAB_SIZE = 50257
 PARTIAL_SUFFIX = ".partial"
 
-_ITEM_BYTES = {"uint16": 2, "uint32": 4}
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "uint32": 4}
 _MAX_PICKLE_BYTES = 64 * 1024 * 1024
 _SAMPLED_ABOVE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
@@ -72,6 +81,7 @@ class CorpusMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_documents: int
     text_bytes: int
     recipe: dict[str, str | int]
+    is_samples: bool = False
 
 
 class Corpus(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,10 +101,15 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
     val_tokens: int
     content_hash: str
     tokenizer_hash: str
+    is_samples: bool = False  # chats and texts to fine-tune on; else one stream of tokens
 
     def split_path(self, split: str) -> Path:
         """Return the .bin file of "train" or "val"."""
         return Path(self.path) / f"{split}.bin"
+
+    def flags_path(self, split: str) -> Path:
+        """Return the file of a split's token flags, if the corpus has samples."""
+        return Path(self.path) / f"{split}.flags.bin"
 
     def num_tokens(self, split: str) -> int:
         return self.train_tokens if split == "train" else self.val_tokens
@@ -202,13 +217,14 @@ def mean_distinct_tokens(corpus: Corpus, block_size: int) -> list[float]:
 
 
 def hash_content(folder: Path, *, sampled: bool = False) -> str:
-    """Return the `content_hash` of the .bin files in `folder`: a hash over the hashes of both."""
-    read = _sample_blocks if sampled else _all_blocks
+    """Return the `content_hash` of the .bin files in `folder`: a hash over one hash of each split."""
+    read = sample_blocks if sampled else _all_blocks
     digests = []
     for split in SPLITS:
-        digest = hashlib.sha256()
-        for block in read(folder / f"{split}.bin"):
-            digest.update(block)
+        digest, flags = hashlib.sha256(), folder / f"{split}.flags.bin"
+        for path in [folder / f"{split}.bin", *([flags] if flags.exists() else [])]:
+            for block in read(path):
+                digest.update(block)
         digests.append(digest.digest())
     return join_digests(*digests, sampled=sampled)
 
@@ -250,6 +266,8 @@ def _from_meta(root: Path) -> Corpus:
         )
     for split, num_tokens in (("train", meta.train_tokens), ("val", meta.val_tokens)):
         _check_size(root / f"{split}.bin", num_tokens, meta.dtype)
+        if meta.is_samples:
+            _check_size(root / f"{split}.flags.bin", num_tokens, "uint8")
     return Corpus(
         path=str(root.absolute()),
         name=meta.name,
@@ -260,6 +278,7 @@ def _from_meta(root: Path) -> Corpus:
         val_tokens=meta.val_tokens,
         content_hash=meta.content_hash,
         tokenizer_hash=meta.tokenizer_hash,
+        is_samples=meta.is_samples,
     )
 
 
@@ -391,7 +410,8 @@ def _all_blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _sample_blocks(path: Path) -> Iterator[bytes]:
+def sample_blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file's size and evenly spread blocks of it: what a `sampled-sha256` is over."""
     size = path.stat().st_size
     yield str(size).encode()
     with open_file(path) as file:

@@ -18,8 +18,9 @@ MIN_WAIT_DIFFERENCE = 0.05  # share of the step by which the waits of two hosts 
 class RunProgress:
     """Computes loss, throughput, share of communication and remaining time from the records of rank 0."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, max_s: float | None = None) -> None:
-        self._num_steps, self._tokens_per_step, self._max_s = num_steps, tokens_per_step, max_s
+    def __init__(self, num_steps: int, step_size: tuple[int, str], max_s: float | None = None) -> None:
+        """`step_size` is what a step counts, and its unit: (4096, "tokens")."""
+        self._num_steps, self._step_size, self._max_s = num_steps, step_size, max_s
         self._every = 1  # steps from one synchronization to the next; only one of them includes its communication
         self._recent: deque[StepRecord] = deque(maxlen=WINDOW_STEPS)
         self._num_added = 0
@@ -70,7 +71,8 @@ class RunProgress:
     @property
     def throughput_text(self) -> str:
         """`12.3k tokens/s`."""
-        return f"{format_count(self._tokens_per_step / self._step_s)} tokens/s"
+        size, unit = self._step_size
+        return f"{format_count(size / self._step_s)} {unit}/s"
 
     @property
     def communication_share(self) -> float | None:

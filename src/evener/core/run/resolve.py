@@ -14,6 +14,7 @@ from evener.core.base.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
 from evener.core.model.gradients import ModelShape, ProgramModel
+from evener.core.model.pretrained import PretrainedModel, TrainedModel, read_pretrained
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
 from evener.core.run.roster import (
@@ -29,6 +30,9 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
 LR_TIMES_WIDTH, SMALL_BATCH_TOKENS = 0.5, 4096  # of `default_learning_rate`
+LORA_LR = 2e-4  # QLoRA's up to 13B   [Dettmers et al. 2023, table 9]; TRL's for LoRA (trl/scripts/sft.py)
+FULL_LR = 2e-5  # TRL's (SFTConfig.learning_rate); ten times less than LoRA's   [Schulman et al. 2025]
+MAX_MICRO_BATCH_LOGITS = 1 << 27  # of a pretrained model: 0.5 GiB in fp32, and as much again for their gradient
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32
 # Bytes per parameter of per-rank state. Lossy strategies: error-feedback residuals of the gradients and of their sums.
 # DiLoCo: local and last synchronized weights, inner and (with H above 4) outer momentum, Adam's second moments, and
@@ -41,7 +45,7 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     spec: RunSpec
     corpus: Corpus
-    shape: GPTShape
+    shape: TrainedModel
     resume: Checkpoint | None  # the checkpoint to resume from
 
     @property
@@ -49,6 +53,18 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
         """The run directory; the spec must have an `out`."""
         assert self.spec.out is not None
         return RunDir(self.spec.out)
+
+    @property
+    def gpt_shape(self) -> GPTShape:
+        """The shape of a model of evener's own."""
+        assert isinstance(self.shape, GPTShape), f"{self.spec.model.name} is a pretrained model"
+        return self.shape
+
+    @property
+    def step_size(self) -> tuple[int, str]:
+        """What a step counts, and its unit: tokens, or sequences for a pretrained model, as their lengths differ."""
+        batch = self.spec.train.batch
+        return (batch * self.shape.block_size, "tokens") if isinstance(self.shape, GPTShape) else (batch, "sequences")
 
     @property
     def job(self) -> Job:
@@ -71,15 +87,10 @@ def resolve(
     """
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
-    model = spec.model
-    shape = model_shape(spec, corpus.vocab_size)
-    if spec.train.lr is None:
-        lr = default_learning_rate(shape.width, spec.train.batch * shape.block_size)
-        spec = msgspec.structs.replace(spec, train=msgspec.structs.replace(spec.train, lr=lr))
-        spec.check()  # --min-lr
-    check_block_size(corpus, shape.block_size)
-    if model.init_from is not None and not resume:
-        find_weights_file(model.init_from)
+    shape = trained_model(spec, corpus)
+    spec = _with_defaults(spec, shape)
+    if spec.model.init_from is not None and not resume:
+        find_weights_file(spec.model.init_from)
     rundir = RunDir(spec.out or "runs")
     check_sync_supported(spec)
     check_sync_for_shape(requested_sync(spec), shape)
@@ -92,6 +103,50 @@ def resolve(
         rundir, shape, spec, RANK_STATE_BYTES_PER_PARAM.get(sync.kind, 0) * (num_local_ranks or spec.machine.ranks)
     )
     return ResolvedRun(spec=spec, corpus=corpus, shape=shape, resume=checkpoint)
+
+
+def trained_model(spec: RunSpec, corpus: Corpus) -> TrainedModel:
+    """Return the model that a spec names. Raise UsageError or DataError if it cannot be trained on this corpus."""
+    folder = spec.model.pretrained
+    if folder is None:
+        if corpus.is_samples:
+            raise UsageError(f"{corpus.path}: prepared as samples for a pretrained model", hint="--model hf:FOLDER")
+        shape = model_shape(spec, corpus.vocab_size)
+        check_block_size(corpus, shape.block_size)
+        return shape
+    for field in ("num_layers", "num_heads", "width", "dropout", "init_from"):
+        if getattr(spec.model, field) is not None:
+            flag = "--" + field.replace("_", "-")
+            raise UsageError(f"{flag}: --model {spec.model.model} has its own config.json", hint=f"without {flag}")
+    if spec.model.compile == "on":
+        raise UsageError("--compile on: each length of a pretrained model's sequences would be compiled anew")
+    model = read_pretrained(folder, spec.model.block_size, spec.model.lora)
+    if not corpus.is_samples or corpus.tokenizer_hash != model.tokenizer_hash:
+        why = "encoded with another tokenizer" if corpus.is_samples else "prepared as one text, without samples"
+        raise UsageError(f"{corpus.path}: {why} than {folder} has" if corpus.is_samples else f"{corpus.path}: {why}",
+                         hint=f"name the texts themselves: evener train FILE --model {spec.model.model}")  # fmt: skip
+    if corpus.vocab_size > model.vocab_size:
+        raise UsageError(
+            f"--model {spec.model.model}: its tokenizer has {corpus.vocab_size} tokens, and its model "
+            f"{model.vocab_size}: tokenizer.json is another model's",
+            hint="the tokenizer.json with which the model was published",
+        )
+    return model
+
+
+def _with_defaults(spec: RunSpec, shape: TrainedModel) -> RunSpec:
+    """Return the spec with the settings that depend on the model, where the user has set none."""
+    train = spec.train
+    if train.lr is None and isinstance(shape, PretrainedModel):
+        train = msgspec.structs.replace(train, lr=LORA_LR if shape.lora_rank else FULL_LR)
+    elif train.lr is None and isinstance(shape, GPTShape):
+        train = msgspec.structs.replace(train, lr=default_learning_rate(shape.width, train.batch * shape.block_size))
+    if train.micro_batch is None and isinstance(shape, PretrainedModel):
+        num_sequences = MAX_MICRO_BATCH_LOGITS // (shape.vocab_size * shape.block_size)
+        train = msgspec.structs.replace(train, micro_batch=max(1, min(num_sequences, train.batch)))
+    spec = msgspec.structs.replace(spec, train=train)
+    spec.check()  # --min-lr
+    return spec
 
 
 def default_learning_rate(width: int, batch_tokens: int) -> float:
@@ -107,8 +162,10 @@ def default_learning_rate(width: int, batch_tokens: int) -> float:
     return float(f"{LR_TIMES_WIDTH / width * min(1.0, math.sqrt(batch_tokens / SMALL_BATCH_TOKENS)):.2g}")
 
 
-def make_job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
+def make_job(spec: RunSpec, shape: TrainedModel, corpus: Corpus | None) -> Job:
     """Return the planner's Job; if the model has lookup-only embeddings, with the corpus's distinct-token counts."""
+    if isinstance(shape, PretrainedModel):
+        return Job(spec=spec, shape=shape.as_program())
     distinct = (
         mean_distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_sparse_embeddings else []
     )
@@ -140,10 +197,11 @@ def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
 
 
-def check_sync_for_shape(sync: SyncSpec, shape: ModelShape) -> None:
+def check_sync_for_shape(sync: SyncSpec, shape: ModelShape | PretrainedModel) -> None:
     """Raise UsageError if a sync strategy would save nothing in a model of this shape, or is none for a program."""
     if isinstance(shape, ProgramModel):
         check_sync_of_program(sync)
+    if not isinstance(shape, GPTShape):
         shortest = max((min(tensor.rows, tensor.columns) for tensor in shape.gradients), default=0)
         check_sync_is_useful(sync, has_sparse_embeddings=False, is_low_rank_smaller=shortest > 2 * sync.rank)
         return
@@ -172,7 +230,7 @@ def check_sync_is_useful(sync: SyncSpec, *, has_sparse_embeddings: bool, is_low_
 
 def default_run_path(spec: RunSpec) -> str:
     """Return the default run directory, for a run without --out."""
-    return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.model}-{Path(spec.data.data).name}")
+    return str(Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{spec.model.name}-{Path(spec.data.data).name}")
 
 
 def starting_checkpoint(rundir: RunDir, spec: RunSpec, *, resume: bool) -> Checkpoint | None:
@@ -215,7 +273,7 @@ def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
     return checkpoint
 
 
-def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) -> None:
+def _check_fits(rundir: RunDir, shape: TrainedModel, corpus: Corpus, spec: RunSpec) -> None:
     manifest = rundir.manifest()
     if manifest.shape != shape:
         raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
@@ -233,7 +291,7 @@ def _check_fits(rundir: RunDir, shape: GPTShape, corpus: Corpus, spec: RunSpec) 
         )
 
 
-def _check_disk(rundir: RunDir, shape: GPTShape, spec: RunSpec, rank_state_bytes_per_param: int) -> None:
+def _check_disk(rundir: RunDir, shape: TrainedModel, spec: RunSpec, rank_state_bytes_per_param: int) -> None:
     """Raise NoRoomError if the disk is too full for the checkpoints and the per-rank state of the local ranks."""
     folder = rundir.path.absolute()
     while not folder.exists():

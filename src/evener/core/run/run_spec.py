@@ -26,6 +26,7 @@ ProcessCount = Annotated[int, Meta(ge=1, le=1024)]
 CountOrZero = Annotated[int, Meta(ge=0, le=2**31)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
+PRETRAINED_PREFIX = "hf:"  # of --model
 
 
 class SpecSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,8 +43,14 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
     """The model and its arithmetic."""
 
     model: Annotated[
-        str, Meta(description="preset: tiny, char, g1 to g12, gpt2, gpt2-medium, -large, -760m, -xl, d4 to d20")
-    ] = "char"
+        str,
+        Meta(description="preset: tiny, char, g1 to g12, gpt2, gpt2-medium, -large, -760m, -xl, d4 to d20; or "
+                         "hf:FOLDER: fine-tune a causal language model that transformers saved"),
+    ] = "char"  # fmt: skip
+    lora: Annotated[
+        Count | None,
+        Meta(description="with hf:FOLDER: rank of LoRA adapters, which alone are trained [all weights are]"),
+    ] = None
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
     num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
     num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None
@@ -62,6 +69,16 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
         Literal["auto", "on", "off"], Meta(description="torch.compile; auto: if the run is long enough to repay it")
     ] = "auto"
 
+    @property
+    def pretrained(self) -> Path | None:
+        """The folder of a pretrained model; None for a preset."""
+        return Path(self.model.removeprefix(PRETRAINED_PREFIX)) if self.model.startswith(PRETRAINED_PREFIX) else None
+
+    @property
+    def name(self) -> str:
+        """The name of the preset, or of the pretrained model's folder."""
+        return self.model if self.pretrained is None else self.pretrained.absolute().name
+
 
 class TrainSpec(SpecSection, frozen=True, kw_only=True):
     """The training settings. AdamW's are those of nanoGPT's character model."""
@@ -71,6 +88,9 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
     sampling: Annotated[
         Literal["epochs", "uniform"], Meta(description="epochs: every block once per epoch; uniform: drawn at random")
     ] = "epochs"
+    packing: Annotated[
+        bool, Meta(description="with hf:FOLDER: several samples in one sequence, which do not attend to each other")
+    ] = False
     micro_batch: Annotated[Count | None, Meta(description="sequences in one backward [16384 tokens at most]")] = None
     sync: Annotated[
         str,
@@ -188,8 +208,19 @@ class RunSpec(SpecSection, frozen=True, kw_only=True):
             raise UsageError(f"--warmup {train.warmup}: longer than --steps {train.steps}")
         if machine.profile_ranks != "all" and not re.fullmatch(r"\d+(,\d+)*", machine.profile_ranks):
             raise UsageError(f"--profile-ranks {machine.profile_ranks}: expected ranks such as 0,2; or all")
+        if self.model.pretrained is None and (self.model.lora or train.packing):
+            what = f"--lora {self.model.lora}" if self.model.lora else "--packing"
+            raise UsageError(f"{what}: --model {self.model.model} is not pretrained", hint="--model hf:FOLDER")
         if machine.backend == "nccl" and machine.device == "cpu":
             raise UsageError("--backend nccl: NCCL moves GPU memory only, and --device is cpu", hint="--backend gloo")
+
+
+def with_absolute_model(spec: RunSpec) -> RunSpec:
+    """Return the spec with the absolute path of a pretrained model, so that the run is resumed from any folder."""
+    if spec.model.pretrained is None:
+        return spec
+    path = f"{PRETRAINED_PREFIX}{spec.model.pretrained.expanduser().absolute()}"
+    return msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, model=path))
 
 
 class Flag(msgspec.Struct, frozen=True, kw_only=True):

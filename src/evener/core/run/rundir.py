@@ -33,7 +33,7 @@ from evener.core.cluster.host_info import HostInfo
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.model.corpus import Corpus
 from evener.core.model.gradients import GradientTensor
-from evener.core.model.shape import GPTShape
+from evener.core.model.pretrained import TrainedModel
 from evener.core.run.roster import NO_SYNC, Roster, SyncSpec
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.step_cost import StepRecord
@@ -98,7 +98,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     unit: Literal["tokens", "samples", "batches"] | None = None  # that records count, where it is not the usual one
     versions: dict[str, str]  # evener, torch, python
     spec: RunSpec
-    shape: GPTShape | None  # None for a user's own model
+    shape: TrainedModel | None  # None for a user's own model
     corpus: Corpus | None
     code_hash: str
     params_by_group: dict[str, int]

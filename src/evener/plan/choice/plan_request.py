@@ -19,6 +19,7 @@ from evener.core.cluster.hardware import parse_hardware
 from evener.core.cluster.link import parse_link
 from evener.core.model.corpus import Corpus
 from evener.core.model.gradients import ProgramModel
+from evener.core.model.pretrained import PretrainedModel
 from evener.core.model.shape import PRESETS, GPTShape, shape_of_size
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
 from evener.core.run.resolve import check_sync_for_shape, make_job, model_shape
@@ -236,6 +237,9 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
         cluster = calibrate_cluster(job, manifest, records, prior)
         return PlanRequest(job=job, cluster=cluster, source=f"the records of {run}",
                            measured=measured_option(job, manifest, records, cluster))  # fmt: skip
+    if isinstance(manifest.shape, PretrainedModel):
+        raise UsageError(f"{run} fine-tuned {manifest.shape.name}: evener does not predict such a run yet",
+                         hint=f"evener report {quote_word(run)} shows its steps")  # fmt: skip
     spec = manifest.spec
     dtypes = {member.host: member.dtype for member in manifest.roster.members}
     if prediction is None and len(set(dtypes.values())) == 1:  # the rates of other dtypes are not known

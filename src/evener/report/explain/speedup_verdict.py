@@ -178,7 +178,7 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
     if manifest.shape is None:  # a program of the user's own
         return SpeedupVerdict(verdict, "To measure it", _own_command(summary))
-    data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
+    data, model, batch = manifest.spec.data.data, manifest.spec.model.name, manifest.roster.batch
     command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} --batch {batch}"
     if where := _fleet_flag_of_run(summary):
         (host,) = manifest.roster.hosts

@@ -98,7 +98,7 @@ def bench_page(folder: Path) -> str:
 def _run_descriptions(by_corpus: dict[str, list[RunSummary]]) -> list[str]:
     """Describe the models that were trained and the machines."""
     machines = {host.cpu: host.cores for runs in by_corpus.values() for run in runs for host in run.manifest.hosts}
-    models = sorted({run.manifest.spec.model.model for runs in by_corpus.values() for run in runs})
+    models = sorted({run.manifest.spec.model.name for runs in by_corpus.values() for run in runs})
     return [*models, *(f"{cpu}, {pluralize(cores, 'core')}" for cpu, cores in machines.items())]
 
 

@@ -143,7 +143,7 @@ def setups_page(folder: Path) -> str:
     if first is not None:
         spec = first.manifest.spec
         hosts = dict.fromkeys(host for run in runs.values() for host in run.manifest.roster.hosts)
-        what = [spec.model.model, f"{first.tokens_per_step} tokens a step", *hosts]
+        what = [spec.model.name, f"{first.tokens_per_step} tokens a step", *hosts]
     return render_document(
         "compare_setups.html",
         title=f"{name}: evener bench",

@@ -185,7 +185,7 @@ def _last_write_unix_s(manifest: Manifest, records: dict[int, list[StepRecord]],
 def _run_descriptions(summary: RunSummary) -> list[str]:
     """Describe what was trained, on which data and machines, and when."""
     manifest, num_params = summary.manifest, f"{format_count(summary.manifest.num_params)} parameters"
-    of_what = [f"{manifest.spec.model.model} ({num_params})", manifest.corpus.name if manifest.corpus else "no corpus"]
+    of_what = [f"{manifest.spec.model.name} ({num_params})", manifest.corpus.name if manifest.corpus else "no corpus"]
     if manifest.shape is None:  # a program of the user's own, which the flags of evener's model say nothing about
         program = manifest.program or (PurePath(manifest.argv[0]).name if manifest.argv else "a program")
         of_what = [f"{program} ({num_params})"]

@@ -11,8 +11,8 @@ from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.base.units import join_names, pluralize
 from evener.core.model.corpus import Corpus, load_corpus
-from evener.core.model.shape import GPTShape
-from evener.core.run.resolve import model_shape
+from evener.core.model.pretrained import PretrainedModel, TrainedModel
+from evener.core.run.resolve import trained_model
 from evener.core.run.roster import Dtype, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Manifest, RunDir
@@ -28,7 +28,7 @@ class ReplayJob(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     spec: RunSpec
     corpus: Corpus
-    shape: GPTShape
+    shape: TrainedModel
     dtype: Dtype  # of the rank with the largest share
     dtypes: list[Dtype]  # of all ranks
     micro_batch: int
@@ -93,7 +93,7 @@ def _refuse(rundir: RunDir, why: str, hint: str = "") -> None:
     raise UsageError(f"{rundir} cannot be replayed: {why}", hint=hint)
 
 
-def _load_corpus_and_shape(rundir: RunDir, manifest: Manifest) -> tuple[Corpus, GPTShape]:
+def _load_corpus_and_shape(rundir: RunDir, manifest: Manifest) -> tuple[Corpus, TrainedModel]:
     """Load the run's corpus and its model's shape; raise UsageError if either differs from the run's."""
     if manifest.corpus is None or manifest.shape is None or manifest.sampler == "own":
         raise UsageError(
@@ -102,7 +102,7 @@ def _load_corpus_and_shape(rundir: RunDir, manifest: Manifest) -> tuple[Corpus, 
         )
     places = [manifest.corpus.path, manifest.spec.data.data]
     corpus = load_corpus(next((place for place in places if Path(place).is_dir()), places[0]))
-    shape = model_shape(manifest.spec, corpus.vocab_size)
+    shape = trained_model(manifest.spec, corpus)
     if corpus.tokenizer_hash != manifest.corpus.tokenizer_hash or corpus.dtype != manifest.corpus.dtype:
         _refuse(rundir, f"the tokenizer of {corpus.path} is not the one that it was trained with")
     if corpus.train_tokens != manifest.corpus.train_tokens:
@@ -168,6 +168,8 @@ def _sync_history(rundir: RunDir, roster: Roster, first: int, num_steps: int) ->
 def _check_tokens(rundir: RunDir, manifest: Manifest, records: Mapping[int, list[StepRecord]]) -> None:
     """Refuse if the recorded batches differ in size from the manifest's, as they may before a resume."""
     assert manifest.shape is not None
+    if isinstance(manifest.shape, PretrainedModel):  # its sequences differ in length
+        return
     for of_step in zip(*records.values(), strict=True):
         tokens, expected = sum(each.tokens for each in of_step), manifest.spec.train.batch * manifest.shape.block_size
         if len(of_step) == of_step[0].members and tokens != expected:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from evener.core.base.errors import UsageError
+from evener.core.model.shape import GPTShape
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import Dtype, Roster
 from evener.core.run.run_spec import RunSpec
@@ -67,7 +68,7 @@ def should_compile(spec: RunSpec, resolved: ResolvedRun | None, roster: Roster, 
         return False
     if resumed_from is not None:
         return resumed_from.manifest().compiled  # for the same rounding
-    if requested != "auto" or resolved is None:
+    if requested != "auto" or resolved is None or not isinstance(resolved.shape, GPTShape):
         return requested == "on"
     shape, train = resolved.shape, spec.train
     flops = shape.flops_per_token() * shape.block_size * train.steps * max(roster.shares)

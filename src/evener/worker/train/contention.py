@@ -11,29 +11,29 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from evener.core.base.units import median
 from evener.core.run.rundir import Contention
 
 if TYPE_CHECKING:
-    from evener.worker.train.model import GPT
+    from evener.worker.train.datasets import Dataset
     from evener.worker.train.run import Run
-    from evener.worker.train.token_blocks import TokenBlocks
 
 NUM_REPEATS = 3
 COPY_BYTES = 1 << 26  # beyond any cache
 
 
-def measure_contention(run: Run, model: GPT, dataset: TokenBlocks) -> Contention:
+def measure_contention(run: Run, model: nn.Module, dataset: Dataset) -> Contention:
     """Measure every rank alone and all together; takes about 3 · (ranks + 1) forward and backward passes."""
     samples = dataset.global_batch(run.spec.train.seed, 0, run.member.largest_micro_batch or 1)
-    tokens, targets = dataset.load(samples, run.device)
+    batch = dataset.load(samples, run.device)
     source = torch.ones(COPY_BYTES // 4, device=run.device)
     target = torch.empty_like(source)
 
     def train_once() -> None:
         with run.autocast():
-            loss = model(tokens, targets)
+            loss = model(*batch)
         loss.backward()
         model.zero_grad()
 

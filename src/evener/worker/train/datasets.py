@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from evener.core.base.errors import UsageError
 from evener.core.run.run_spec import RunSpec
+from evener.corpus.sampling import epoch_indices
 from evener.worker.rank.torch_private import tree_leaves
-from evener.worker.train.sampling import epoch_indices
 
 NUM_SAMPLED_VALUES = 1024  # of a tensor, evenly spaced
 FLOAT_TOLERANCE = 0.05  # relative to the largest value: a larger difference means other data

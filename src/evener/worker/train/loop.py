@@ -13,13 +13,17 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import AdamW
 
 from evener.core.base.errors import UsageError
+from evener.core.model.pretrained import PretrainedModel
 from evener.core.model.shape import GPTShape
 from evener.core.run.progress import RunProgress
 from evener.core.run.resolve import ResolvedRun, find_weights_file
 from evener.core.run.run_spec import TrainSpec
+from evener.worker.finetune.model import FineTunedModel, build_pretrained
+from evener.worker.finetune.sample_rows import SampleRows
 from evener.worker.state.checkpoint import copy_weights, named_weights, read_safetensors
 from evener.worker.train.contention import measure_contention
 from evener.worker.train.gpt2 import is_gpt2_file, load_gpt2
@@ -34,13 +38,12 @@ PROGRESS_EVERY_S = 5.0
 
 def train(resolved: ResolvedRun) -> None:
     """Run the training that `resolved` describes, from its first step or from the checkpoint it resumes."""
-    spec, shape = resolved.spec, resolved.shape
+    spec = resolved.spec
     with join(spec, resolved) as run:
-        train_set = TokenBlocks(resolved.corpus, "train", shape.block_size, spec.train.sampling)
-        val_set = TokenBlocks(resolved.corpus, "val", shape.block_size)
+        train_set, val_set = read_corpus(resolved, "train"), read_corpus(resolved, "val")
         model = run.model(build_model(resolved, is_new=run.first_step == 0))
         optimizer = run.optimizer(adamw(model, spec.train))
-        progress = RunProgress(spec.train.steps, spec.train.batch * shape.block_size, spec.train.max_s)
+        progress = RunProgress(spec.train.steps, resolved.step_size, spec.train.max_s)
         printed_at = time.monotonic()
         if spec.machine.contention:
             run.contention = measure_contention(run, model, train_set)
@@ -64,20 +67,35 @@ def train(resolved: ResolvedRun) -> None:
 
 
 def train_one_step(
-    step: TrainStep, model: GPT, optimizer: AdamW, train: TrainSpec, autocast: Callable[[], AbstractContextManager[Any]]
+    step: TrainStep,
+    model: nn.Module,
+    optimizer: AdamW,
+    train: TrainSpec,
+    autocast: Callable[[], AbstractContextManager[Any]],
 ) -> None:
     """Run one optimizer step: this rank's share of the batch, forward, backward, update."""
     set_hyperparameters(optimizer, step.index, train)
-    for tokens, targets in step.micro_batches():
+    for batch in step.micro_batches():
         with autocast():
-            loss_sum = model(tokens, targets)
+            loss_sum = model(*batch)
         step.backward(loss_sum)
     step.update(optimizer)
 
 
-def build_model(resolved: ResolvedRun, *, is_new: bool) -> GPT:
-    """Return the initial model: random weights, or those of `--init-from` in a new run."""
+def read_corpus(resolved: ResolvedRun, split: str) -> TokenBlocks | SampleRows:
+    """Return the data set of a split: rows of samples for a pretrained model, else blocks of one stream of tokens."""
+    train, block_size = resolved.spec.train, resolved.shape.block_size
+    if resolved.corpus.is_samples:
+        return SampleRows(resolved.corpus, split, block_size, train.sampling, packing=train.packing)
+    return TokenBlocks(resolved.corpus, split, block_size, train.sampling)
+
+
+def build_model(resolved: ResolvedRun, *, is_new: bool) -> GPT | FineTunedModel:
+    """Return the initial model: a pretrained one, random weights, or those of `--init-from` in a new run."""
     spec = resolved.spec.model
+    if isinstance(resolved.shape, PretrainedModel):
+        assert spec.pretrained is not None
+        return build_pretrained(spec.pretrained, resolved.shape, recompute=spec.recompute)
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
     if spec.init_from is not None and is_new:
         path = find_weights_file(spec.init_from)
@@ -103,27 +121,27 @@ def _describe_difference(theirs: GPTShape, ours: GPTShape) -> str:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: GPT, val_set: TokenBlocks, step: int) -> float:
-    """Return the mean loss over evenly spaced blocks of the validation split: the same blocks for any number of ranks.
+def evaluate(run: Run, model: nn.Module, val_set: TokenBlocks | SampleRows, step: int) -> float:
+    """Return the mean loss over evenly spaced samples of the validation split: the same ones for any number of ranks.
 
-    Each rank evaluates its own replica on its part of the blocks. While replicas drift, the result is therefore a mean
+    Each rank evaluates its own replica on its part of them. While replicas drift, the result is therefore a mean
     over different replicas; after the last step they are one model.
     """
     began = time.perf_counter()
-    positions = val_set.evenly_spaced_positions(run.spec.eval.eval_tokens)
-    work, size = run.roster.divide_work(len(positions)), run.member.micro_batch
-    own_positions = np.split(positions, np.cumsum(work)[:-1])[run.rank]
+    samples = val_set.evenly_spaced(run.spec.eval.eval_tokens)
+    work, size = run.roster.divide_work(len(samples)), run.member.micro_batch
+    own_samples = np.split(samples, np.cumsum(work)[:-1])[run.rank]
     model.eval()
     loss_sum, num_tokens = 0.0, 0
     for i in range(run.roster.num_passes(run.rank, work)):
-        samples = own_positions[i * size : (i + 1) * size]
-        tokens, targets = val_set.load(samples, run.device)
+        micro_batch = own_samples[i * size : (i + 1) * size]
+        batch = val_set.load(micro_batch, run.device)
         with run.autocast():
-            loss_sum += float(model(tokens, targets))
-        num_tokens += val_set.num_tokens(samples)
+            loss_sum += float(model(*batch))
+        num_tokens += val_set.num_tokens(micro_batch)
     model.train()
     mean = run.mean(loss_sum, num_tokens)
     if run.rank == 0:
-        run.dir.add_event("evaluation", step=step, val_loss=mean, tokens=len(positions) * val_set.block_size,
+        run.dir.add_event("evaluation", step=step, val_loss=mean, tokens=val_set.num_tokens(samples),
                           took_s=time.perf_counter() - began)  # fmt: skip
     return mean

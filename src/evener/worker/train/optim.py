@@ -7,6 +7,7 @@ import math
 import torch
 
 from evener.core.run.run_spec import TrainSpec
+from evener.worker.finetune.model import FineTunedModel
 from evener.worker.train.model import GPT
 
 MIN_WARMUP = 100  # steps: a short run whose learning rate rises faster ends higher, by a tenth (docs/log)
@@ -30,7 +31,7 @@ def learning_rate(step: int, spec: TrainSpec) -> float:
     return min_lr + (peak - min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def adamw(model: GPT, spec: TrainSpec) -> torch.optim.AdamW:
+def adamw(model: GPT | FineTunedModel, spec: TrainSpec) -> torch.optim.AdamW:
     """Return a fused AdamW that decays matrices but not vectors."""
     return torch.optim.AdamW(
         model.param_groups(spec.weight_decay), lr=spec.peak_lr, betas=(spec.beta1, spec.beta2), fused=True

@@ -19,6 +19,7 @@ from torch import Tensor
 from evener.core.base.errors import RunError
 from evener.core.base.json_files import read_json
 from evener.core.cluster.host_info import HostInfo
+from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.membership_epoch import is_elastic
 from evener.core.run.prediction import Cluster
 from evener.core.run.resolve import ResolvedRun
@@ -146,6 +147,8 @@ def rank_fingerprint(
     tree = msgspec.to_builtins(spec)
     flat = {f"{section}.{field}": value for section, fields in tree.items() if section not in UNCOMPARED_SECTIONS
             for field, value in fields.items() if f"{section}.{field}" not in HOST_LOCAL_FIELDS}  # fmt: skip
+    if resolved is not None and isinstance(resolved.shape, PretrainedModel):  # its folder is elsewhere on each host
+        flat["model.model"] = resolved.shape.weights_hash
     shapes = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
     return RankFingerprint(
         rank=rank,

@@ -323,7 +323,9 @@ class Run:
         if first == 0 and self.group.is_admitted:
             self._membership.begin_strategy_trial()
         sync = make_sync(self.roster, self.group, self._clock, lambda part: recorder.lap(part), training_state.module)
-        training_state.sync, training_state.all_params_used = sync, self._resolved is not None
+        training_state.sync = sync
+        # Experts of a pretrained model may have no token in a step.
+        training_state.all_params_used = self._resolved is not None and not self._resolved.corpus.is_samples
         spans = SpanRecorder(
             self.dir, self.member.rank, self._clock, make_profiler(self.spec, self.dir, self.member.rank, first)
         )

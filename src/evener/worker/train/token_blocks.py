@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evener.core.model.corpus import Corpus
 from evener.core.run.rundir import SAMPLERS
-from evener.worker.train.sampling import epoch_positions, uniform_indices
+from evener.corpus.sampling import epoch_positions, uniform_indices
 
 
 class TokenBlocks:
@@ -38,7 +38,7 @@ class TokenBlocks:
         first = step * num_sequences
         return epoch_positions(self._num_positions, self.block_size, seed, first, num_sequences)
 
-    def evenly_spaced_positions(self, num_tokens: int) -> np.ndarray:
+    def evenly_spaced(self, num_tokens: int) -> np.ndarray:
         """Return positions of disjoint blocks spread over the split: at most num_tokens tokens, at least one block."""
         num_blocks = max(1, min(num_tokens // self.block_size, self._num_positions // self.block_size))
         return np.linspace(0, self._num_positions - 1, num_blocks).astype(np.int64)

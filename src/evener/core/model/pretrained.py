@@ -1,0 +1,243 @@
+"""A pretrained model in a folder, as transformers saves it: what its files say about it, without torch.
+
+    model = read_pretrained("some-model", block_size=None, lora_rank=16)
+    model.block_size, model.num_params()      # the sequence length, and the parameters that are trained
+
+A `PretrainedModel` stands in the place of a `GPTShape` in a run: it is part of the manifest and of every rank's
+fingerprint. Only config.json and the headers of the safetensors files are read, and a sample of their content is
+hashed. Nothing in the folder is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from evener.core.base.decoding import from_json
+from evener.core.base.errors import UsageError
+from evener.core.base.file_io import open_file, read_file
+from evener.core.base.shell import quote_command
+from evener.core.model.corpus import CHAT_FILES, hash_bytes, sample_blocks
+from evener.core.model.gradients import GradientTensor, ProgramModel
+from evener.core.model.shape import GPTShape
+
+DEFAULT_BLOCK_SIZE = 1024  # TRL's max_length (SFTConfig)
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+LAYER_PATTERN = re.compile(r"\.\d+\.")  # "model.layers.0.self_attn.q_proj.weight", but not "lm_head.weight"
+
+
+class PretrainedModel(msgspec.Struct, frozen=True, kw_only=True, tag="pretrained"):
+    """A causal language model of transformers that a run fine-tunes: all of its weights, or LoRA adapters."""
+
+    name: str  # of its folder
+    architecture: str  # transformers' model_type
+    weights_hash: str  # sampled, as `Corpus.content_hash` of a large corpus
+    tokenizer_hash: str  # SHA-256 of its tokenizer.json
+    vocab_size: int
+    block_size: int  # the longest sequence of the run, in tokens
+    lora_rank: int | None  # None: all weights are trained
+    num_frozen: int  # parameters that no step changes
+    gradients: tuple[GradientTensor, ...]  # of what is trained
+
+    dropout: ClassVar[float] = 0.0  # any division of a batch then trains the same model
+    has_sparse_embeddings: ClassVar[bool] = False  # all gradients are sent whole
+
+    def num_params(self) -> int:
+        """Return the number of parameters that are trained: these are exchanged, saved, and have optimizer states."""
+        return sum(tensor.num_params for tensor in self.gradients)
+
+    def params_by_group(self) -> dict[str, int]:
+        """Return the numbers of trained and of frozen parameters."""
+        return {"trained": self.num_params(), "frozen": self.num_frozen}
+
+    def as_program(self) -> ProgramModel:
+        """Return what the planner knows of it: its gradients. A run shows how fast it is."""
+        return ProgramModel(name=self.name, unit="samples", gradients=self.gradients, can_divide=True)
+
+
+TrainedModel = GPTShape | PretrainedModel
+
+
+class PretrainedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys of config.json that are read; transformers reads all."""
+
+    model_type: str
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    n_positions: int | None = None  # GPT-2's name for it
+    quantization_config: dict[str, Any] | None = None
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+
+
+def read_pretrained(folder: Path, block_size: int | None, lora_rank: int | None) -> PretrainedModel:
+    """Read a model's folder. Raise UsageError if it holds no causal language model in safetensors with a tokenizer."""
+    config = _read_config(folder)
+    files = _weights_files(folder)
+    longest = config.max_position_embeddings or config.n_positions
+    if block_size is not None and longest is not None and block_size > longest:
+        raise UsageError(f"--block-size {block_size}: {folder} has {longest} positions", hint=f"at most {longest}")
+    assert config.vocab_size is not None
+    tensors = {name: tensor.shape for file in files for name, tensor in _read_header(file).items()
+               if tensor.dtype.startswith(("F", "BF")) and len(tensor.shape) in (1, 2)}  # fmt: skip
+    num_params = sum(_size(shape) for shape in tensors.values())
+    return PretrainedModel(
+        name=folder.absolute().name,
+        architecture=config.model_type,
+        weights_hash=_hash_weights(folder, files),
+        tokenizer_hash=_hash_tokenizer(folder),
+        vocab_size=config.vocab_size,
+        block_size=block_size or min(DEFAULT_BLOCK_SIZE, longest or DEFAULT_BLOCK_SIZE),
+        lora_rank=lora_rank,
+        num_frozen=0 if lora_rank is None else num_params,
+        gradients=_full_gradients(tensors) if lora_rank is None else _adapter_gradients(tensors, lora_rank),
+    )
+
+
+def pretrained_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a model that a rank reads, by their names in the folder."""
+    names = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", *CHAT_FILES,
+             "special_tokens_map.json"]  # fmt: skip
+    files = {name: folder / name for name in names if (folder / name).is_file()}
+    return files | {file.name: file for file in _weights_files(folder)}
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    flag = f"--model hf:{folder}"
+    if not folder.is_dir():
+        raise UsageError(
+            f"{flag}: no such folder",
+            hint="what save_pretrained of transformers wrote, or `hf download NAME --local-dir FOLDER` downloaded",
+        )
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise UsageError(f"{flag}: it holds LoRA adapters, not a model", hint="the folder of the model they belong to")
+    try:
+        config = from_json(read_file(folder / "config.json"), PretrainedConfig)
+    except OSError as error:
+        raise UsageError(f"{flag}: not a model of transformers: config.json: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{flag}: config.json is not that of a model: {error}") from None
+    if config.vocab_size is None:
+        raise UsageError(f"{flag}: a {config.model_type} without a vocabulary is not a causal language model")
+    if config.quantization_config is not None:
+        raise UsageError(f"{flag}: its weights are quantized", hint="the folder of the model in bf16, fp16 or fp32")
+    return config
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of the model: those of its index, or else the only one."""
+    flag, index = f"--model hf:{folder}", folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted({*from_json(read_file(index), WeightsIndex).weight_map.values()})
+        except (OSError, msgspec.DecodeError) as error:
+            raise UsageError(f"{flag}: {index.name} is damaged: {error}") from None
+    else:
+        names = ["model.safetensors"]
+    missing = [name for name in names if "/" in name or not (folder / name).is_file()]
+    if not missing:
+        return [folder / name for name in names]
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles and not index.is_file():
+        raise UsageError(
+            f"{flag}: its weights are a pickle, {pickles[0]}, which can hold a program: evener reads safetensors only",
+            hint=f"if you trust it: {_convert('AutoModelForCausalLM', folder)}",
+        )
+    raise UsageError(f"{flag}: {missing[0]} is not there", hint="download the model again")
+
+
+def _convert(kind: str, folder: Path) -> str:
+    """Return the command by which transformers loads a part of the model, and saves it in the format of today."""
+    code = f"import sys, transformers as t; f = sys.argv[1]; t.{kind}.from_pretrained(f).save_pretrained(f)"
+    return quote_command(["python", "-c", code, str(folder)])
+
+
+class WeightsIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """model.safetensors.index.json: which file holds which tensor."""
+
+    weight_map: dict[str, str]
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the header of a safetensors file: 8 bytes with its length, then JSON.   [safetensors, format]"""
+    try:
+        with open_file(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError("its header is too long")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return from_json(msgspec.json.encode(header), dict[str, StoredTensor])
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, AttributeError, msgspec.MsgspecError) as error:
+        raise UsageError(f"{path}: not a safetensors file: {error}", hint="download the model again") from None
+
+
+def _hash_weights(folder: Path, files: list[Path]) -> str:
+    digest = hashlib.sha256(read_file(folder / "config.json"))
+    for file in files:
+        for block in sample_blocks(file):
+            digest.update(block)
+    return f"sampled-sha256:{digest.hexdigest()}"
+
+
+def _hash_tokenizer(folder: Path) -> str:
+    try:
+        return hash_bytes(read_file(folder / "tokenizer.json"))
+    except OSError as error:
+        raise UsageError(
+            f"--model hf:{folder}: tokenizer.json: {error.strerror}",
+            hint=f"one that has only tokenizer.model: {_convert('AutoTokenizer', folder)}",
+        ) from None
+
+
+def _size(shape: list[int]) -> int:
+    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+
+
+def _gradient(name: str, rows: int, columns: int, ready: float, kind: Literal["linear", "other"]) -> GradientTensor:
+    return GradientTensor(name=name, rows=rows, columns=columns, ready=ready, is_linear=kind == "linear")
+
+
+def _full_gradients(tensors: dict[str, list[int]]) -> tuple[GradientTensor, ...]:
+    """Return the gradients of all weights; the last in the file is ready first."""
+    names = sorted(tensors, key=_layer_order, reverse=True)
+    return tuple(
+        _gradient(name, tensors[name][0], tensors[name][1] if len(tensors[name]) == 2 else 1, (i + 1) / len(names),
+                  "linear" if _is_linear(name, tensors[name]) else "other")
+        for i, name in enumerate(names)
+    )  # fmt: skip
+
+
+def _adapter_gradients(tensors: dict[str, list[int]], rank: int) -> tuple[GradientTensor, ...]:
+    """Return the gradients of LoRA adapters of every linear layer but the head's: A (rank, in) and B (out, rank)."""
+    names = sorted((name for name in tensors if _is_linear(name, tensors[name])), key=_layer_order, reverse=True)
+    pairs = []
+    for i, name in enumerate(names):
+        out, width = tensors[name]  # GPT-2 stores (in, out): the sum is the same
+        ready, layer = (i + 1) / len(names), name.removesuffix(".weight")
+        pairs += [_gradient(f"{layer}.lora_B", out, rank, ready, "linear"),
+                  _gradient(f"{layer}.lora_A", rank, width, ready, "linear")]  # fmt: skip
+    return tuple(pairs)
+
+
+def _is_linear(name: str, shape: list[int]) -> bool:
+    """Return whether a tensor is the matrix of a linear layer inside a block: embeddings and the head are outside."""
+    return len(shape) == 2 and name.endswith(".weight") and LAYER_PATTERN.search(name) is not None
+
+
+def _layer_order(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that puts layer 10 behind layer 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -1,0 +1,71 @@
+"""Load what transformers and peft make of a model's folder. Nothing is downloaded, unpickled or executed from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from evener.core.base.errors import UsageError
+
+EXTRA_HINT = "pip install 'evener[hf]'"
+
+
+def require_libraries() -> None:
+    """Raise UsageError if transformers or peft is not installed; keep transformers from asking the network."""
+    for name in ("transformers", "peft"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before they are imported: files are local
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return transformers' tokenizer of a model; UsageError if it has none that gives the place of each token."""
+    require_libraries()
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        raise UsageError(f"--model hf:{folder}: transformers cannot load its tokenizer: {_first_line(error)}") from None
+    if not tokenizer.is_fast:
+        raise UsageError(f"--model hf:{folder}: its tokenizer does not say which characters a token stands for")
+    return tokenizer
+
+
+def load_model(folder: Path) -> Any:
+    """Return the causal language model of a folder in fp32, with dropout off. UsageError if there is none."""
+    require_libraries()
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for name, value in vars(config).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+                setattr(config, name, 0.0)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+        raise UsageError(f"--model hf:{folder}: transformers cannot load it: {_first_line(error)}") from None
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(
+            f"--model hf:{folder}: its files lack {missing[0]} and {len(missing) - 1} other weights of a causal "
+            "language model",
+            hint="a model with a head that predicts the next token",
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

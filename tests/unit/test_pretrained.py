@@ -1,0 +1,109 @@
+"""What a pretrained model's files say, without torch; a folder that cannot be fine-tuned is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from evener.core.base.errors import UsageError
+from evener.core.model.pretrained import pretrained_files, read_pretrained
+from evener.core.run.run_spec import parse_args
+
+CONFIG = {"model_type": "llama", "vocab_size": 50, "max_position_embeddings": 256}
+WIDTH, HIDDEN, VOCAB, RANK = 8, 20, 50, 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write a model of two layers, of which each has an attention of two matrices and an MLP of one."""
+    layer = {"q_proj.weight": (WIDTH, WIDTH), "q_proj.bias": (WIDTH,), "up.weight": (HIDDEN, WIDTH)}
+    shapes = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    shapes |= {"model.embed_tokens.weight": (VOCAB, WIDTH), "lm_head.weight": (VOCAB, WIDTH)}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    return tmp_path
+
+
+def test_parameters_are_counted_without_torch(folder):
+    num_params = 2 * (WIDTH * WIDTH + WIDTH + HIDDEN * WIDTH) + 2 * VOCAB * WIDTH
+    full = read_pretrained(folder, None, None)
+    assert full.params_by_group() == {"trained": num_params, "frozen": 0}
+    assert full.block_size == 256
+    adapted = read_pretrained(folder, 64, RANK)
+    adapters = 2 * RANK * ((WIDTH + WIDTH) + (WIDTH + HIDDEN))
+    assert adapted.params_by_group() == {"trained": adapters, "frozen": num_params}
+    assert adapted.block_size == 64
+    assert adapted.gradients[0].name == "model.layers.1.up.lora_B"  # backward completes the last layer first
+    assert set(pretrained_files(folder)) == {"config.json", "tokenizer.json", "model.safetensors"}
+
+
+def test_changed_weights_have_another_hash(folder):
+    before = read_pretrained(folder, None, None).weights_hash
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    assert read_pretrained(folder, None, None).weights_hash != before
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def leave_a_pickle(folder: Path) -> None:
+    remove_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def leave_adapters(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def name_a_file_elsewhere(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+
+
+def cut_the_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x20\0\0\0\0\0\0\0{")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "error", "hint"),
+    [
+        (leave_a_pickle, "its weights are a pickle, pytorch_model.bin", "if you trust it: python -c"),
+        (remove_weights, "model.safetensors is not there", "download"),
+        (leave_adapters, "it holds LoRA adapters, not a model", "they belong to"),
+        (name_a_file_elsewhere, "../model.safetensors is not there", "download"),
+        (cut_the_weights, "not a safetensors file", "download"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: No such file", "AutoTokenizer"),
+        (lambda folder: (folder / "config.json").unlink(), "not a model of transformers: config.json", ""),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is not that of a model", ""),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "clip"}'), "without a vocabulary", ""),
+        (
+            lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {}})),
+            "its weights are quantized",
+            "bf16, fp16 or fp32",
+        ),
+    ],
+)
+def test_folder_that_cannot_be_fine_tuned_is_refused(folder, break_it, error, hint):
+    break_it(folder)
+    with pytest.raises(UsageError, match=r"^[^\n]*$") as raised:
+        read_pretrained(folder, None, None)
+    assert error in str(raised.value)
+    assert hint in raised.value.hint
+
+
+def test_block_longer_than_positions_is_refused(folder):
+    with pytest.raises(UsageError, match="has 256 positions"):
+        read_pretrained(folder, 257, None)
+
+
+@pytest.mark.parametrize("flag", ["--lora=4", "--packing"])
+def test_flags_of_fine_tuning_need_a_pretrained_model(flag):
+    with pytest.raises(UsageError, match="--model char is not pretrained"):
+        parse_args([flag])
