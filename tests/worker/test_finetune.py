@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import peft
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
+from evener.cli.main import app
+from evener.core.base.errors import UsageError
 from evener.core.model.corpus import load_corpus
+from evener.core.model.pretrained import read_pretrained
 from evener.core.run.run_spec import TrainSpec
 from evener.core.run.rundir import RunDir
+from evener.worker.finetune.fine_tuned_checkpoint import FineTunedCheckpoint
 from evener.worker.finetune.libraries import load_model
-from evener.worker.finetune.model import NO_TARGET, add_adapters
-from evener.worker.finetune.sample_rows import SampleRows
+from evener.worker.finetune.model import FineTunedModel, add_adapters, build_pretrained
+from evener.worker.finetune.sample_rows import NO_TARGET, SampleRows
 from evener.worker.finetune.tokenize_samples import SamplesRequest, prepare_samples
 from evener.worker.train.optim import set_hyperparameters
 
-from ..pretrained import ARCHITECTURES, make_chats, make_model
-from ..tiers import exhaustively
+from ..pretrained import ARCHITECTURES, TEMPLATE, make_chats, make_model, make_tokenizer
+from ..tiers import exhaustive, exhaustively
 
 CPU, STEPS, BATCH, SEED, LR = torch.device("cpu"), 6, 8, 1337, 1e-3
 TRAIN = ["--steps", str(STEPS), "--batch", str(BATCH), "--lr", str(LR), "--dtype", "fp32", "--threads", "1",
@@ -112,3 +122,110 @@ def test_any_division_has_the_same_losses(finetune, architecture, lora):
         assert run.manifest().result.val_loss == pytest.approx(one.manifest().result.val_loss, rel=1e-5)
         assert run.manifest().result.replicas_agree is True
     assert [member.share for member in unequal.manifest().roster.members] == [6, 2]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packed_samples_have_the_same_loss_as_alone(places, architecture):
+    model = FineTunedModel(load_model(places / architecture))
+    corpus = load_corpus(places / "data")
+    alone, packed = (SampleRows(corpus, "train", 128, packing=packing) for packing in (False, True))
+    assert len(packed) < len(alone) / 1.5
+    with torch.no_grad():
+        sums = [float(model(*rows.load(np.arange(len(rows)), CPU))) for rows in (alone, packed)]
+        tokens, positions, targets = packed.load(np.arange(len(packed)), CPU)
+        leaking = float(model(tokens, torch.arange(tokens.shape[1]).expand_as(positions), targets))
+    assert sums[1] == pytest.approx(sums[0], rel=1e-5)
+    assert abs(leaking - sums[0]) > 20 * abs(sums[1] - sums[0])  # as it were without boundaries
+    assert alone.num_tokens(np.arange(len(alone))) == packed.num_tokens(np.arange(len(packed)))
+
+
+def test_model_that_mixes_packed_samples_is_refused(tmp_path):
+    torch.manual_seed(0)
+    # Its forward takes no positions.
+    config = transformers.BloomConfig(vocab_size=304, hidden_size=32, n_layer=1, n_head=2, initializer_range=0.2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    shape = read_pretrained(tmp_path, None, None)
+    build_pretrained(tmp_path, shape, recompute=False, packing=False)
+    with pytest.raises(UsageError, match="in a bloom of transformers the samples of a sequence attend to each other"):
+        build_pretrained(tmp_path, shape, recompute=False, packing=True)
+
+
+def test_only_adapters_are_saved_and_resume_is_to_the_bit(places, finetune, tmp_path):
+    whole = finetune("whole", "llama", "--lora", "4", "--shares", "equal", ranks=2)
+    weights = load_file(whole.checkpoint_path(STEPS) / "weights.safetensors")
+    assert all(".lora_A." in name or ".lora_B." in name for name in weights)
+    assert sum(tensor.numel() for tensor in weights.values()) == whole.manifest().shape.num_params()
+    assert whole.records(0)[-1].bytes < 1.1 * 4 * whole.manifest().shape.num_params()  # of ring all-reduce on 2 ranks
+    shutil.copytree(whole.path, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / f"step-{STEPS:06d}")
+    again = finetune("again", "llama", "--lora", "4", "--shares", "equal", "--resume", ranks=2)
+    assert losses(again) == losses(whole)
+    resumed = load_file(again.checkpoint_path(STEPS) / "weights.safetensors")
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+@exhaustive
+def test_activation_checkpointing_and_packing_change_no_loss(finetune):
+    plain = finetune("plain", "llama", "--lora", "4")
+    assert losses(finetune("frugal", "llama", "--lora", "4", "--recompute")) == pytest.approx(losses(plain), rel=1e-6)
+    packed = finetune("packed", "llama", "--lora", "4", "--packing")
+    halves = finetune("halves", "llama", "--lora", "4", "--packing", "--shares", "3:1", ranks=2)
+    assert losses(halves) == pytest.approx(losses(packed), rel=1e-5)
+
+
+def evener(*words: object) -> int:
+    return int(app([str(word) for word in words], standalone_mode=False) or 0)
+
+
+@pytest.mark.parametrize(("architecture", "lora"), [("gpt2", None), *exhaustively(("llama", 4), ("qwen2", 4))])
+def test_exported_model_has_the_logits_of_the_trained_one(places, finetune, tmp_path, architecture, lora):
+    run = finetune("run", architecture, "--lr", "0.01", *(["--lora", str(lora)] if lora else []))
+    trained = FineTunedCheckpoint(
+        checkpoint=str(run.checkpoint_path(STEPS)), model=str(places / architecture), lora_rank=lora
+    ).load()
+    assert evener("export", run, "--out", tmp_path / "whole", *(["--merge"] if lora else [])) == 0
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    exported = [whole]
+    if lora:
+        assert evener("export", run, "--out", tmp_path / "adapters") == 0
+        assert not (tmp_path / "adapters" / "model.safetensors").exists()
+        base = transformers.AutoModelForCausalLM.from_pretrained(places / architecture)
+        exported.append(peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval())
+    untrained = transformers.AutoModelForCausalLM.from_pretrained(places / architecture).eval()
+    tokens = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = trained(tokens).logits
+        for model in exported:
+            assert torch.allclose(model(tokens).logits, expected, atol=1e-4)
+        assert (untrained(tokens).logits - expected).abs().max() > 1e-2
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "whole")
+    assert tokenizer.chat_template == TEMPLATE
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "whole").to_dict().get("attn_pdrop") == (
+        transformers.AutoConfig.from_pretrained(places / architecture).to_dict().get("attn_pdrop")
+    )
+
+
+@exhaustive
+def test_sample_answers_a_chat_as_generate_of_transformers(places, finetune, tmp_path, capsys):
+    run = finetune("run", "llama", "--lr", "0.01")
+    capsys.readouterr()
+    assert evener("sample", run, "--prompt", "why?", "--temperature", "0", "--num-tokens", "12", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)["text"]
+    assert evener("export", run, "--out", tmp_path / "out") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "why?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    ids = model.generate(**chat, max_new_tokens=12, do_sample=False, eos_token_id=[0, 2], pad_token_id=0)
+    assert answer == tokenizer.decode(ids[0, chat["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_ranks_with_other_base_weights_are_refused(places, tmp_path, server):
+    make_model(tmp_path / "1", "llama", seed=1)
+    shutil.copytree(places / "llama", tmp_path / "0")
+    words = ["--data", str(places / "data"), "--model", f"hf:{tmp_path}/RANK", "--out", str(tmp_path / "run")]
+    ended = server.run(tmp_path / "said", [*words, *TRAIN, "--lora", "4"], 2, module="evener.worker")
+    assert all(ended.statuses)
+    assert "spec.mismatch: model.model (sampled-sha256:" in ended.said("err")

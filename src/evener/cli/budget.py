@@ -72,7 +72,12 @@ def limit_resumed(spec: RunSpec, given: Collection[str], budget: Budget | None, 
 
 
 def models_to_measure(spec: RunSpec, given: Collection[str]) -> tuple[str, ...]:
-    """Return the presets whose rates must be known: of the model that is given, or of a few sizes to choose from."""
+    """Return the presets whose rates must be known: of the model that is given, or of a few sizes to choose from.
+
+    None for a pretrained model: only a run of it shows how fast it is.
+    """
+    if spec.model.pretrained is not None:
+        return ()
     return (spec.model.model,) if {"model", "steps"} & set(given) else PROBED_SIZES
 
 

@@ -69,12 +69,22 @@ def continue_texts(
     import msgspec
 
     from evener.core.base.errors import UsageError
+    from evener.core.run.resolve import pretrained_of_run
     from evener.corpus.tokenizer import load_run_tokenizer
     from evener.launch.torch_subprocess import program_lines
 
     manifest = rundir.manifest()
     if manifest.corpus is None or manifest.shape is None:
         raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
+    how = {"num_tokens": num_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    if (pretrained := pretrained_of_run(rundir)) is not None:
+        trained = {"checkpoint": str(checkpoint), "model": str(pretrained[0]), "lora_rank": pretrained[1].lora_rank}
+        lines = (json.dumps({"prompt": prompt, "is_chat": manifest.corpus.is_chat, **how}) for prompt in prompts)
+        text = ""
+        for line in program_lines("evener.worker.finetune.generate", json.dumps(trained), inputs=lines):
+            text = json.loads(line) if line else text
+            yield text, not line
+        return
     tokenizer = load_run_tokenizer(rundir.path, manifest.corpus)
     ids: list[int] = []
 
@@ -84,8 +94,7 @@ def continue_texts(
             ids = [int(token) for token in tokenizer.encode(prompt)]
             if not ids:
                 raise UsageError("--prompt: is empty")
-            yield json.dumps({"prompt": ids, "num_tokens": num_tokens, "temperature": temperature, "top_k": top_k,
-                              "seed": seed})  # fmt: skip
+            yield json.dumps({"prompt": ids, **how})
 
     model = {"checkpoint": str(checkpoint), "shape": msgspec.to_builtins(manifest.shape)}
     for line in program_lines("evener.worker.generate", json.dumps(model), inputs=requests()):
@@ -100,9 +109,10 @@ def print_sample(rundir: RunDir) -> None:
 
     from evener.cli.run_output import print_status
     from evener.core.base.errors import EvenerError
+    from evener.core.model.shape import GPTShape
 
     manifest = rundir.manifest()
-    if manifest.corpus is None or manifest.shape is None or not rundir.checkpoint_steps():
+    if manifest.corpus is None or not isinstance(manifest.shape, GPTShape) or not rundir.checkpoint_steps():
         return
     until, written = time.monotonic() + SAMPLE_S, ""
     try:
@@ -142,7 +152,9 @@ def _ask_for_prompts(rundir: RunDir) -> Iterator[str]:
     from evener.corpus.tokenizer import load_run_tokenizer
 
     corpus = rundir.manifest().corpus
-    print_status("the beginning of a text, and the model continues it; an empty line ends this")
+    is_chat = corpus is not None and corpus.is_chat
+    what = "a message, and the model answers it" if is_chat else "the beginning of a text, and the model continues it"
+    print_status(f"{what}; an empty line ends this")
     while True:
         print_escaped("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline().rstrip("\n")

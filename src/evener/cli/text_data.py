@@ -11,7 +11,7 @@ from evener.cli.run_output import print_status
 from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes, pluralize
 from evener.core.model.corpus import SPLITS, Corpus, hint_for_missing, load_corpus
-from evener.core.model.pretrained import read_pretrained
+from evener.core.model.pretrained import read_pretrained, require_libraries
 from evener.core.run.run_spec import DataSpec, RunSpec
 from evener.corpus.prepare_corpus import prepare
 from evener.corpus.samples import read_samples, rows_of
@@ -69,6 +69,7 @@ def prepared_samples(paths: Sequence[str], spec: RunSpec, tokenizer: str | None,
             raise UsageError(
                 f"{flag} {value}: --model {spec.model.model} has its own tokenizer", hint=f"without {flag}"
             )
+    require_libraries()
     shape = read_pretrained(model, spec.model.block_size, spec.model.lora)
     if len(paths) == 1 and is_prepared(Path(paths[0])):
         folder = Path(paths[0])

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from evener.core.base.errors import DataError
 from evener.core.base.file_io import file_digest, make_folder
-from evener.core.model.corpus import CHAT_FILES, Corpus, hash_bytes
+from evener.core.model.corpus import Corpus, hash_bytes
+from evener.core.model.pretrained import TOKENIZER_FILES
 from evener.corpus.documents import ProgressCallback, find_documents, scan_text, split_by_fraction
 from evener.corpus.prepare_corpus import BeingPreparedError, prepare, wait_until_unlocked
 from evener.corpus.text_sources import STDIN, find_texts
@@ -25,7 +26,6 @@ from evener.corpus.tokenizer import check_tokenizer_options, tokenizer_identity
 
 VAL_FRACTION = 0.1
 SAMPLES_FORMAT = 1  # grows when the same files give other samples
-MODEL_TOKENIZER_FILES = ("tokenizer.json", *CHAT_FILES, "special_tokens_map.json")
 # Characters, or bytes, up to this size of text: a BPE vocabulary needs more text than that. *Assumption*
 SMALL_TEXT_BYTES = 4_000_000
 MAX_CHARS = 256  # a text with more different characters takes bytes
@@ -103,7 +103,7 @@ def samples_folder(paths: Sequence[str | os.PathLike[str]], column: str | None, 
     """Return the cached folder of these chats and texts in a pretrained model's tokens; it may not exist yet."""
     digest = hashlib.sha256(f"{SAMPLES_FORMAT} {column}".encode())
     documents = find_documents(paths, skip=_is_of_evener)
-    for file in [*(document.source for document in documents), *(model / name for name in MODEL_TOKENIZER_FILES)]:
+    for file in [*(document.source for document in documents), *(model / name for name in TOKENIZER_FILES)]:
         assert isinstance(file, Path)
         if file.is_file():
             digest.update(file_digest(file).encode())

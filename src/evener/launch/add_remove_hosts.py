@@ -23,7 +23,7 @@ from evener.launch import launcher
 from evener.launch.commands import PreparedHost, plan_with_added_host, plan_with_hosts
 from evener.launch.launcher import Notify
 from evener.launch.prepare_hosts import ConnectedHosts, prepare_hosts
-from evener.launch.start_run import withheld_data
+from evener.launch.start_run import describe_pretrained, pretrained_on_host, withheld_data
 from evener.node.remote.prune import TREE_PATH
 from evener.ssh.session import RemoteError, Session, Sessions, connect, connect_run, open_run_session
 from evener.transfer.checkpoint_transfer import exclusive_lock, restore_records
@@ -90,7 +90,7 @@ def _check_rejoining_host(rundir: RunDir, plan: Plan, name: str) -> None:
 
 
 def _send_missing_trees(rundir: RunDir, plan: Plan, name: str, session: Session, notify: Notify) -> None:
-    """Send the corpus and the initial weights that a host's ranks read, if they are not there."""
+    """Send the corpus, and the initial weights or the model, that a host's ranks read, if they are not there."""
     host, spec = plan.host(name), plan.spec
     assert spec is not None
     assert host.agent is not None
@@ -109,6 +109,8 @@ def _send_missing_trees(rundir: RunDir, plan: Plan, name: str, session: Session,
     if spec.model.init_from is not None and set(missing) - {trees[0].digest}:
         weights = find_weights_file(spec.model.init_from)
         trees.append(describe_files({weights.name: weights}))
+    if spec.model.pretrained is not None and set(missing) - {trees[0].digest}:
+        trees.append(describe_pretrained(spec.model.pretrained))
     if set(missing) - {tree.digest for tree in trees}:
         raise UsageError(
             f"{name} lacks the corpus or initial weights of this run, and the copies here have changed since",
@@ -142,12 +144,16 @@ def add_host(rundir: RunDir, fleet: Fleet, name: str, notify: Notify) -> Plan:
                 notify(f"{unreachable} is unreachable: it will learn of {name} from the others")
             newcomer = _preflight_newcomer(rundir, plan, all_hosts, sessions, name)
             _check_corpus(rundir, spec.data.data)
-            tree = describe_data(spec.data.data)
-            joined = plan_with_added_host(plan, newcomer, f"{newcomer.workdir}/trees/{tree.digest}", _next_version())
+            trees, model = [describe_data(spec.data.data)], None
+            if spec.model.pretrained is not None:
+                trees.append(describe_pretrained(spec.model.pretrained))
+                model = pretrained_on_host(spec, trees[-1], newcomer.workdir)
+            data = f"{newcomer.workdir}/trees/{trees[0].digest}"
+            joined = plan_with_added_host(plan, newcomer, data, _next_version(), model)
             newcomer_plan = msgspec.structs.replace(joined, hosts=[joined.host(name)])
-            for line in withheld_data(spec.data.data, tree):
+            for line in withheld_data(spec.data.data, trees[0]):
                 notify(line)
-            launcher.stage_files([tree], newcomer_plan, {name: sessions[name]}, notify)
+            launcher.stage_files(trees, newcomer_plan, {name: sessions[name]}, notify)
             try:
                 _send_membership(rundir, joined, sessions, name)
                 write_plan(rundir, joined)

@@ -138,13 +138,15 @@ def train_plan(
     roster: Roster,
     data: Mapping[str, str],
     init_from: Mapping[str, str],
+    models: Mapping[str, str] = MappingProxyType({}),
     *,
     resume: bool,
     key: str,
 ) -> Plan:
     """Plan evener's own worker on every host of the roster.
 
-    `data` and `init_from` are the paths of the corpus and weights on each host; the hosts authenticate each other with
+    `data` and `init_from` are the paths of the corpus and weights on each host, `models` are `--model` on the hosts to
+    which a pretrained model is sent; the hosts authenticate each other with
     `key`. UsageError if the requested membership is not possible.
     """
     places, port = prepared.hosts, prepared.port
@@ -154,7 +156,7 @@ def train_plan(
     hosts = []
     for i, place in enumerate(places):
         program, env = _worker_command(
-            place, slots[i], spec, data[place.name], init_from.get(place.name), resume=resume
+            place, slots[i], spec, data[place.name], init_from.get(place.name), models.get(place.name), resume=resume
         )
         host = _host_plan(prepared, counts, i, program, env)
         if membership != "fixed":
@@ -169,7 +171,7 @@ def train_plan(
                 grace_s=TRAIN_GRACE_S, spec=spec, fleet_file=prepared.fleet_file, hosts=hosts)  # fmt: skip
 
 
-def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version: int) -> Plan:
+def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version: int, model: str | None = None) -> Plan:
     """Return the plan of a running run with one host added. Its ranks are numbered after the present ones, and each has
     their mean share of the batch. UsageError if its ranks could not communicate with the others.
     """
@@ -185,7 +187,7 @@ def plan_with_added_host(plan: Plan, newcomer: PreparedHost, data: str, version:
                          hint=f'devices = "cpu" under [hosts.{newcomer.name}] in the fleet file')  # fmt: skip
     if any(slot.device == "cpu" for slot in slots) and roster.backend == "nccl":
         raise UsageError(f"{newcomer.name} has no GPU, and the run uses NCCL, which needs one on every host")
-    program, env = _worker_command(newcomer, slots, spec, data, None, resume=False)
+    program, env = _worker_command(newcomer, slots, spec, data, None, model, resume=False)
     alone = PreparedFleet(id=plan.id, hosts=[newcomer], port=plan.port, findings=[])
     host = msgspec.structs.replace(_host_plan(alone, [len(slots)], 0, program, env),
                                    node_rank=len(plan.hosts), first_rank=plan.world_size)  # fmt: skip
@@ -225,8 +227,8 @@ def plan_with_hosts(plan: Plan, hosts: Mapping[str, HostEntry], version: int) ->
     return msgspec.structs.replace(plan, hosts=updated_hosts)
 
 
-def _worker_command(place: PreparedHost, slots: Sequence[RankSlot], spec: RunSpec, data: str, init_from: str | None, *,
-            resume: bool) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+def _worker_command(place: PreparedHost, slots: Sequence[RankSlot], spec: RunSpec, data: str, init_from: str | None,
+            model: str | None, *, resume: bool) -> tuple[list[str], dict[str, str]]:  # fmt: skip
     """Return (program, environment) of evener's own worker, given the host's paths of corpus and weights."""
     device = "cpu" if slots[0].device == "cpu" else "cuda"
     threads = place.host.threads or spec.machine.threads or max(1, place.cores // len(slots))
@@ -234,7 +236,7 @@ def _worker_command(place: PreparedHost, slots: Sequence[RankSlot], spec: RunSpe
         spec,
         out=spec.out if place.is_local_run else place.run_dir,
         data=msgspec.structs.replace(spec.data, data=data),
-        model=msgspec.structs.replace(spec.model, init_from=init_from),
+        model=msgspec.structs.replace(spec.model, init_from=init_from, model=model or spec.model.model),
         machine=msgspec.structs.replace(spec.machine, ranks=1, threads=threads, device=device),
     )
     program = ["-m", "evener.worker", *to_flags(worker_spec), *(["--resume"] if resume else [])]

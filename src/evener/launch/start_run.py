@@ -28,10 +28,12 @@ from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.escaped_output import print_escaped
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.host_info import local_host_info
+from evener.core.model.pretrained import pretrained_files
 from evener.core.run.prediction import Prediction
 from evener.core.run.resolve import ResolvedRun, find_weights_file
 from evener.core.run.roster import Roster
 from evener.core.run.run_plan import Plan
+from evener.core.run.run_spec import PRETRAINED_PREFIX, RunSpec
 from evener.core.run.rundir import RunDir
 from evener.launch import launcher
 from evener.launch.commands import (
@@ -65,11 +67,12 @@ class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
 def plan_training(
     prepared: PreparedFleet, resolved: ResolvedRun, roster: Roster, prediction: Prediction | None
 ) -> PlannedRun:
-    """Plan a training with evener's own worker on all hosts, to which its corpus and weights are sent."""
+    """Plan a training with evener's own worker on all hosts, to which its corpus and weights or model are sent."""
     spec, resume = resolved.spec, resolved.resume
     weights = None if spec.model.init_from is None or resume else find_weights_file(spec.model.init_from)
     trees: list[FileTree] = []
     init_from: dict[str, str] = {}
+    models: dict[str, str] = {}
     if prepared.is_local_run:
         data = {place.name: spec.data.data for place in prepared.hosts}
         if weights is not None:
@@ -80,7 +83,12 @@ def plan_training(
         if weights is not None:
             trees.append(describe_files({weights.name: weights}))
             init_from = {place.name: f"{_tree_path(trees[1], place)}/{weights.name}" for place in prepared.hosts}
-    plan = train_plan(prepared, spec, roster, data, init_from, resume=resume is not None, key=prepared.new_key())
+        if spec.model.pretrained is not None:
+            trees.append(describe_pretrained(spec.model.pretrained))
+            models = {place.name: pretrained_on_host(spec, trees[-1], place.workdir) for place in prepared.hosts}
+    plan = train_plan(
+        prepared, spec, roster, data, init_from, models, resume=resume is not None, key=prepared.new_key()
+    )
     return PlannedRun(
         rundir=resolved.rundir,
         plan=msgspec.structs.replace(plan, prediction=prediction),
@@ -89,6 +97,17 @@ def plan_training(
         withheld=withheld_data(spec.data.data, trees[0]) if trees else [],
         restored_step=None if resume is None or prepared.is_local_run else resume.step,
     )
+
+
+def describe_pretrained(folder: Path) -> FileTree:
+    """Return the tree of a pretrained model: what ranks read of its folder, within a folder of its name."""
+    name = folder.absolute().name
+    return describe_files({f"{name}/{file}": path for file, path in pretrained_files(folder).items()})
+
+
+def pretrained_on_host(spec: RunSpec, tree: FileTree, workdir: str) -> str:
+    """Return `--model` of the ranks on a host that was sent the tree of `describe_pretrained`."""
+    return f"{PRETRAINED_PREFIX}{workdir}/trees/{tree.digest}/{spec.model.name}"
 
 
 def plan_script(

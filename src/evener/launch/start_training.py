@@ -9,6 +9,7 @@ import msgspec
 
 from evener.core.base.errors import EvenerError, UsageError
 from evener.core.base.shell import quote_word
+from evener.core.base.units import format_bytes
 from evener.core.cluster.fleet_file import (
     DEFAULT_FLEET,
     Fleet,
@@ -17,6 +18,7 @@ from evener.core.cluster.fleet_file import (
     local_fleet_path,
     select_hosts,
 )
+from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.prediction import Job, Prediction
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.roster import NO_SYNC, RankSlot
@@ -35,6 +37,7 @@ from evener.plan.choice.advice import (
 from evener.plan.choice.options import explain_memory_shortage
 from evener.plan.choice.plan_request import host_ring_order, predict_launch
 from evener.plan.choice.search import format_run_prediction, recommended_flags
+from evener.plan.cost.sync_traffic import GRADIENT_BYTES
 
 
 def choose_fleet(given: str | None, names: str | None, resumed: ResumedRun | None) -> Fleet | None:
@@ -140,6 +143,10 @@ def _predict(
         prediction = predict_launch(fleet, resolved.job, slots, may_leave_out=not as_requested, resumed=resumed)
     except UsageError as unknown:  # errors that prevent the run itself are reported when it starts
         notify(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
+        if isinstance(resolved.shape, PretrainedModel):
+            num_params = resolved.shape.num_params()
+            notify(f"a step exchanges the gradients of {num_params:,} trained parameters: "
+                   f"{format_bytes(GRADIENT_BYTES * num_params)} in fp32")  # fmt: skip
         if is_sync_auto:
             notify("--sync auto takes ddp when nothing can be predicted")
         return None

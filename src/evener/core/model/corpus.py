@@ -5,8 +5,8 @@
       meta.json           tokenizer, counts, hashes, and the recipe that made the corpus
       tokenizer.json      from text to ids and back
 
-Samples to fine-tune on, which `evener train --model hf:FOLDER` prepares, have more files: `train.flags.bin` and
-`val.flags.bin` with a byte for each token (`LOSS`, `BEGIN`, `TEXT`), and CHAT_FILES, the tokenizer's settings.
+Samples to fine-tune on, which `evener train --model hf:FOLDER` prepares, have two more files: `train.flags.bin` and
+`val.flags.bin` with a byte for each token (`LOSS`, `BEGIN`, `TEXT`).
 
 nanoGPT's folders are read as they are: train.bin and val.bin of uint16, with `meta.pkl` for characters and without it
 for GPT-2's tokens. With the tokenizer.json of another vocabulary beside them, they are of uint16 or uint32.
@@ -52,7 +52,6 @@ LOSS, BEGIN, TEXT = (
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
 SPLITS = ("train", "val")
 TOKENIZER_FILES = ("tokenizer.json", "meta.pkl")  # ours, nanoGPT's; its GPT-2 folders have none
-CHAT_FILES = ("tokenizer_config.json", "chat_template.jinja")  # of a pretrained model's tokenizer
 MIN_SPLIT_TOKENS = 2  # one token and the next one, which is predicted
 GPT2_VOCAB_SIZE = 50257
 PARTIAL_SUFFIX = ".partial"
@@ -82,6 +81,7 @@ class CorpusMeta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     text_bytes: int
     recipe: dict[str, str | int]
     is_samples: bool = False
+    is_chat: bool = False
 
 
 class Corpus(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +102,7 @@ class Corpus(msgspec.Struct, frozen=True, kw_only=True):
     content_hash: str
     tokenizer_hash: str
     is_samples: bool = False  # chats and texts to fine-tune on; else one stream of tokens
+    is_chat: bool = False  # the samples are chats
 
     def split_path(self, split: str) -> Path:
         """Return the .bin file of "train" or "val"."""
@@ -279,6 +280,7 @@ def _from_meta(root: Path) -> Corpus:
         content_hash=meta.content_hash,
         tokenizer_hash=meta.tokenizer_hash,
         is_samples=meta.is_samples,
+        is_chat=meta.is_chat,
     )
 
 

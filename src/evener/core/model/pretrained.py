@@ -11,6 +11,7 @@ hashed. Nothing in the folder is executed or unpickled.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -22,11 +23,13 @@ from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError
 from evener.core.base.file_io import open_file, read_file
 from evener.core.base.shell import quote_command
-from evener.core.model.corpus import CHAT_FILES, hash_bytes, sample_blocks
+from evener.core.model.corpus import hash_bytes, sample_blocks
 from evener.core.model.gradients import GradientTensor, ProgramModel
 from evener.core.model.shape import GPTShape
 
 DEFAULT_BLOCK_SIZE = 1024  # TRL's max_length (SFTConfig)
+EXTRA_HINT = "pip install 'evener[hf]'; for the hosts of a fleet: evener setup --with transformers --with peft"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 LAYER_PATTERN = re.compile(r"\.\d+\.")  # "model.layers.0.self_attn.q_proj.weight", but not "lm_head.weight"
@@ -81,6 +84,13 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     shape: list[int]
 
 
+def require_libraries() -> None:
+    """Raise UsageError if transformers or peft is not installed."""
+    for name in ("transformers", "peft"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
+
+
 def read_pretrained(folder: Path, block_size: int | None, lora_rank: int | None) -> PretrainedModel:
     """Read a model's folder. Raise UsageError if it holds no causal language model in safetensors with a tokenizer."""
     config = _read_config(folder)
@@ -107,8 +117,7 @@ def read_pretrained(folder: Path, block_size: int | None, lora_rank: int | None)
 
 def pretrained_files(folder: Path) -> dict[str, Path]:
     """Return the files of a model that a rank reads, by their names in the folder."""
-    names = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", *CHAT_FILES,
-             "special_tokens_map.json"]  # fmt: skip
+    names = ["config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES]
     files = {name: folder / name for name in names if (folder / name).is_file()}
     return files | {file.name: file for file in _weights_files(folder)}
 

@@ -26,6 +26,7 @@ from evener.core.run.roster import (
     parse_shares,
     requested_sync,
 )
+from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
@@ -122,9 +123,11 @@ def trained_model(spec: RunSpec, corpus: Corpus) -> TrainedModel:
         raise UsageError("--compile on: each length of a pretrained model's sequences would be compiled anew")
     model = read_pretrained(folder, spec.model.block_size, spec.model.lora)
     if not corpus.is_samples or corpus.tokenizer_hash != model.tokenizer_hash:
-        why = "encoded with another tokenizer" if corpus.is_samples else "prepared as one text, without samples"
-        raise UsageError(f"{corpus.path}: {why} than {folder} has" if corpus.is_samples else f"{corpus.path}: {why}",
-                         hint=f"name the texts themselves: evener train FILE --model {spec.model.model}")  # fmt: skip
+        why = (
+            f"encoded with another tokenizer than {folder} has" if corpus.is_samples else "has no samples, but one text"
+        )
+        hint = f"name the texts themselves: evener train FILE --model {quote_word(spec.model.model)}"
+        raise UsageError(f"{corpus.path}: {why}", hint=hint)
     if corpus.vocab_size > model.vocab_size:
         raise UsageError(
             f"--model {spec.model.model}: its tokenizer has {corpus.vocab_size} tokens, and its model "
@@ -162,6 +165,22 @@ def default_learning_rate(width: int, batch_tokens: int) -> float:
     return float(f"{LR_TIMES_WIDTH / width * min(1.0, math.sqrt(batch_tokens / SMALL_BATCH_TOKENS)):.2g}")
 
 
+def pretrained_of_run(rundir: RunDir) -> tuple[Path, PretrainedModel] | None:
+    """Return the folder of the model that a run fine-tuned, and what the run knows of it; None if it was evener's own.
+
+    Raise UsageError if the model is not on this machine any more, or has changed.
+    """
+    manifest, plan = rundir.manifest(), read_plan_if_present(rundir)
+    if not isinstance(manifest.shape, PretrainedModel):
+        return None
+    spec = manifest.spec if plan is None or plan.spec is None else plan.spec  # the paths of this machine
+    folder = spec.model.pretrained
+    assert folder is not None
+    if read_pretrained(folder, manifest.shape.block_size, manifest.shape.lora_rank) != manifest.shape:
+        raise UsageError(f"{folder}: not the model any more that {rundir} fine-tuned", hint="the model as it was then")
+    return folder, manifest.shape
+
+
 def make_job(spec: RunSpec, shape: TrainedModel, corpus: Corpus | None) -> Job:
     """Return the planner's Job; if the model has lookup-only embeddings, with the corpus's distinct-token counts."""
     if isinstance(shape, PretrainedModel):
@@ -190,6 +209,11 @@ def find_weights_file(init_from: str) -> Path:
 def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     """Return the model's shape; `vocab_size` defaults to the preset's. Raise UsageError if the shape is invalid."""
     model = spec.model
+    if model.pretrained is not None:
+        raise UsageError(
+            f"--model {model.model}: evener predicts no fine-tuning, as only a run of it shows how fast it is",
+            hint="evener train begins with shares by the ranks' measured speed where --shares does not set them",
+        )
     fields = ("num_layers", "num_heads", "width", "dropout")
     overrides = {field: getattr(model, field) for field in fields if getattr(model, field) is not None}
     if vocab_size is None and model.model in PRESETS:

@@ -17,6 +17,7 @@ from evener.core.base.units import format_bit_rate, join_names, median, parse_by
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.hardware import Hardware, parse_hardware
 from evener.core.cluster.link import LinkModel, parse_link
+from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import PRESETS, GPTShape
 from evener.core.run.prediction import Cluster, HostRates, Job, RateBasis
 from evener.core.run.roster import (
@@ -72,6 +73,8 @@ def build_cluster(
     `slots` are the rank slots detected on the hosts; by default they are derived from the devices in the fleet file.
     Raise NotMeasuredError that names the host or link without figures and the command that measures them.
     """
+    if isinstance(job.shape, ProgramModel):
+        raise NotMeasuredError(f"{job.model}: how fast it trains, only a run of it shows")
     assumed, flag = AssumptionLog(), fleet.cli_flag
     kinds = _host_kinds(fleet)
     first = {kind: name for name, kind in reversed(kinds.items())}

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 from evener.core.base.errors import UsageError
+from evener.core.model.pretrained import require_libraries
 
-EXTRA_HINT = "pip install 'evener[hf]'"
 
-
-def require_libraries() -> None:
-    """Raise UsageError if transformers or peft is not installed; keep transformers from asking the network."""
-    for name in ("transformers", "peft"):
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
+def _prepare_import() -> None:
+    """Check that the libraries are installed, and keep transformers from asking the network."""
+    require_libraries()
     os.environ["HF_HUB_OFFLINE"] = "1"  # before they are imported: files are local
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer of a model; UsageError if it has none that gives the place of each token."""
-    require_libraries()
+    _prepare_import()
     from transformers import AutoTokenizer
 
     try:
@@ -38,7 +35,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def load_model(folder: Path) -> Any:
     """Return the causal language model of a folder in fp32, with dropout off. UsageError if there is none."""
-    require_libraries()
+    _prepare_import()
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -6,10 +6,12 @@ saved and compared. The frozen weights, which every rank reads from the same ver
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +20,7 @@ from evener.core.model.pretrained import PretrainedModel
 from evener.worker.finetune.libraries import load_model
 from evener.worker.finetune.sample_rows import NO_TARGET
 
+PACKED_TOLERANCE = 1e-4  # of the largest logit: above the rounding of fp32, below what another sample changes
 LORA_ALPHA = (
     32  # with it the best learning rate hardly depends on the rank   [Schulman et al. 2025, LoRA Without Regret]
 )
@@ -26,9 +29,11 @@ LORA_ALPHA = (
 class FineTunedModel(nn.Module):
     """A causal language model of transformers, of which some parameters are trained."""
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: Any) -> None:
         super().__init__()
         self.base_models = (base,)  # a tuple: the base is not registered, nor are its frozen weights
+        inner = base.get_base_model() if hasattr(base, "get_base_model") else base
+        self._takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
         for name, parameter in base.named_parameters():
             if parameter.requires_grad:
                 _register(self, name, parameter)
@@ -38,9 +43,15 @@ class FineTunedModel(nn.Module):
 
         All are (B, T). Where positions begin anew a sample does, and attends to no earlier one.
         """
-        logits = self.base_models[0](input_ids=tokens, position_ids=positions, use_cache=False).logits  # (B, T, V)
+        logits = self.logits(tokens, positions)
         has_target = targets != NO_TARGET  # (B, T)
         return F.cross_entropy(logits[has_target].float(), targets[has_target], reduction="sum")
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return logits (B, T, V) of tokens and positions (B, T)."""
+        places = {"position_ids": positions} if self._takes_positions else {}  # other models count from 0 themselves
+        logits: Tensor = self.base_models[0](input_ids=tokens, **places, use_cache=False).logits
+        return logits
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not."""
@@ -59,8 +70,11 @@ class FineTunedModel(nn.Module):
         return self
 
 
-def build_pretrained(folder: Path, shape: PretrainedModel, *, recompute: bool) -> FineTunedModel:
-    """Load a model, and add LoRA adapters if the shape has them; A is drawn from torch's generator, B is 0."""
+def build_pretrained(folder: Path, shape: PretrainedModel, *, recompute: bool, packing: bool) -> FineTunedModel:
+    """Load a model, and add LoRA adapters if the shape has them; A is drawn from torch's generator, B is 0.
+
+    Raise UsageError if samples that are packed into one sequence would attend to each other.
+    """
     base = load_model(folder)
     if shape.lora_rank is not None:
         base = add_adapters(base, shape.lora_rank)
@@ -75,7 +89,24 @@ def build_pretrained(folder: Path, shape: PretrainedModel, *, recompute: bool) -
             f"expected of a {shape.architecture}: evener does not know all of its layers",
             hint="without --lora all weights are trained",
         )
+    if packing and not keeps_packed_apart(model, shape.vocab_size):
+        raise UsageError(
+            f"--packing: in a {shape.architecture} of transformers the samples of a sequence attend to each other",
+            hint="without --packing",
+        )
     return model
+
+
+@torch.no_grad()
+def keeps_packed_apart(model: FineTunedModel, vocab_size: int) -> bool:
+    """Return whether two samples have the same logits in one sequence as alone."""
+    lengths = (5, 7)
+    tokens = torch.arange(1, 1 + sum(lengths)).remainder(vocab_size).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    packed = model.logits(tokens, positions)
+    parts = zip(tokens.split(lengths, dim=1), positions.split(lengths, dim=1), strict=True)
+    alone = torch.cat([model.logits(*part) for part in parts], dim=1)
+    return bool((packed - alone).abs().max() <= PACKED_TOLERANCE * alone.abs().max())
 
 
 def add_adapters(base: nn.Module, rank: int) -> Any:

@@ -8,9 +8,7 @@ by the template's own `{% generation %}`, or else what the template adds behind 
 
 from __future__ import annotations
 
-import functools
 import json
-import os
 import random
 import re
 import sys
@@ -21,12 +19,13 @@ from typing import Literal
 import jinja2
 import msgspec
 import numpy as np
+from tokenizers import Tokenizer
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import DataError, exit_status_of
+from evener.core.base.file_io import read_file, write_atomic
 from evener.core.model.corpus import (
     BEGIN,
-    CHAT_FILES,
     CORPUS_FORMAT,
     LOSS,
     TEXT,
@@ -86,6 +85,7 @@ class SampleTokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._tokenizer = folder, load_tokenizer(folder)
+        self._engine = _without_trimmed_offsets(self._tokenizer.backend_tokenizer)
         self.vocab_size = len(self._tokenizer)
         template = self._tokenizer.chat_template
         self._marks_answers = isinstance(template, str) and GENERATION_PATTERN.search(template) is not None
@@ -98,10 +98,20 @@ class SampleTokenizer:
             except (jinja2.TemplateError, TypeError, ValueError, KeyError, DataError) as error:
                 raise DataError(f"{where}: the chat template of {self._folder}: {error}") from None
         elif isinstance(record, Completion):
-            text = record.prompt + record.completion
-            yield self._encode(text, [(len(record.prompt), len(text))], is_whole=True)
+            # Each alone, as the prompt is when the model is to complete it.
+            prompt = self._engine.encode(record.prompt).ids
+            prompt = prompt[:-1] if prompt[-1:] == [self._tokenizer.eos_token_id] else prompt
+            completion = [*self._engine.encode(record.completion, add_special_tokens=False).ids, *self._end()]
+            yield _sample(prompt + completion, [False] * len(prompt) + [True] * len(completion))
         else:
-            yield self._encode(record.text, [(0, len(record.text))], is_whole=True, flag=TEXT)
+            ids = self._engine.encode(record.text).ids
+            ids += [] if ids[-1:] == self._end() else self._end()
+            yield _sample(ids, [True] * len(ids), TEXT)
+
+    def _end(self) -> list[int]:
+        """Return the token by which a text ends, so that the model learns to stop; [] if there is none."""
+        eos = self._tokenizer.eos_token_id
+        return [] if eos is None else [eos]
 
     def _chat_samples(self, messages: list[Message]) -> Iterator[Sample]:
         if self._tokenizer.chat_template is None:
@@ -110,11 +120,11 @@ class SampleTokenizer:
             encoded = self._tokenizer.apply_chat_template(
                 msgspec.to_builtins(messages), return_dict=True, return_assistant_tokens_mask=True
             )
-            yield _sample(np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"]) > 0)
+            yield _sample(encoded["input_ids"], [mask > 0 for mask in encoded["assistant_masks"]])
             return
-        render = functools.cache(lambda num, prompts: self._render(messages[:num], prompts))
-        for text, spans in chat_texts(messages, lambda some, prompts: render(len(some), prompts)):
-            yield self._encode(text, spans, is_whole=False)
+        for text, spans in chat_texts(messages, self._render):
+            answer = self._engine.encode(text, add_special_tokens=False)  # the template has those that a chat needs
+            yield _sample(answer.ids, [any(begin <= at < end for begin, end in spans) for at, _ in answer.offsets])
 
     def _render(self, messages: list[Message], add_generation_prompt: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -123,28 +133,20 @@ class SampleTokenizer:
         assert isinstance(text, str)
         return text
 
-    def _encode(self, text: str, spans: list[Span], *, is_whole: bool, flag: int = 0) -> Sample:
-        """Encode a text; `is_whole`: with the tokenizer's tokens for the beginning and the end, which a chat has."""
-        encoded = self._tokenizer(text, add_special_tokens=is_whole, return_offsets_mapping=True,
-                                  return_special_tokens_mask=True, verbose=False)  # fmt: skip
-        ids, added = encoded["input_ids"], encoded["special_tokens_mask"]
-        carries, reached = [], 0
-        for (start, end), is_added in zip(encoded["offset_mapping"], added, strict=True):
-            at = start if end > start else reached  # GPT-2's tokenizer gives white space no width
-            carries.append(not is_added and any(begin <= at < stop for begin, stop in spans))
-            reached = max(reached, end)
-        eos = self._tokenizer.eos_token_id
-        if is_whole and eos is not None and (not ids or ids[-1] != eos):
-            ids, carries = [*ids, eos], [*carries, False]
-        if is_whole and ids and ids[-1] == eos:
-            carries[-1] = True  # the model learns to stop
-        return _sample(np.array(ids, dtype=np.int64), np.array(carries, dtype=bool), flag)
+
+def _without_trimmed_offsets(engine: Tokenizer) -> Tokenizer:
+    """Return a tokenizer whose tokens lie where their text does: GPT-2's gives white space no width."""
+    state = json.loads(engine.to_str())
+    for part in (post := state.get("post_processor") or {}, *post.get("processors", [])):
+        if "trim_offsets" in part:
+            part["trim_offsets"] = False
+    return Tokenizer.from_str(json.dumps(state))
 
 
-def _sample(ids: np.ndarray, carries_loss: np.ndarray, flag: int = 0) -> Sample:
-    flags = carries_loss.astype(np.uint8) * np.uint8(LOSS)
+def _sample(ids: list[int], carries_loss: list[bool], flag: int = 0) -> Sample:
+    flags = np.array(carries_loss, dtype=np.uint8) * np.uint8(LOSS)
     flags[:1] = BEGIN | flag  # the first token is predicted from nothing
-    return Sample(ids, flags)
+    return Sample(np.array(ids, dtype=np.int64), flags)
 
 
 def split_records(records: list[list[Sample]]) -> dict[Literal["train", "val"], list[Sample]]:
@@ -172,21 +174,21 @@ def prepare_samples(request: SamplesRequest) -> None:
     folder, out = Path(request.model), Path(request.out)
     tokenizer = SampleTokenizer(folder)
     paths = list(map(Path, request.paths))
-    found = [[sample for sample in tokenizer.samples(where, record) if len(sample.ids)]
-             for where, record in read_records(paths, request.column)]  # fmt: skip
+    found, num_chats = [], 0
+    for where, record in read_records(paths, request.column):
+        found.append([sample for sample in tokenizer.samples(where, record) if len(sample.ids)])
+        num_chats += isinstance(record, Chat)
     splits = split_records([samples for samples in found if samples])
-    files = {name: (folder / name).read_bytes() for name in ("tokenizer.json", *CHAT_FILES)
-             if (folder / name).is_file()}  # fmt: skip
+    files = {"tokenizer.json": read_file(folder / "tokenizer.json")}
     kind = json.loads(files["tokenizer.json"])["model"]["type"].lower()
     dtype = token_dtype(tokenizer.vocab_size)
     with build_folder(out, may_replace=True) as partial:
         for split, samples in splits.items():
-            files[f"{split}.bin"] = (
-                np.concatenate([sample.ids for sample in samples]).astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tobytes()
-            )
+            ids = np.concatenate([sample.ids for sample in samples])
+            files[f"{split}.bin"] = ids.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
             files[f"{split}.flags.bin"] = np.concatenate([sample.flags for sample in samples]).tobytes()
         for name, content in files.items():
-            _write_synced(partial / name, content)
+            write_atomic(partial / name, content)
         meta = CorpusMeta(
             format=CORPUS_FORMAT,
             name=out.absolute().name,
@@ -201,15 +203,9 @@ def prepare_samples(request: SamplesRequest) -> None:
             text_bytes=sum(path.stat().st_size for path in paths if path.is_file()),
             recipe={},
             is_samples=True,
+            is_chat=num_chats > len(found) / 2,
         )
-        _write_synced(partial / "meta.json", msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n")
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        write_atomic(partial / "meta.json", msgspec.json.format(msgspec.json.encode(meta), indent=2) + b"\n")
 
 
 def main() -> int:

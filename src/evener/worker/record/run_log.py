@@ -19,7 +19,7 @@ from evener.core.base.file_io import read_file, write_atomic
 from evener.core.base.units import format_count, pluralize
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, peak_memory_bytes
-from evener.core.model.corpus import CHAT_FILES, TOKENIZER_FILES
+from evener.core.model.corpus import TOKENIZER_FILES
 from evener.core.model.shape import GPTShape
 from evener.core.run.membership_epoch import EXIT_RUN_FAILED
 from evener.core.run.peer_failure import is_peer_failure
@@ -90,7 +90,7 @@ class RunLog:
         if group.rank != 0:
             return
         if resolved is not None:  # a copy, so that the run can write text when its corpus is gone
-            for file in (Path(resolved.corpus.path) / name for name in (*TOKENIZER_FILES, *CHAT_FILES)):
+            for file in (Path(resolved.corpus.path) / name for name in TOKENIZER_FILES):
                 if file.exists():
                     write_atomic(self._dir.inside(file.name), read_file(file))
         self._dir.add_event("start", step=first_step, ranks=roster.world_size, sync=str(roster.sync))

@@ -95,7 +95,8 @@ def build_model(resolved: ResolvedRun, *, is_new: bool) -> GPT | FineTunedModel:
     spec = resolved.spec.model
     if isinstance(resolved.shape, PretrainedModel):
         assert spec.pretrained is not None
-        return build_pretrained(spec.pretrained, resolved.shape, recompute=spec.recompute)
+        return build_pretrained(spec.pretrained, resolved.shape, recompute=spec.recompute,
+                                packing=resolved.spec.train.packing)  # fmt: skip
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
     if spec.init_from is not None and is_new:
         path = find_weights_file(spec.init_from)
