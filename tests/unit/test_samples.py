@@ -72,6 +72,7 @@ def test_records_of_all_formats_are_read(tmp_path):
         ('["a"]', "expected an object"),
         ('{"messages": [{"role": "user"}]}', "missing required field `content`"),
         ('{"messages": "hi"}', "Expected `array`"),
+        ('{"messages": [{"role": "user", "content": "a", "weight": 0}]}', "unknown field `weight`"),
         ('{"prompt": "a"}', "neither messages, nor prompt and completion, nor text; its keys: prompt"),
         ('{"text": 3}', "Expected `str`"),
         ('{"prompt": "a", "completion": null}', "Expected `str`"),

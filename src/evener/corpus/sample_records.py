@@ -32,8 +32,8 @@ FORMATS_HINT = (
 )
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a chat."""
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a chat; whoever adds another key, such as a weight or a call of a tool, means something by it."""
 
     role: str
     content: str

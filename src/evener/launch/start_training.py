@@ -143,7 +143,7 @@ def _predict(
         prediction = predict_launch(fleet, resolved.job, slots, may_leave_out=not as_requested, resumed=resumed)
     except UsageError as unknown:  # errors that prevent the run itself are reported when it starts
         notify(f"no prediction: {unknown}" + (f"; {unknown.hint}" if unknown.hint else ""))
-        if isinstance(resolved.shape, PretrainedModel):
+        if isinstance(resolved.shape, PretrainedModel) and len(slots) > 1:
             num_params = resolved.shape.num_params()
             notify(f"a step exchanges the gradients of {num_params:,} trained parameters: "
                    f"{format_bytes(GRADIENT_BYTES * num_params)} in fp32")  # fmt: skip

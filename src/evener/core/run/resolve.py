@@ -31,7 +31,7 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import SAMPLERS, Checkpoint, RunDir, read_checkpoint
 
 LR_TIMES_WIDTH, SMALL_BATCH_TOKENS = 0.5, 4096  # of `default_learning_rate`
-LORA_LR = 2e-4  # QLoRA's up to 13B   [Dettmers et al. 2023, table 9]; TRL's for LoRA (trl/scripts/sft.py)
+LORA_LR = 2e-4  # QLoRA's for 7B   [Dettmers et al. 2023: scripts/finetune_guanaco_7b.sh]
 FULL_LR = 2e-5  # TRL's (SFTConfig.learning_rate); ten times less than LoRA's   [Schulman et al. 2025]
 MAX_MICRO_BATCH_LOGITS = 1 << 27  # of a pretrained model: 0.5 GiB in fp32, and as much again for their gradient
 BYTES_PER_PARAM_ON_DISK = 12  # weights and AdamW's two moments in fp32

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from evener.core.base.shell import quote_command, quote_word
 from evener.core.base.units import format_bit_rate, format_seconds, join_names, pluralize
 from evener.core.cluster.fleet_file import fleet_flag
+from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.prediction import Prediction
 from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.rundir import RunDir
@@ -178,13 +179,16 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     verdict = f"{trained}{lost}. Whether one process is as fast was not measured."
     if manifest.shape is None:  # a program of the user's own
         return SpeedupVerdict(verdict, "To measure it", _own_command(summary))
-    data, model, batch = manifest.spec.data.data, manifest.spec.model.name, manifest.roster.batch
+    data, model, batch = manifest.spec.data.data, manifest.spec.model.model, manifest.roster.batch
+    where = _fleet_flag_of_run(summary)
+    on_host = f" {where} --hosts {quote_word(manifest.roster.hosts[0])}" if where else ""
+    if isinstance(manifest.shape, PretrainedModel):
+        rank = manifest.shape.lora_rank
+        words = ["evener", "train", data, "--model", model, *([] if rank is None else ["--lora", str(rank)]),
+                 "--batch", str(batch), "--steps", str(manifest.spec.train.steps)]  # fmt: skip
+        return SpeedupVerdict(verdict, "To measure it", quote_command(words) + on_host)
     command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} --batch {batch}"
-    if where := _fleet_flag_of_run(summary):
-        (host,) = manifest.roster.hosts
-        command += f" {where} --hosts {quote_word(host)}"
-    else:
-        command += f" --ranks 1 --ranks {manifest.world_size}"
+    command += on_host or f" --ranks 1 --ranks {manifest.world_size}"
     return SpeedupVerdict(verdict, "To measure it", command)
 
 

@@ -384,11 +384,8 @@ def _membership_rows(summary: RunSummary) -> list[dict[str, str]]:
 
 def _parameter_rows(manifest: Manifest) -> list[tuple[str, str, str]]:
     """Return rows of (group, number of parameters, share of the total)."""
-    return [
-        (group, f"{num:,}", f"{num / (manifest.num_params or 1):.1%}")
-        for group, num in manifest.params_by_group.items()
-        if num
-    ]
+    total = sum(manifest.params_by_group.values()) or 1  # of a fine-tuned model with the frozen ones
+    return [(group, f"{num:,}", f"{num / total:.1%}") for group, num in manifest.params_by_group.items() if num]
 
 
 def _manifest_tree(manifest: Manifest) -> dict[str, NestedText]:

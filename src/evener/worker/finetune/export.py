@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,9 @@ def export(request: FineTunedExport) -> None:
     has_adapters = request.trained.lora_rank is not None and not request.merge
     if request.trained.lora_rank is not None and request.merge:
         model = model.merge_and_unload()
-    model.save_pretrained(out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(out)
     if not has_adapters:  # the published configuration, with its dropout
         config = json.loads(read_file(source / "config.json")) | {"dtype": "float32"}
         config.pop("torch_dtype", None)

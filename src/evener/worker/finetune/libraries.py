@@ -11,12 +11,13 @@ from evener.core.model.pretrained import require_libraries
 
 
 def _prepare_import() -> None:
-    """Check that the libraries are installed, and keep transformers from asking the network."""
+    """Check that the libraries are installed; keep transformers from asking the network, and from showing progress."""
     require_libraries()
-    os.environ["HF_HUB_OFFLINE"] = "1"  # before they are imported: files are local
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported: all files are local
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -7,6 +7,7 @@ saved and compared. The frozen weights, which every rank reads from the same ver
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -21,9 +22,7 @@ from evener.worker.finetune.libraries import load_model
 from evener.worker.finetune.sample_rows import NO_TARGET
 
 PACKED_TOLERANCE = 1e-4  # of the largest logit: above the rounding of fp32, below what another sample changes
-LORA_ALPHA = (
-    32  # with it the best learning rate hardly depends on the rank   [Schulman et al. 2025, LoRA Without Regret]
-)
+LORA_ALPHA = 32  # with it one learning rate suits all ranks   [Schulman et al. 2025, LoRA Without Regret]
 
 
 class FineTunedModel(nn.Module):
@@ -115,7 +114,9 @@ def add_adapters(base: nn.Module, rank: int) -> Any:
 
     config = LoraConfig(r=rank, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules="all-linear",
                         task_type="CAUSAL_LM")  # fmt: skip
-    return get_peft_model(base, config)
+    with warnings.catch_warnings():  # about names that peft still uses, and GPT-2's transposed weights
+        warnings.simplefilter("ignore")
+        return get_peft_model(base, config)
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:

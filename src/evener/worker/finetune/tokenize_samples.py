@@ -180,7 +180,7 @@ def prepare_samples(request: SamplesRequest) -> None:
         num_chats += isinstance(record, Chat)
     splits = split_records([samples for samples in found if samples])
     files = {"tokenizer.json": read_file(folder / "tokenizer.json")}
-    kind = json.loads(files["tokenizer.json"])["model"]["type"].lower()
+    kind = json.loads(files["tokenizer.json"])["model"].get("type", "BPE").lower()
     dtype = token_dtype(tokenizer.vocab_size)
     with build_folder(out, may_replace=True) as partial:
         for split, samples in splits.items():
