@@ -75,7 +75,22 @@ def test_every_value_in_a_printed_command_is_quoted():
 # What is printed in the place of a value; an option's value that is a word of the command line; other words are prose.
 FILLED_IN = "7"
 OPERAND = re.compile(r"[A-Z][A-Z_]*|.*[0-9/=].*|.*\w\.\w.*")
-VALUES = {"all_reduce", "attic", "auto", "bpe", "char", "friend", "gpu", "laptop", "mine", "local", "png", "strategies"}
+VALUES = {
+    "all_reduce",
+    "attic",
+    "auto",
+    "bpe",
+    "char",
+    "friend",
+    "gpu",
+    "laptop",
+    "mine",
+    "local",
+    "peft",
+    "png",
+    "strategies",
+    "transformers",
+}
 
 
 def printed_text(node: ast.AST, docstrings: set[int]) -> str:
@@ -101,7 +116,7 @@ def parse_error(command: str) -> str | None:
     with neither option nor operand, may lack its operands.
     """
     command = re.sub(r'"[^"]*"', FILLED_IN, command)
-    words = re.sub(r"[`'\"(),;:]|\.(?=\s|$)", lambda match: f" {match[0]} ", command).split()[1:]
+    words = re.sub(r"[`'\"(),;]|[.:](?=\s|$)", lambda match: f" {match[0]} ", command).split()[1:]
     verb, args = ROOT, []
     while isinstance(verb, CliGroup) and words and words[0] in verb.commands:
         verb = verb.commands[words.pop(0)]

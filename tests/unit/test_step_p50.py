@@ -44,7 +44,7 @@ def test_rate_of_a_short_run_is_equal_in_terminal_live_page_and_report(tmp_path,
     """All its steps are among the newest ones, which a run that trains shows."""
     run = write_uneven_run(tmp_path / "run", write_run, steps, sync, verdict="running")
     found = summarize_run(run)
-    progress = RunProgress(steps, found.tokens_per_step)
+    progress = RunProgress(steps, (found.tokens_per_step, "tokens"))
     progress.set_interval(run.manifest().roster.sync.every)
     for record in run.records(0):
         progress.add(record)
@@ -58,7 +58,7 @@ def test_rate_of_a_short_run_is_equal_in_terminal_live_page_and_report(tmp_path,
 def test_rate_of_a_run_that_trains_is_of_whole_rounds(tmp_path, write_run):
     """44 steps in rounds of 15: the newest whole round are steps 15 to 29, of which the first and the last are long."""
     run = write_uneven_run(tmp_path / "run", write_run, 44, "diloco:15", verdict="running")
-    progress = RunProgress(44, 1024)
+    progress = RunProgress(44, (1024, "tokens"))
     progress.set_interval(15)
     for record in run.records(0):
         progress.add(record)
