@@ -17,8 +17,9 @@ NAME = 'my lab\'s $(touch pwned); `touch pwned` "&" touch pwned'
 STUB = '#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word" >>"$TYPED"; done\nprintf "\\n" >>"$TYPED"\n'
 
 
-def test_printed_commands_of_verbs_run_as_typed(tmp_path, corpus):
+def test_printed_commands_of_verbs_run_as_typed(tmp_path, corpus, monkeypatch):
     """Each command is typed into a shell in which `evener` writes down its arguments."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_run(tmp_path / NAME, [MEASURED] * 2)
     (tmp_path / f"{NAME}.txt").write_text("a text")
     calls = [
@@ -51,6 +52,7 @@ def test_printed_commands_of_verbs_run_as_typed(tmp_path, corpus):
 def workplace(tmp_path, monkeypatch):
     """A current folder with a text, a program, a package, a fleet of this machine and a run."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "work"
     write_run(folder / "runs" / "a", [MEASURED] * 2)
     (folder / "docs").mkdir()

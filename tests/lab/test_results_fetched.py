@@ -180,7 +180,8 @@ def test_file_missing_because_it_was_not_sent_is_named(fleet: Fleet) -> None:
     at.ok("launch", "--out", "runs/has", "--include", "data", "--", "read.py")
     assert at.printed("runs/has", "b", 1) == "5"
     done = at.run("launch", "--out", "runs/module", "--", "need.py")
-    assert "evener setup --with installs the package that has no_such_package_at_all on the hosts" in done.stderr
+    command = f"evener setup --fleet {fleet.fleet} --with PACKAGE"
+    assert f"{command} installs it on the hosts, the package that has no_such_package_at_all" in done.stderr
 
 
 @exhaustive

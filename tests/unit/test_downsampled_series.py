@@ -66,6 +66,25 @@ def test_series_buckets_match_numpy(values, piece):
     assert all(step % width == width - 1 for step in points.steps[:-1])
 
 
+@pytest.mark.parametrize("without_largest", [True, False])
+@pytest.mark.parametrize(("num", "first"), [(10, 0), (300, 777), (700, 50_001), (1, 0), (10, 99_990), (10, 200_000)])
+def test_windows_have_the_means_of_their_values(num, first, without_largest):
+    """Every 37th of 100,000 values was not measured; the truth is numpy's of the values themselves."""
+    series, values = DownsampledSeries(), np.random.default_rng(0).normal(1, 0.05, 100_000)
+    values[::37] = np.nan
+    series.add(np.arange(len(values)), values)
+    windows = series.windows(num, first, without_largest=without_largest)
+    width = -(-num // series.bucket_steps) * series.bucket_steps
+    begin = -(-first // series.bucket_steps) * series.bucket_steps
+    expected = []
+    for start in range(begin, len(values), width):
+        measured = np.sort(values[start : start + width][~np.isnan(values[start : start + width])])
+        if len(measured) >= num:
+            expected.append((start, len(measured), measured[:-1].mean() if without_largest else measured.mean()))
+    assert [window[:2] for window in windows] == [window[:2] for window in expected]
+    assert [window.mean for window in windows] == pytest.approx([mean for *_, mean in expected])
+
+
 def test_non_finite_values_are_not_drawn():
     series = DownsampledSeries(max_buckets=2)
     series.add(np.arange(8), np.array([1.7e308, 1.7e308, -1.7e308, np.inf, 1.0, 3.0, -np.inf, np.nan]))

@@ -229,7 +229,7 @@ def _find_slowdown(
         if not has_expected:
             bisect.insort(not_slow_s, window.mean)
             num_not_slow += window.num_values
-            expected_s = statistics.median(not_slow_s) if num_not_slow >= MIN_BASELINE_STEPS else None
+            expected_s = not_slow_s[len(not_slow_s) // 2] if num_not_slow >= MIN_BASELINE_STEPS else None
     for first_step, step_s in newest:
         if not past or first_step > past[-1].first_step:
             began = (first_step if began is None else began) if is_slow(step_s) else None

@@ -115,15 +115,14 @@ class DownsampledSeries:
         >>> series.windows(3, 0, without_largest=True)
         [Window(first_step=0, num_values=3, mean=1.0)]
         """
-        windows, per_window = [], -(-num_steps // self.bucket_steps)
-        for start in range(-(-first_step // self.bucket_steps), len(self._counts), per_window):
-            buckets = slice(start, start + per_window)
-            num, total = int(self._counts[buckets].sum()), float(self._sums[buckets].sum())
-            if num >= num_steps:
-                is_trimmed = without_largest and num > 1
-                total -= float(self._highs[buckets].max()) if is_trimmed else 0.0
-                windows.append(Window(start * self.bucket_steps, num, total / (num - is_trimmed)))
-        return windows
+        starts = np.arange(-(-first_step // self.bucket_steps), len(self._counts), -(-num_steps // self.bucket_steps))
+        if not len(starts):
+            return []
+        counts, sums = np.add.reduceat(self._counts, starts), np.add.reduceat(self._sums, starts)
+        largest, trimmed = np.maximum.reduceat(self._highs, starts), (counts > 1) & without_largest
+        means = (sums - np.where(trimmed, largest, 0.0)) / np.maximum(counts - trimmed, 1)
+        windows = map(Window, (starts * self.bucket_steps).tolist(), counts.tolist(), means.tolist())
+        return [window for window in windows if window.num_values >= num_steps]
 
     @property
     def bucket_sums(self) -> list[float]:
