@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from evener.plan.choice.advice import (
     advise_on_sync,
     format_loss_penalty,
 )
-from evener.plan.choice.options import explain_memory_shortage
+from evener.plan.choice.options import explain_memory_shortage, hosts_short_of_memory
 from evener.plan.choice.plan_request import host_ring_order, predict_launch
 from evener.plan.choice.search import format_run_prediction, recommended_flags
 from evener.plan.cost.sync_traffic import GRADIENT_BYTES
@@ -136,7 +137,9 @@ def _predict(
 ) -> Prediction | None:
     """Predict a run on these rank slots, and report it. Return None where too little was measured.
 
-    Nothing is recommended in place of the strategy of `resumed`, which --sync auto has measured or will measure.
+    Raise UsageError if a host's memory is smaller than what its ranks need, unless `as_requested`; where it is hardly
+    larger, only warn. Nothing is recommended in place of the strategy of `resumed`, which --sync auto has measured or
+    will measure.
     """
     is_sync_auto = resolved.spec.train.sync == "auto"
     try:
@@ -158,7 +161,9 @@ def _predict(
     if resumed is not None:
         notify(f"--sync auto goes on with {chosen.roster.sync}, as before")
         return prediction
-    if not as_requested and (shortage := explain_memory_shortage(chosen, prediction.cluster)):
+    hosts, needs = prediction.cluster.hosts, hosts_short_of_memory(chosen, prediction.cluster)
+    if not as_requested and any(need > (hosts[name].memory_bytes or math.inf) for name, need in needs.items()):
+        shortage = explain_memory_shortage(chosen, prediction.cluster)
         hint = advise_on_memory(prediction)[0].text
         raise UsageError(f"--sync {chosen.roster.sync} does not fit: {shortage}", hint=hint)
     if is_sync_auto and chosen.roster.sync != NO_SYNC:
