@@ -140,6 +140,12 @@ def _explain_throughput(summary: RunSummary) -> str:
             f"by itself for {pluralize(sync.every, 'step')} on its own part of each batch. Then the ranks average what "
             "they learned (DiLoCo), and the replicas are one model again."
         )
+    if sync.is_sharded:
+        return (
+            f"{text} Each of the {num} processes, the ranks, holds a part of the weights and of the optimizer's state. "
+            "To compute gradients on its own part of the batch, it gathers the weights from all others. Then the ranks "
+            "add their gradients up, and each updates its own part of the weights."
+        )
     return (
         f"{text} Each of the {num} processes, the ranks, has a whole copy of the model, its replica, and computes "
         "gradients on its own part of the batch. Before the update the ranks add their gradients up, which is called "
@@ -200,12 +206,14 @@ def _explain_all_reduce(summary: RunSummary) -> str:
     exposed_s = rank.typical.exposed_sync_s
     if not in_flight_s:
         return "How long the all-reduces take was not measured."
-    text = f"All-reduces are under way for {format_seconds(in_flight_s)} of a step"
+    sync = summary.manifest.roster.sync
+    what = "Weights and gradients" if sync.is_sharded else "All-reduces"
+    text = f"{what} are under way for {format_seconds(in_flight_s)} of a step"
     if rank.bytes:
         text += f"; each rank sends {format_bytes(rank.bytes)} in them, {format_bytes(rank.bytes / in_flight_s)}/s"
     if exposed_s is None:
         return text + ". How much of that backward hid was not measured."
-    if (sync := summary.manifest.roster.sync).drifts:
+    if sync.drifts:
         of = f"the mean over {pluralize(sync.every, 'step')}, of which one exchanges"
         return (
             f"{text}: {of}. Of it the rank was blocked for {format_seconds(exposed_s)}, "
@@ -213,6 +221,8 @@ def _explain_all_reduce(summary: RunSummary) -> str:
         )
     hidden = max(0.0, 1 - exposed_s / in_flight_s)
     blocked = f"the rank was blocked for {format_seconds(exposed_s)}, {exposed_s / step_s:.0%} of the step"
+    if sync.is_sharded:
+        return f"{text}. Computing other layers hides {hidden:.0%} of their time; in the rest {blocked}."
     if hidden < MIN_NAMED_SHARE:
         return f"{text}. Backward hid none of it: {blocked}."
     return (
