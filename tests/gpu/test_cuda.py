@@ -27,8 +27,8 @@ def test_gpu_losses_match_cpu_and_step_parts_sum_to_step_time(tmp_path, train):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("sync", ["ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "diloco:5:int8",
-                                  "diloco:5:int4:streamed"])  # fmt: skip
+@pytest.mark.parametrize("sync", ["ddp", "packed", "bf16", "int8", "int4", "powersgd:4", "fsdp", "zero1",
+                                  "diloco:5:int8", "diloco:5:int4:streamed"])  # fmt: skip
 def test_replicas_on_two_gpus_over_nccl_are_bit_equal(tmp_path, train, sync):
     run = train(tmp_path / "run", "--steps", "20", "--sync", sync, "--verify-every", "5", ranks=2)
     assert run.manifest().roster.backend == "nccl"

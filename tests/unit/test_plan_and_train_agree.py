@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import random
+import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from evener.core.base.errors import UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.model.shape import PRESETS
-from evener.core.run.prediction import Job
+from evener.core.run.prediction import Job, Prediction
 from evener.core.run.resolve import check_sync_for_shape, make_job
-from evener.core.run.roster import requested_sync
+from evener.core.run.roster import RankSlot, requested_sync
 from evener.core.run.run_spec import RunSpec, parse_args
+from evener.launch import start_training
 from evener.launch.start_training import host_ring_order
 from evener.plan.choice.plan_request import answer_request, predict_launch, request_from_fleet
 
 from ..tiers import num_examples
 
-SYNCS = ("", "", "", "auto", "ddp", "packed", "bf16", "int8", "int4", "diloco:10", "diloco:10:int8:streamed")
+SYNCS = ("", "", "", "auto", "ddp", "packed", "bf16", "int8", "int4", "fsdp", "zero1", "diloco:10",
+         "diloco:10:int8:streamed")  # fmt: skip
 
 
 def random_fleet(draw: random.Random, model: str) -> Fleet:
@@ -84,3 +89,28 @@ def train_prediction(fleet: Fleet, job: Job):
     order = host_ring_order(fleet, job)
     ordered = Fleet(hosts={name: fleet.hosts[name] for name in order}, rates=fleet.rates, links=fleet.links)
     return predict_launch(ordered, job)
+
+
+def test_train_refuses_what_no_host_can_hold():
+    """gpt2-xl takes 24.9 GB of 16 bytes a parameter: two hosts of 20 GB hold it in parts only."""
+    model = ModelRate(tokens_per_s=100.0, pass_s=0.01, update_s=0.01, dtype="fp32")
+    rates = Rates(
+        copy_Bps=1e10, sync_Bps=1e9, sum_Bps={"fp32": 4e9}, memory_bytes=20 * 10**9, models={"gpt2-xl": model}
+    )
+    link, hosts = HostLink(goodput_Bps=1e8, rtt_s=1e-4), {name: HostConfig(address=name) for name in "ab"}
+    links = {"a": {"b": link}, "b": {"a": link}}
+    fleet = Fleet(hosts=hosts, rates={name: {"cpu": rates} for name in "ab"}, links=links)
+    slots = [RankSlot(host=name, device="cpu") for name in "ab"]
+
+    def planned(sync: str) -> Prediction | None:
+        spec = parse_args(["--model=gpt2-xl", "--batch=2", "--recompute", f"--sync={sync}"])
+        resolved: Any = SimpleNamespace(spec=spec, job=make_job(spec, PRESETS["gpt2-xl"], None))
+        return start_training._predict(fleet, resolved, slots, print, as_requested=False, resumed=None)
+
+    with pytest.raises(
+        UsageError, match=r"--sync ddp does not fit: a has 20\.0 GB, a run may fill 18\.0 GB"
+    ) as refused:
+        planned("ddp")
+    assert re.search(r"--sync (fsdp|zero1) --micro-batch 1 fits, with 1\d\.\d GB on a rank", refused.value.hint)
+    chosen = planned("auto")
+    assert chosen.option(chosen.chosen).roster.sync.is_sharded

@@ -99,6 +99,14 @@ class Drifting(Training):
         return [*[other.get(word, word) for word in super().flags(corpus)], *mine]
 
 
+class Sharded(Training):
+    """Whose ranks hold a part of the weights each: what a lost one held is in the checkpoint."""
+
+    @classmethod
+    def flags(cls, corpus: Path) -> list[str]:
+        return [*super().flags(corpus), "--sync", "fsdp"]
+
+
 def last_world(folder: Path) -> int:
     """The step with which it began."""
     return max((event["step"] for event in RunDir(folder).events() if event["event"] == "world"), default=0)
@@ -121,10 +129,13 @@ def test_updates_of_drifting_replicas_survive_leaving_host(tmp_path: Path, corpu
 
 
 @exhaustive
-def test_losses_are_unchanged_by_hosts_leaving_and_joining(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize("training", [Training, Sharded])
+def test_losses_are_unchanged_by_hosts_leaving_and_joining(
+    tmp_path: Path, corpus: Path, training: type[Training]
+) -> None:
     """A rank is killed, the first host loses its power, is back and let in: every loss is that of one process."""
-    undisturbed = alone(Training, corpus, tmp_path / "alone")
-    fleet = Training(tmp_path, corpus)
+    undisturbed = alone(training, corpus, tmp_path / "alone")
+    fleet = training(tmp_path, corpus)
     with ended(fleet):
         fleet.until(lambda: fleet.saved("a") >= 20)
         next(one for one in fleet.ranks("b")).kill()

@@ -177,6 +177,7 @@ def predict(manifest: Any) -> plan.MemoryBreakdown:
 CHAR = "--model char --block-size 256"
 D4 = "--model d4 --block-size 256"
 NARROW = "--model gpt2 --block-size 256 --width 256 --num-heads 4 --num-layers 4"
+DEEP = "--model gpt2 --block-size 256 --width 512 --num-heads 8 --num-layers 8 --dtype fp32 --micro-batch 2"
 RUNS = [
     (f"{CHAR} --dtype fp32 --batch 4 --micro-batch 4", 256, 1),
     (f"{CHAR} --dtype bf16 --batch 4 --micro-batch 2", 256, 1),
@@ -184,6 +185,10 @@ RUNS = [
     (f"{D4} --dtype bf16 --batch 4 --micro-batch 2", 4096, 2),
     (f"{NARROW} --dtype fp32 --batch 2 --micro-batch 2", 16384, 1),
     ("--model d8 --block-size 512 --dtype bf16 --batch 2 --micro-batch 2", 32768, 1),  # tables, logits of 64 MB
+    (f"{DEEP} --batch 4 --sync fsdp", 4096, 2),  # 27M parameters
+    (f"{DEEP} --batch 4 --sync zero1", 4096, 2),
+    (f"{DEEP} --batch 8 --sync fsdp", 4096, 2),  # two micro-batches
+    (f"{DEEP} --batch 8 --sync zero1", 4096, 2),
 ]
 
 

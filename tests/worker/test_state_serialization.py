@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 from evener.core.base.errors import UsageError
 from evener.core.run.runwriter import RunWriter
 from evener.worker.state.checkpoint import load, save
-from evener.worker.state.state_serialization import STORABLE_DTYPES, flatten_state, unflatten_state
+from evener.worker.state.state_serialization import SAFETENSORS_DTYPES, flatten_state, unflatten_state
 
 
 def there_and_back(state):
@@ -109,7 +109,7 @@ def test_unsupported_object_is_refused_by_name(state, message):
 
 
 def test_every_supported_dtype_round_trips(tmp_path):
-    state = {str(dtype): torch.arange(3).to(dtype) for dtype in STORABLE_DTYPES}
+    state = {str(dtype): torch.arange(3).to(dtype) for dtype in SAFETENSORS_DTYPES}
     folder = write(tmp_path, {}, {"all": state})
     loaded = load(folder).states["all"]
     assert {name: (t.dtype, t.view(torch.uint8).tolist()) for name, t in loaded.items()} == {

@@ -126,6 +126,8 @@ def sent(server: Server) -> tuple[int, int]:
             ("powersgd:4", 3, WIDE),
             ("bf16+sparse", 2, TABLES),
             ("diloco:5:int8", 3, WIDE),
+            ("fsdp", 2, WIDE),
+            ("zero1", 3, WIDE),
         ),
     ],
 )
