@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from evener.cli import add_leave
 from evener.cli.run_output import print_plan
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.cluster.fleet_file import HostConfig
@@ -328,3 +330,13 @@ def test_keys_have_256_random_bits(tmp_path: Path):
     assert len(keys) == 100
     (tmp_path / "key").write_text(keys.pop() + "\n")
     assert len(read_run_key(tmp_path / "key")) == 32
+
+
+def test_no_host_is_added_to_a_run_with_sharded_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slots = [RankSlot(host=name, device="cpu") for name in "ab"]
+    roster = initial_roster(parse_args(["--batch", "4", "--sync", "zero1"]), slots, 256)
+    plan = SimpleNamespace(roster=roster, hosts=[])
+    monkeypatch.setattr(add_leave, "_load_elastic_run", lambda run, trust: (RunDir(tmp_path), plan))
+    with pytest.raises(UsageError, match=r"shards its weights \(zero1\): no host joins it while it runs") as refused:
+        add_leave.add("runs/x", "c", None, False)
+    assert "evener train --resume" in refused.value.hint

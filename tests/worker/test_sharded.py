@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 
 from evener.core.base.errors import UsageError
 from evener.core.model.shape import preset_shape
-from evener.core.run.roster import check_sync_supported
+from evener.core.run.roster import Member, Roster, check_sync_supported, parse_sync
 from evener.core.run.run_spec import parse_args
 from evener.core.run.rundir import RunDir
+from evener.worker.sync.fully_sharded import shard_module
 
 from ..conftest import flags_of
 from ..tiers import exhaustively
@@ -162,6 +163,16 @@ def test_what_sharded_ranks_cannot_do_is_refused(flags, told):
         check_sync_supported(parse_args(flags))
     assert str(caught.value).startswith(told)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "told"), [("cuda:0", "fp16", "with fp16"), ("cuda:0", "bf16", "not on GPUs over Gloo")]
+)
+def test_unsupported_ranks_are_refused_before_weights_are_sharded(device, dtype, told):
+    member = Member(rank=0, host="a", device=device, dtype=dtype, share=1, micro_batch=1)
+    roster = Roster(members=[member, member], sync=parse_sync("fsdp"), backend="gloo")
+    with pytest.raises(UsageError, match=f"--sync fsdp.* {told}"):
+        shard_module(torch.nn.Linear(2, 2), None, roster)
 
 
 OWN = """
