@@ -89,7 +89,7 @@ def evener_steps(run: Run, resolved: ResolvedRun) -> Iterator[float]:
     from evener.worker.train.token_blocks import TokenBlocks
 
     train = resolved.spec.train
-    model = run.model(build_model(resolved, is_new=True))
+    model = run.model(build_model(resolved, run.member.dtype, is_new=True))
     optimizer = run.optimizer(adamw(model, train))
     began = time.perf_counter()
     for step in run.steps(TokenBlocks(resolved.corpus, "train", resolved.shape.block_size, train.sampling)):

@@ -11,8 +11,12 @@ import pytest
 
 from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec
+from tests.lab.conftest import MakeLab, wait_until, worlds_of
 from tests.pretrained import make_chats, make_model
 from tests.tiers import exhaustive
+
+WITHIN_S = 300.0  # of a machine as busy as it likes
 
 
 @exhaustive
@@ -50,3 +54,51 @@ def test_two_hosts_fine_tune_as_one_process(pair: EmulatedLab, tmp_path: Path) -
     run("export", "both", "--out", "adapters")
     run("verify", "both")
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+
+
+@exhaustive
+def test_fine_tuning_admits_a_new_host_and_survives_a_lost_one(make_lab: MakeLab, tmp_path: Path) -> None:
+    """The new host gets the model; then another loses its power. Every step has the loss of one process."""
+    make_model(tmp_path / "llama")
+    make_chats(tmp_path / "chats.jsonl")
+    file, run = tmp_path / "hosts.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    evener = [sys.executable, "-c", "from evener.cli.main import main; main()"]
+
+    def verb(*words: str, status: int = 0) -> None:
+        done = subprocess.run([*evener, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
+                              check=False)  # fmt: skip
+        assert done.returncode == status, done.stderr
+
+    flags = ["chats.jsonl", "--model=hf:llama", "--lora=4", "--batch=12", "--dtype=fp32", "--threads=1",
+             "--eval-every=0", "--lr=3e-4", "--min-lr=3e-4", "--warmup=0", "--checkpoint-every=20"]  # fmt: skip
+    argv = [*evener, "train", *flags, "--steps=100000", "--shares=equal", "--fleet", str(file), "--hosts=a,b"]
+    argv += ["--out=run"]
+    with (tmp_path / "told").open("wb") as told:
+        running = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=told, stderr=told)
+
+    def worlds() -> list[list[str]]:
+        assert running.poll() is None, (tmp_path / "told").read_text()
+        return worlds_of(run) if run.path.exists() else []
+
+    try:
+        wait_until(lambda: bool(worlds()), "the run began", WITHIN_S)
+        verb("add", "run", "--host", "c", "--fleet", str(file))
+        wait_until(lambda: worlds()[-1] == ["a", "b", "c"], "c takes part", WITHIN_S)
+        lab.host("b").power_off()
+        wait_until(lambda: worlds()[-1] == ["a", "c"], "the others go on", WITHIN_S)
+    finally:
+        verb("stop", "run", status=1)  # b is out of reach
+    running.wait(WITHIN_S)
+    manifest = run.manifest()
+    assert manifest.verdict == "stopped", (tmp_path / "told").read_text()
+    assert manifest.result is not None
+    assert manifest.result.replicas_agree is True
+    steps = run.records(0)  # of a, which has taken all of them
+    assert [record.step for record in steps] == list(range(manifest.result.steps))
+    assert {record.members for record in steps} == {2, 3}
+    verb("train", *flags, f"--steps={len(steps)}", "--out=alone")
+    alone = [record.loss for record in RunDir(tmp_path / "alone").records(0)]
+    assert [record.loss for record in steps] == pytest.approx(alone, rel=1e-5)
+    lab.down()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -146,9 +147,9 @@ def test_model_that_mixes_packed_samples_is_refused(tmp_path):
     transformers.BloomForCausalLM(config).save_pretrained(tmp_path)
     make_tokenizer(tmp_path)
     shape = read_pretrained(tmp_path, None, None)
-    build_pretrained(tmp_path, shape, recompute=False, packing=False)
+    build_pretrained(tmp_path, shape, "fp32", recompute=False, packing=False)
     with pytest.raises(UsageError, match="in a bloom of transformers the samples of a sequence attend to each other"):
-        build_pretrained(tmp_path, shape, recompute=False, packing=True)
+        build_pretrained(tmp_path, shape, "fp32", recompute=False, packing=True)
 
 
 def test_only_adapters_are_saved_and_resume_is_to_the_bit(places, finetune, tmp_path):
@@ -172,6 +173,24 @@ def test_activation_checkpointing_and_packing_change_no_loss(finetune):
     packed = finetune("packed", "llama", "--lora", "4", "--packing")
     halves = finetune("halves", "llama", "--lora", "4", "--packing", "--shares", "3:1", ranks=2)
     assert losses(halves) == pytest.approx(losses(packed), rel=1e-5)
+
+
+def test_frozen_weights_are_in_bf16_where_the_rank_computes_in_it(places):
+    folder, tokens = places / "llama", torch.arange(20).unsqueeze(0)
+    shape, targets = read_pretrained(folder, None, 4), tokens.roll(-1, dims=1)
+    models = [build_pretrained(folder, shape, dtype, recompute=False, packing=True) for dtype in ("fp32", "bf16")]
+    frozen = [{p.dtype for p in model.base_models[0].parameters() if not p.requires_grad} for model in models]
+    assert frozen == [{torch.float32}, {torch.bfloat16}]
+    assert {parameter.dtype for parameter in models[1].parameters()} == {torch.float32}
+    losses = []
+    for model, context in zip(models, (contextlib.nullcontext(), torch.autocast("cpu", torch.bfloat16)), strict=True):
+        with context:
+            losses.append(model(tokens, tokens, targets))
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=0.02)
+    losses[1].backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in models[1].parameters()
+    )
 
 
 def evener(*words: object) -> int:

@@ -77,7 +77,7 @@ class Replay:
         self.device = group.device
         self.roster = initial_roster(self.spec, [local_rank_slot(group, local_host_info())], request.shape.block_size)
         self.training_state = TrainingState(torch.amp.GradScaler("cuda", enabled=False))
-        self.model = build_model(resolved, is_new=checkpoint is None).to(self.device)
+        self.model = build_model(resolved, request.dtype, is_new=checkpoint is None).to(self.device)
         self.training_state.models.append(self.model)
         self.optimizer = adamw(self.model, self.spec.train)
         self.training_state.add_optimizer(self.optimizer)

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from evener.core.base.errors import UsageError
 from evener.core.model.pretrained import require_libraries
 
@@ -34,11 +37,9 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path) -> Any:
-    """Return the causal language model of a folder in fp32, with dropout off. UsageError if there is none."""
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the causal language model of a folder, with dropout off. UsageError if there is none."""
     _prepare_import()
-    import torch
-    from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -47,7 +48,7 @@ def load_model(folder: Path) -> Any:
             if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
                 setattr(config, name, 0.0)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True,
+            folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:

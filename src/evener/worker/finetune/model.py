@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from evener.core.base.errors import UsageError
 from evener.core.model.pretrained import PretrainedModel
+from evener.core.run.roster import Dtype
 from evener.worker.finetune.libraries import load_model
 from evener.worker.finetune.sample_rows import NO_TARGET
 
-PACKED_TOLERANCE = 1e-4  # of the largest logit: above the rounding of fp32, below what another sample changes
+# Of the largest logit: above rounding, below what another sample changes. *Assumption*
+PACKED_TOLERANCE, PACKED_TOLERANCE_BF16 = 1e-4, 3e-2
 LORA_ALPHA = 32  # with it one learning rate suits all ranks   [Schulman et al. 2025, LoRA Without Regret]
 
 
@@ -32,7 +34,7 @@ class FineTunedModel(nn.Module):
         super().__init__()
         self.base_models = (base,)  # a tuple: the base is not registered, nor are its frozen weights
         inner = base.get_base_model() if hasattr(base, "get_base_model") else base
-        self._takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+        self._accepted = inspect.signature(inner.forward).parameters
         for name, parameter in base.named_parameters():
             if parameter.requires_grad:
                 _register(self, name, parameter)
@@ -42,15 +44,18 @@ class FineTunedModel(nn.Module):
 
         All are (B, T). Where positions begin anew a sample does, and attends to no earlier one.
         """
-        logits = self.logits(tokens, positions)
-        has_target = targets != NO_TARGET  # (B, T)
+        kept = (targets != NO_TARGET).any(dim=0).nonzero().squeeze(1)  # (K): the head is left out elsewhere
+        logits = self.logits(tokens, positions, kept)  # (B, K, V)
+        targets = targets[:, kept]
+        has_target = targets != NO_TARGET  # (B, K)
         return F.cross_entropy(logits[has_target].float(), targets[has_target], reduction="sum")
 
-    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return logits (B, T, V) of tokens and positions (B, T)."""
-        places = {"position_ids": positions} if self._takes_positions else {}  # other models count from 0 themselves
-        logits: Tensor = self.base_models[0](input_ids=tokens, **places, use_cache=False).logits
-        return logits
+    def logits(self, tokens: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
+        """Return logits (B, K, V) of tokens and positions (B, T) at K places of the sequences."""
+        more = {"position_ids": positions, "logits_to_keep": kept}
+        accepted = {name: value for name, value in more.items() if name in self._accepted}
+        logits: Tensor = self.base_models[0](input_ids=tokens, **accepted, use_cache=False).logits
+        return logits if "logits_to_keep" in accepted else logits[:, kept]
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not."""
@@ -69,12 +74,16 @@ class FineTunedModel(nn.Module):
         return self
 
 
-def build_pretrained(folder: Path, shape: PretrainedModel, *, recompute: bool, packing: bool) -> FineTunedModel:
+def build_pretrained(
+    folder: Path, shape: PretrainedModel, dtype: Dtype, *, recompute: bool, packing: bool
+) -> FineTunedModel:
     """Load a model, and add LoRA adapters if the shape has them; A is drawn from torch's generator, B is 0.
 
-    Raise UsageError if samples that are packed into one sequence would attend to each other.
+    What is trained is in fp32. Frozen weights are in bf16 where the rank computes in it: half the memory. Raise
+    UsageError if samples that are packed into one sequence would attend to each other.
     """
-    base = load_model(folder)
+    has_bf16_base = shape.lora_rank is not None and dtype == "bf16"
+    base = load_model(folder, torch.bfloat16 if has_bf16_base else torch.float32)
     if shape.lora_rank is not None:
         base = add_adapters(base, shape.lora_rank)
     if recompute:
@@ -88,7 +97,8 @@ def build_pretrained(folder: Path, shape: PretrainedModel, *, recompute: bool, p
             f"expected of a {shape.architecture}: evener does not know all of its layers",
             hint="without --lora all weights are trained",
         )
-    if packing and not keeps_packed_apart(model, shape.vocab_size):
+    tolerance = PACKED_TOLERANCE_BF16 if has_bf16_base else PACKED_TOLERANCE
+    if packing and not keeps_packed_apart(model, shape.vocab_size, tolerance):
         raise UsageError(
             f"--packing: in a {shape.architecture} of transformers the samples of a sequence attend to each other",
             hint="without --packing",
@@ -97,15 +107,15 @@ def build_pretrained(folder: Path, shape: PretrainedModel, *, recompute: bool, p
 
 
 @torch.no_grad()
-def keeps_packed_apart(model: FineTunedModel, vocab_size: int) -> bool:
+def keeps_packed_apart(model: FineTunedModel, vocab_size: int, tolerance: float) -> bool:
     """Return whether two samples have the same logits in one sequence as alone."""
     lengths = (5, 7)
     tokens = torch.arange(1, 1 + sum(lengths)).remainder(vocab_size).unsqueeze(0)
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    packed = model.logits(tokens, positions)
+    packed = model.logits(tokens, positions, torch.arange(sum(lengths)))
     parts = zip(tokens.split(lengths, dim=1), positions.split(lengths, dim=1), strict=True)
-    alone = torch.cat([model.logits(*part) for part in parts], dim=1)
-    return bool((packed - alone).abs().max() <= PACKED_TOLERANCE * alone.abs().max())
+    alone = torch.cat([model.logits(*part, torch.arange(part[0].shape[1])) for part in parts], dim=1)
+    return bool((packed - alone).abs().max() <= tolerance * alone.abs().max())
 
 
 def add_adapters(base: nn.Module, rank: int) -> Any:

@@ -21,6 +21,7 @@ from evener.core.model.pretrained import PretrainedModel
 from evener.core.model.shape import GPTShape
 from evener.core.run.progress import RunProgress
 from evener.core.run.resolve import ResolvedRun, find_weights_file
+from evener.core.run.roster import Dtype
 from evener.core.run.run_spec import TrainSpec
 from evener.worker.finetune.model import FineTunedModel, build_pretrained
 from evener.worker.finetune.sample_rows import SampleRows
@@ -41,7 +42,7 @@ def train(resolved: ResolvedRun) -> None:
     spec = resolved.spec
     with join(spec, resolved) as run:
         train_set, val_set = read_corpus(resolved, "train"), read_corpus(resolved, "val")
-        model = run.model(build_model(resolved, is_new=run.first_step == 0))
+        model = run.model(build_model(resolved, run.member.dtype, is_new=run.first_step == 0))
         optimizer = run.optimizer(adamw(model, spec.train))
         progress = RunProgress(spec.train.steps, resolved.step_size, spec.train.max_s)
         printed_at = time.monotonic()
@@ -90,12 +91,15 @@ def read_corpus(resolved: ResolvedRun, split: str) -> TokenBlocks | SampleRows:
     return TokenBlocks(resolved.corpus, split, block_size, train.sampling)
 
 
-def build_model(resolved: ResolvedRun, *, is_new: bool) -> GPT | FineTunedModel:
-    """Return the initial model: a pretrained one, random weights, or those of `--init-from` in a new run."""
+def build_model(resolved: ResolvedRun, dtype: Dtype, *, is_new: bool) -> GPT | FineTunedModel:
+    """Return the initial model: a pretrained one, random weights, or those of `--init-from` in a new run.
+
+    `dtype` is that in which the rank computes.
+    """
     spec = resolved.spec.model
     if isinstance(resolved.shape, PretrainedModel):
         assert spec.pretrained is not None
-        return build_pretrained(spec.pretrained, resolved.shape, recompute=spec.recompute,
+        return build_pretrained(spec.pretrained, resolved.shape, dtype, recompute=spec.recompute,
                                 packing=resolved.spec.train.packing)  # fmt: skip
     model = GPT(resolved.shape, checkpoint_activations=spec.recompute)
     if spec.init_from is not None and is_new:
