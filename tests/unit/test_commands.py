@@ -291,6 +291,20 @@ def test_joining_host_is_appended_and_known_to_all_agents() -> None:
         plan_with_added_host(plan, place("c", gpus=["A100"]), "/c/trees/d", 8)
 
 
+def test_every_host_finds_the_pretrained_model_where_it_was_sent() -> None:
+    places = [place("a"), place("b")]
+    spec = parse_args(["--batch", "12", "--data", "d", "--model", "hf:/home/me/llama", "--lora", "4"])
+    data, models = dict.fromkeys("ab", "d"), {name: f"hf:/{name}/trees/m/llama" for name in "ab"}
+    plan = train_plan(prepared(places), spec, roster_of(places, spec), data, {}, models, resume=False, key="k")
+    joined = plan_with_added_host(plan, place("c"), "/c/trees/d", 7, "hf:/c/trees/m/llama")
+    programs = [host.agent.program for host in joined.hosts if host.agent is not None]
+    assert [[word for word in words if word.startswith("--model")] for words in programs] == [
+        [f"--model=hf:/{name}/trees/m/llama"] for name in "abc"
+    ]
+    assert joined.spec is not None
+    assert joined.spec.model.model == "hf:/home/me/llama"  # where it is here, for export and the next start
+
+
 def test_key_is_in_no_command_environment_or_printed_plan(capsys: pytest.CaptureFixture[str]):
     key = make_run_key()
     places = [place("a"), place("b")]

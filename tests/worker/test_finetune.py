@@ -152,6 +152,20 @@ def test_model_that_mixes_packed_samples_is_refused(tmp_path):
         build_pretrained(tmp_path, shape, "fp32", recompute=False, packing=True)
 
 
+def test_adapters_of_a_model_whose_layers_are_not_known_are_refused(tmp_path):
+    """Its file has the experts one by one, and its model has them in one tensor, which peft adapts in another way."""
+    config = transformers.MixtralConfig(vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    whole = build_pretrained(tmp_path, read_pretrained(tmp_path, 64, None), "fp32", recompute=False, packing=True)
+    assert (
+        sum(parameter.numel() for parameter in whole.parameters()) == read_pretrained(tmp_path, 64, None).num_params()
+    )
+    with pytest.raises(UsageError, match="expected of a mixtral: evener does not know all of its layers"):
+        build_pretrained(tmp_path, read_pretrained(tmp_path, 64, 4), "fp32", recompute=False, packing=False)
+
+
 def test_only_adapters_are_saved_and_resume_is_to_the_bit(places, finetune, tmp_path):
     whole = finetune("whole", "llama", "--lora", "4", "--shares", "equal", ranks=2)
     weights = load_file(whole.checkpoint_path(STEPS) / "weights.safetensors")
