@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from evener.core.base.errors import UsageError
+from evener.core.model.corpus import BEGIN, LOSS, CorpusMeta, hash_bytes
 from evener.core.model.pretrained import pretrained_files, read_pretrained
+from evener.core.run.resolve import resolve
 from evener.core.run.run_spec import parse_args
 
 CONFIG = {"model_type": "llama", "vocab_size": 50, "max_position_embeddings": 256}
@@ -107,3 +110,35 @@ def test_block_longer_than_positions_is_refused(folder):
 def test_flags_of_fine_tuning_need_a_pretrained_model(flag):
     with pytest.raises(UsageError, match="--model char is not pretrained"):
         parse_args([flag])
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "block_size", "micro_batch"), [(300, 1024, 16), (151_936, 256, 3), (151_936, 1024, 1)]
+)
+def test_defaults_follow_the_model(folder, tmp_path, vocab_size, block_size, micro_batch):
+    """A large vocabulary has few sequences in a micro-batch: its logits would fill the memory."""
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 2048}
+    (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
+    data = tmp_path / "data"
+    data.mkdir()
+    for split in ("train", "val"):
+        np.zeros(4, np.uint16).tofile(data / f"{split}.bin")
+        np.array([BEGIN, LOSS, LOSS, LOSS], np.uint8).tofile(data / f"{split}.flags.bin")
+    (data / "tokenizer.json").write_text("{}")
+    meta = CorpusMeta(format=1, name="d", tokenizer="bpe", vocab_size=300, dtype="uint16", train_tokens=4, val_tokens=4,
+                      content_hash="", tokenizer_hash=hash_bytes(b"{}"), num_documents=1, text_bytes=1, recipe={},
+                      is_samples=True)  # fmt: skip
+    (data / "meta.json").write_bytes(msgspec.json.encode(meta))
+    flags = [
+        "--data",
+        str(data),
+        "--model",
+        f"hf:{folder}",
+        "--block-size",
+        str(block_size),
+        "--out",
+        f"{tmp_path}/run",
+    ]
+    full, adapted = (resolve(parse_args([*flags, *more])).spec.train for more in ([], ["--lora", "4"]))
+    assert (full.lr, adapted.lr) == (2e-5, 2e-4)
+    assert full.micro_batch == micro_batch

@@ -18,9 +18,9 @@ def export(
 ) -> int:
     """Write a folder that Hugging Face's transformers loads: weights, configuration and tokenizer.
 
-    Of evener's models those of GPT-2's architecture: tiny, char, gpt2 and its sizes. `AutoModelForCausalLM
-    .from_pretrained("mine")` loads the folder, and so does `--init-from` of evener. Of a fine-tuned model it is the
-    whole model in fp32, or with --lora the adapters, which peft loads; with --merge the whole model again.
+    For GPT-2 architectures: tiny, char, gpt2 and its sizes. `AutoModelForCausalLM.from_pretrained("mine")` loads the
+    folder, and so does `--init-from` of evener. A fine-tuned model is written whole in fp32, or if it has LoRA adapters
+    these alone, for peft; --merge writes the whole model then.
     """
     import json
     from pathlib import Path

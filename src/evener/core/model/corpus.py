@@ -44,11 +44,8 @@ from evener.core.base.file_io import open_file, read_file
 from evener.core.base.shell import quote_word
 
 CORPUS_FORMAT = 1
-LOSS, BEGIN, TEXT = (
-    1,
-    2,
-    4,
-)  # bits of a token's flags: it carries loss; a sample begins; a long one is cut, not truncated
+# Bits of a token's flags: it carries loss; a sample begins with it; that sample is a text, to be cut, not truncated.
+LOSS, BEGIN, TEXT = 1, 2, 4
 TOKENIZERS = ("byte", "char", "bpe", "gpt2")
 SPLITS = ("train", "val")
 TOKENIZER_FILES = ("tokenizer.json", "meta.pkl")  # ours, nanoGPT's; its GPT-2 folders have none

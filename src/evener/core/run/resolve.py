@@ -18,6 +18,7 @@ from evener.core.model.pretrained import PretrainedModel, TrainedModel, read_pre
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
 from evener.core.run.roster import (
+    MICRO_BATCH_TOKENS,
     NO_SYNC,
     Roster,
     SyncSpec,
@@ -145,8 +146,8 @@ def _with_defaults(spec: RunSpec, shape: TrainedModel) -> RunSpec:
     elif train.lr is None and isinstance(shape, GPTShape):
         train = msgspec.structs.replace(train, lr=default_learning_rate(shape.width, train.batch * shape.block_size))
     if train.micro_batch is None and isinstance(shape, PretrainedModel):
-        num_sequences = MAX_MICRO_BATCH_LOGITS // (shape.vocab_size * shape.block_size)
-        train = msgspec.structs.replace(train, micro_batch=max(1, min(num_sequences, train.batch)))
+        num_tokens = min(MICRO_BATCH_TOKENS, MAX_MICRO_BATCH_LOGITS // shape.vocab_size)
+        train = msgspec.structs.replace(train, micro_batch=max(1, num_tokens // shape.block_size))
     spec = msgspec.structs.replace(spec, train=train)
     spec.check()  # --min-lr
     return spec
@@ -175,7 +176,8 @@ def pretrained_of_run(rundir: RunDir) -> tuple[Path, PretrainedModel] | None:
         return None
     spec = manifest.spec if plan is None or plan.spec is None else plan.spec  # the paths of this machine
     folder = spec.model.pretrained
-    assert folder is not None
+    if folder is None:
+        raise CheckpointError(f"{rundir}: damaged: its model is pretrained, and its spec names no folder of one")
     if read_pretrained(folder, manifest.shape.block_size, manifest.shape.lora_rank) != manifest.shape:
         raise UsageError(f"{folder}: not the model any more that {rundir} fine-tuned", hint="the model as it was then")
     return folder, manifest.shape
