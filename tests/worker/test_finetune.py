@@ -211,7 +211,9 @@ def evener(*words: object) -> int:
     return int(app([str(word) for word in words], standalone_mode=False) or 0)
 
 
-@pytest.mark.parametrize(("architecture", "lora"), [("gpt2", None), *exhaustively(("llama", 4), ("qwen2", 4))])
+@pytest.mark.parametrize(
+    ("architecture", "lora"), [("gpt2", None), *exhaustively(("llama", 4), ("qwen2", 4), ("gpt2", 4))]
+)
 def test_exported_model_has_the_logits_of_the_trained_one(places, finetune, tmp_path, architecture, lora):
     run = finetune("run", architecture, "--lr", "0.01", *(["--lora", str(lora)] if lora else []))
     trained = FineTunedCheckpoint(
