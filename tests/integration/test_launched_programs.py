@@ -380,6 +380,21 @@ def test_unchanged_program_takes_local_steps_between_exchanges(launch: Launch) -
 
 
 @exhaustive
+def test_local_steps_are_refused_beside_an_optimizer_that_shards(launch: Launch) -> None:
+    two = "[SGD([net.weight], 0.05, momentum=0.9), SGD([net.bias], 0.05, momentum=0.9)]"
+    one = "[dist.optim.ZeroRedundancyOptimizer([net.weight, net.bias], SGD, lr=0.05)]"
+    program = LOCAL_STEPS.replace(two, one)
+    program = program.replace("import copy", "import copy, torch.distributed.optim")
+    status, text = launch.run(program=program, flags=("--ranks", "2", "--sync", "diloco:5"))
+    assert status == 0, text
+    assert "--sync diloco:5 has no effect on a DDP model: the program's ZeroRedundancyOptimizer" in " ".join(
+        text.split()
+    )
+    ended = [torch.load(launch.folder / f"end-{rank}.pt") for rank in (0, 1)]
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
+
+
+@exhaustive
 def test_packed_gradients_of_unchanged_program_are_exact(launch: Launch) -> None:
     losses = {}
     for sync in ("ddp", "packed"):

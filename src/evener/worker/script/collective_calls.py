@@ -172,6 +172,7 @@ class ProgramSync:
         self._sync, self._measurement = sync, measurement
         self._local_steps: weakref.WeakKeyDictionary[Any, LocalSteps] = weakref.WeakKeyDictionary()  # by DDP model
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._zero_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def update_changes(self) -> dict[str, ModuleChange]:
         """Return what to change in the modules of torch that update a model, when each is imported."""
@@ -183,9 +184,17 @@ class ProgramSync:
             scaler = grad_scaler.GradScaler
             scaler.__init__ = collect_instances(scaler.__init__, self._scalers)
 
+        def change_zero(zero: ModuleType) -> None:
+            optimizer = zero.ZeroRedundancyOptimizer
+            optimizer.__init__ = collect_instances(optimizer.__init__, self._zero_optimizers)
+
         if not self._sync.drifts:
             return {}
-        return {"torch.optim.optimizer": change_optimizer, "torch.amp.grad_scaler": change_scaler}
+        return {
+            "torch.optim.optimizer": change_optimizer,
+            "torch.amp.grad_scaler": change_scaler,
+            "torch.distributed.optim.zero_redundancy_optimizer": change_zero,
+        }
 
     def change_ddp(self, distributed: ModuleType) -> None:
         """Have DDP models of torch.nn.parallel.distributed make their hook before their first pass in training."""
@@ -241,7 +250,8 @@ class ProgramSync:
         from evener.worker.script.program_sync import LocalSteps, as_function, make_synchronizer
 
         has_scaler = any(scaler.is_enabled() for scaler in self._scalers)
-        made = make_synchronizer(model, self._sync, self._measurement, has_scaler=has_scaler)
+        has_zero = len(self._zero_optimizers) > 0
+        made = make_synchronizer(model, self._sync, self._measurement, has_scaler=has_scaler, has_zero=has_zero)
         if isinstance(made, LocalSteps):
             self._local_steps[model] = made
         return made and as_function(made)

@@ -107,8 +107,8 @@ class CompressionHook:
 class LocalSteps:
     """Local steps of one DDP model between exchanges of its weights, by DiLoCo.
 
-    A step ends with the update by which an optimizer has changed all trainable parameters of the model, or, with
-    several optimizers, before the forward pass that follows the updates.
+    A step ends when optimizers have updated all trainable parameters of the model, or at the latest before the forward
+    pass that follows an update.
     """
 
     def __init__(self, model: Any, sync: SyncSpec, measurement: StepMeasurement | None) -> None:
@@ -120,7 +120,7 @@ class LocalSteps:
         # DDP has made the weights equal, and exchanges no others even if they are unfrozen later.
         self._diloco.wrap(nn.ParameterList(trainable), all_params_used=True, is_under_way=True)
         self._trainable = {id(parameter) for parameter in trainable}
-        self._is_pass_over = self._has_update = False  # of the present step
+        self._is_pass_over, self._updated = False, set[int]()  # of the present step: ids of tensors
         self._num_steps = 0
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -130,16 +130,16 @@ class LocalSteps:
 
     def after_update(self, optimizer: Any) -> None:
         """Note an update of an optimizer."""
-        updated = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]} & self._trainable
-        self._has_update = self._has_update or bool(updated)
-        if updated == self._trainable:
+        tensors = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+        self._updated |= tensors & self._trainable
+        if self._updated == self._trainable:
             self.end_step()
 
     def end_step(self) -> None:
         """End a step, if an update has followed the newest backward pass; every H-th one exchanges the weights."""
-        if not (self._is_pass_over and self._has_update):
+        if not (self._is_pass_over and self._updated):
             return
-        self._is_pass_over = self._has_update = False
+        self._is_pass_over, self._updated = False, set()
         self._diloco.after_optimizer_step(1.0, float(self._group.world_size))  # as in DDP, each rank counts the same
         self._diloco.after_step(self._num_steps)
         self._num_steps += 1
@@ -155,11 +155,12 @@ class LocalSteps:
 
 
 def make_synchronizer(
-    model: Any, sync: SyncSpec, measurement: StepMeasurement | None, *, has_scaler: bool
+    model: Any, sync: SyncSpec, measurement: StepMeasurement | None, *, has_scaler: bool, has_zero: bool
 ) -> CompressionHook | LocalSteps | None:
     """Return what synchronizes a DDP model; None, with a warning, if the strategy does not fit it.
 
-    `has_scaler`: a GradScaler of the program's may skip an update.
+    `has_scaler`: a GradScaler of the program's may skip an update. `has_zero`: a ZeroRedundancyOptimizer updates each
+    tensor on one rank.
     """
     problem = ""
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in model.parameters()):
@@ -168,6 +169,8 @@ def make_synchronizer(
         problem = "its process group is a part of the ranks"
     elif sync.drifts and has_scaler:
         problem = "the program's GradScaler would skip updates on one rank and not on another"
+    elif sync.drifts and has_zero:
+        problem = "the program's ZeroRedundancyOptimizer updates each tensor with the gradients of one rank"
     if problem:
         warn(f"--sync {sync} has no effect on a DDP model: {problem}", hint="its gradients are summed by DDP itself")
         return None
