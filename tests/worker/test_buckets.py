@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from evener.core.model.shape import preset_shape
+from evener.plan.cost.cost_model import BACKWARD_FRACTION
 from evener.plan.cost.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, gradient_tensors
 from evener.worker.rank import torch_private
 
@@ -44,9 +45,8 @@ shares = []
 for step in range(6):
     seen.clear()
     tokens = torch.randint(shape.vocab_size, (4, 64))
-    loss = model(tokens, tokens)
     began = time.process_time()
-    loss.backward()
+    model(tokens, tokens).backward()
     took_s = time.process_time() - began
     shares.append([(at - began) / took_s for _, at in seen])
 print(json.dumps({"sizes": [size for size, _ in seen], "ready": [sorted(of)[2] for of in zip(*shares[2:])]}))
@@ -63,7 +63,9 @@ def test_buckets_and_ready_times_match_ddp(run_script, name, vocab_size, num_lay
     found = json.loads(done.stdout)
     expected = bucket_sizes(gradient_tensors(preset_shape(name, vocab_size, 64, num_layers=num_layers)), most_bytes)
     assert found["sizes"] == [size for size, _ in expected]
-    assert found["ready"] == pytest.approx([ready for _, ready in expected], abs=0.15)  # of backward's time, by FLOPs
+    # Of the time of forward and backward, by FLOPs: on a CPU the head's backward is a part of forward.
+    in_pass = [1 - (1 - ready) * BACKWARD_FRACTION for _, ready in expected]
+    assert found["ready"] == pytest.approx(in_pass, abs=0.1)
 
 
 OF_A_PROGRAM = """

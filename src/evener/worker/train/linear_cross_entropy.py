@@ -27,6 +27,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if not torch.is_grad_enabled():  # autograd functions are told nothing of it
+        x, weight = x.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(x, weight, targets, dtype)  # type: ignore[no-untyped-call]
     return loss
 
