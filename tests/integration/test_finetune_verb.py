@@ -130,6 +130,7 @@ def test_corpus_of_another_tokenizer_is_refused(tmp_path, cache):
         (["--sync", "int8+sparse"], "no lookup-only embedding table"),
         (["--epochs", "2", "--steps", "3"], "--epochs 2: --steps says"),
         (["--init-from", "x"], "--init-from: --model hf:"),
+        (["--ranks", "2", "--sync", "fsdp"], "--sync fsdp: a model that is fine-tuned is whole on every rank"),
     ],
 )
 def test_flags_that_do_not_fit_a_pretrained_model_are_refused(tmp_path, args, error):

@@ -63,7 +63,7 @@ def leave_a_pickle(folder: Path) -> None:
 
 
 def leave_adapters(folder: Path) -> None:
-    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "adapter_config.json").write_text("{}")
 
 
 def name_a_file_elsewhere(folder: Path) -> None:
@@ -74,14 +74,20 @@ def cut_the_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x20\0\0\0\0\0\0\0{")
 
 
+def end_the_weights_early(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+
+
 @pytest.mark.parametrize(
     ("break_it", "error", "hint"),
     [
         (leave_a_pickle, "its weights are a pickle, pytorch_model.bin", "if you trust it: python -c"),
         (remove_weights, "model.safetensors is not there", "download"),
-        (leave_adapters, "it holds LoRA adapters, not a model", "they belong to"),
+        (leave_adapters, "it holds LoRA adapters", "the model alone"),
         (name_a_file_elsewhere, "../model.safetensors is not there", "download"),
         (cut_the_weights, "not a safetensors file", "download"),
+        (end_the_weights_early, "not a safetensors file: it has ", "download"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json: No such file", "AutoTokenizer"),
         (lambda folder: (folder / "config.json").unlink(), "not a model of transformers: config.json", ""),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is not that of a model", ""),

@@ -15,6 +15,8 @@ from evener.corpus.samples import pack_rows, read_samples, rows_of
 
 SAMPLES = [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0], [0, 1, 0, 1, 1, 1, 1, 1]]  # which tokens carry loss
 
+MODEL = Path("no-model")
+
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
@@ -59,7 +61,7 @@ def test_records_of_all_formats_are_read(tmp_path):
     rows = [chat, {"prompt": "a", "completion": "b"}, {"text": "t"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
     (tmp_path / "plain.txt").write_text("words")
-    records = [record for _, record in read_records([tmp_path / "rows.jsonl", tmp_path / "plain.txt"], None)]
+    records = [record for _, record in read_records([tmp_path / "rows.jsonl", tmp_path / "plain.txt"], None, MODEL)]
     messages = [Message(role="user", content="hi"), Message(role="assistant", content="ho")]
     assert records == [Chat(messages=messages), Completion(prompt="a", completion="b"), Text(text="t"),
                        Text(text="words")]  # fmt: skip
@@ -74,6 +76,7 @@ def test_records_of_all_formats_are_read(tmp_path):
         ('{"messages": "hi"}', "Expected `array`"),
         ('{"messages": [{"role": "user", "content": "a", "weight": 0}]}', "unknown field `weight`"),
         ('{"prompt": "a"}', "neither messages, nor prompt and completion, nor text; its keys: prompt"),
+        ('{"messages": [], "tools": [{"type": "function"}]}', "Expected `null`, got `array` - at `$.tools`"),
         ('{"text": 3}', "Expected `str`"),
         ('{"prompt": "a", "completion": null}', "Expected `str`"),
     ],
@@ -82,7 +85,7 @@ def test_malformed_row_is_named_by_its_line(tmp_path, line, error):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")
     with pytest.raises(DataError) as raised:
-        list(read_records([path], None))
+        list(read_records([path], None, MODEL))
     assert str(raised.value).startswith(f"{path}, line 3: ")
     assert error in str(raised.value)
 
@@ -90,4 +93,23 @@ def test_malformed_row_is_named_by_its_line(tmp_path, line, error):
 def test_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF\0\0\xff")
     with pytest.raises(DataError, match=r"neither \.jsonl nor text in UTF-8"):
-        list(read_records([tmp_path / "model.gguf"], None))
+        list(read_records([tmp_path / "model.gguf"], None, MODEL))
+    (tmp_path / "late.txt").write_bytes(b"a" * 70_000 + b"\xff")
+    with pytest.raises(DataError, match=r"late\.txt: not text in UTF-8: invalid start byte at byte 70000"):
+        list(read_records([tmp_path / "late.txt"], None, MODEL))
+
+
+@pytest.mark.parametrize("name", ["table.csv", "chats.json", "rows.parquet"])
+def test_table_is_not_trained_on_as_text(tmp_path, name):
+    (tmp_path / name).write_text("prompt,completion\na,b\n")
+    with pytest.raises(DataError, match=r"rows to fine-tune on are read from \.jsonl"):
+        list(read_records([tmp_path], "completion", MODEL))
+
+
+def test_runs_and_the_model_are_no_texts(tmp_path):
+    (tmp_path / "plain.txt").write_text("words")
+    for folder, name in (("run", "manifest.json"), ("run", "events.jsonl"), ("model", "config.json")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text('{"step": 1}')
+    records = [record for _, record in read_records([tmp_path], None, tmp_path / "model")]
+    assert records == [Text(text="words")]

@@ -76,7 +76,7 @@ def test_mask_equals_that_of_transformers_generation_mark(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "marked")
     plain, marked = SampleTokenizer(tmp_path / "plain"), SampleTokenizer(tmp_path / "marked")
     rows = [json.loads(line)["messages"] for line in chats.read_text().splitlines()]
-    for messages, (where, record) in zip(rows, read_records([chats], None), strict=True):
+    for messages, (where, record) in zip(rows, read_records([chats], None, tmp_path / "plain"), strict=True):
         theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         for ours in (plain, marked):
             (sample,) = ours.samples(where, record)
@@ -120,6 +120,26 @@ def test_template_that_fails_is_named_with_its_line(tmp_path):
     make_tokenizer(tmp_path, FAILING)
     with pytest.raises(DataError, match=r"^row 7: the chat template of .*: roles must alternate$"):
         tokenize(tmp_path, chat("a", "b"))
+
+
+def test_greeting_carries_no_loss_and_a_chat_without_messages_is_refused(tmp_path):
+    make_tokenizer(tmp_path)
+    greeted = Chat(messages=[Message(role="assistant", content="welcome"), *chat("a", "b").messages])
+    ((_, of_greeted),), ((_, of_chat),) = tokenize(tmp_path, greeted), tokenize(tmp_path, chat("a", "b"))
+    assert of_greeted == of_chat
+    with pytest.raises(DataError, match="the chat has no message"):
+        tokenize(tmp_path, Chat(messages=[]))
+
+
+@pytest.mark.parametrize("padding", [None, {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+                                            "pad_id": 0, "pad_type_id": 0, "pad_token": "<|pad|>"}])  # fmt: skip
+def test_truncation_and_padding_that_a_tokenizer_stores_do_not_apply(tmp_path, padding):
+    make_tokenizer(tmp_path)
+    path, text = tmp_path / "tokenizer.json", Text(text="word " * 50)
+    before = tokenize(tmp_path, text)
+    cut = {"max_length": 8, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": cut, "padding": padding}))
+    assert tokenize(tmp_path, text) == before
 
 
 def test_chat_for_a_model_without_a_template_is_refused(tmp_path):

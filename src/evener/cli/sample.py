@@ -79,9 +79,16 @@ def continue_texts(
     how = {"num_tokens": num_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     if (pretrained := pretrained_of_run(rundir)) is not None:
         trained = {"checkpoint": str(checkpoint), "model": str(pretrained[0]), "lora_rank": pretrained[1].lora_rank}
-        lines = (json.dumps({"prompt": prompt, "is_chat": manifest.corpus.is_chat, **how}) for prompt in prompts)
+        is_chat = manifest.corpus.is_chat
+
+        def lines() -> Iterator[str]:
+            for prompt in prompts:
+                if not prompt:
+                    raise UsageError("--prompt: is empty")
+                yield json.dumps({"prompt": prompt, "is_chat": is_chat, **how})
+
         text = ""
-        for line in program_lines("evener.worker.finetune.generate", json.dumps(trained), inputs=lines):
+        for line in program_lines("evener.worker.finetune.generate", json.dumps(trained), inputs=lines()):
             text = json.loads(line) if line else text
             yield text, not line
         return

@@ -76,6 +76,8 @@ def prepared_samples(paths: Sequence[str], spec: RunSpec, tokenizer: str | None,
     else:
         for path in paths:
             _check_exists(path)
+            if path == STDIN:
+                raise UsageError("-: what is fine-tuned on is read from files", hint="a .jsonl file")
         folder = samples_folder(paths, column, model)
         if not is_prepared(folder):
             print_status(f"{', '.join(paths)}: encoding with the tokenizer of {model}")

@@ -23,9 +23,11 @@ from evener.core.base.decoding import from_builtins, json_decoder
 from evener.core.base.errors import DataError
 from evener.core.base.file_io import open_file
 from evener.corpus.documents import find_documents
+from evener.corpus.text_cache import is_no_text
 from evener.corpus.text_sources import DEFAULT_COLUMN, is_text
 
 ROWS = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".json")  # never trained on as the text that they are written in
 FORMATS_HINT = (
     'a row is {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, '
     '{"prompt": "…", "completion": "…"} or {"text": "…"}'
@@ -40,9 +42,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation."""
+    """A conversation; without definitions of tools, which the template would have to show."""
 
     messages: list[Message]
+    tools: None = None
+    functions: None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,18 +65,32 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
 Record = Chat | Completion | Text
 
 
-def read_records(paths: list[Path], column: str | None) -> Iterator[tuple[str, Record]]:
-    """Yield (where it is, record) of all rows and texts. Raise DataError, which names the line, for a malformed one."""
+def read_records(paths: list[Path], column: str | None, model: Path) -> Iterator[tuple[str, Record]]:
+    """Yield (where it is, record) of all rows and texts, without folders of evener and that of the model.
+
+    Raise DataError, which names the line, for a malformed one.
+    """
     for path in paths:
-        for document in find_documents([path], skip=lambda folder: False):
+        for document in find_documents([path], skip=lambda folder: is_no_text(folder, model)):
             file = document.source
             assert isinstance(file, Path)
             if file.suffix.lower() in ROWS:
                 yield from _read_rows(file, column or DEFAULT_COLUMN)
+            elif file.suffix.lower() in TABLES:
+                raise DataError(f"{file}: rows to fine-tune on are read from .jsonl", hint=FORMATS_HINT)
             elif is_text(file):
-                yield str(file), Text(text=file.read_text(encoding="utf-8-sig"))
+                yield str(file), Text(text=_read_text(file))
             elif file == path:
                 raise DataError(f"{file}: neither .jsonl nor text in UTF-8", hint=FORMATS_HINT)
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not text in UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}") from None
 
 
 def _read_rows(path: Path, column: str) -> Iterator[tuple[str, Record]]:

@@ -102,7 +102,7 @@ def prepare_texts(
 def samples_folder(paths: Sequence[str | os.PathLike[str]], column: str | None, model: Path) -> Path:
     """Return the cached folder of these chats and texts in a pretrained model's tokens; it may not exist yet."""
     digest = hashlib.sha256(f"{SAMPLES_FORMAT} {column}".encode())
-    documents = find_documents(paths, skip=_is_of_evener)
+    documents = find_documents(paths, skip=lambda folder: is_no_text(folder, model))
     for file in [*(document.source for document in documents), *(model / name for name in TOKENIZER_FILES)]:
         assert isinstance(file, Path)
         if file.is_file():
@@ -128,6 +128,11 @@ def _is_of_evener(folder: Path) -> bool:
     is_cache = folder.resolve() == cache_folder().resolve()
     is_run = (folder / "manifest.json").is_file() and (folder / "events.jsonl").is_file()
     return is_cache or is_run or is_prepared(folder)
+
+
+def is_no_text(folder: Path, model: Path) -> bool:
+    """Return whether a folder is the model's, or one of evener's."""
+    return folder.resolve() == model.resolve() or _is_of_evener(folder)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -82,6 +82,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str
     shape: list[int]
+    data_offsets: tuple[int, int]  # in the file, behind the header
 
 
 def require_libraries() -> None:
@@ -129,8 +130,8 @@ def _read_config(folder: Path) -> PretrainedConfig:
             f"{flag}: no such folder",
             hint="what save_pretrained of transformers wrote, or `hf download NAME --local-dir FOLDER` downloaded",
         )
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise UsageError(f"{flag}: it holds LoRA adapters, not a model", hint="the folder of the model they belong to")
+    if (folder / "adapter_config.json").exists():  # transformers would add them to the model
+        raise UsageError(f"{flag}: it holds LoRA adapters", hint="a folder that holds the model alone")
     try:
         config = from_json(read_file(folder / "config.json"), PretrainedConfig)
     except OSError as error:
@@ -187,7 +188,11 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
                 raise ValueError("its header is too long")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        return from_json(msgspec.json.encode(header), dict[str, StoredTensor])
+        tensors = from_json(msgspec.json.encode(header), dict[str, StoredTensor])
+        expected = 8 + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
+        if (found := path.stat().st_size) != expected:
+            raise ValueError(f"it has {found} bytes of {expected}")
+        return tensors
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, AttributeError, msgspec.MsgspecError) as error:

@@ -178,7 +178,7 @@ def pretrained_of_run(rundir: RunDir) -> tuple[Path, PretrainedModel] | None:
     folder = spec.model.pretrained
     if folder is None:
         raise CheckpointError(f"{rundir}: damaged: its model is pretrained, and its spec names no folder of one")
-    if read_pretrained(folder, manifest.shape.block_size, manifest.shape.lora_rank) != manifest.shape:
+    if not _is_same_model(read_pretrained(folder, manifest.shape.block_size, manifest.shape.lora_rank), manifest.shape):
         raise UsageError(f"{folder}: not the model any more that {rundir} fine-tuned", hint="the model as it was then")
     return folder, manifest.shape
 
@@ -227,6 +227,10 @@ def check_sync_for_shape(sync: SyncSpec, shape: ModelShape | PretrainedModel) ->
     """Raise UsageError if a sync strategy would save nothing in a model of this shape, or is none for a program."""
     if isinstance(shape, ProgramModel):
         check_sync_of_program(sync)
+    if isinstance(shape, PretrainedModel) and sync.is_sharded:
+        raise UsageError(
+            f"--sync {sync}: a model that is fine-tuned is whole on every rank", hint="--sync ddp, or auto"
+        )
     if not isinstance(shape, GPTShape):
         shortest = max((min(tensor.rows, tensor.columns) for tensor in shape.gradients), default=0)
         check_sync_is_useful(sync, has_sparse_embeddings=False, is_low_rank_smaller=shortest > 2 * sync.rank)
@@ -299,9 +303,16 @@ def _newest_checkpoint(rundir: RunDir, spec: RunSpec) -> Checkpoint:
     return checkpoint
 
 
+def _is_same_model(shape: TrainedModel | None, other: TrainedModel | None) -> bool:
+    """Return whether two models are the same; the folder of a pretrained one may have another name."""
+    if isinstance(shape, PretrainedModel) and isinstance(other, PretrainedModel):
+        shape = msgspec.structs.replace(shape, name=other.name)
+    return shape == other
+
+
 def _check_fits(rundir: RunDir, shape: TrainedModel, corpus: Corpus, spec: RunSpec) -> None:
     manifest = rundir.manifest()
-    if manifest.shape != shape:
+    if not _is_same_model(shape, manifest.shape):
         raise CheckpointError(f"{rundir}: its model has another shape than {spec.model.model} with these flags")
     if manifest.corpus is not None and manifest.corpus.tokenizer_hash != corpus.tokenizer_hash:
         raise CheckpointError(

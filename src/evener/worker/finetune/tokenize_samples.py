@@ -69,7 +69,7 @@ def chat_texts(messages: list[Message], render: Render) -> list[tuple[str, list[
     """
     answers = []
     for i, message in enumerate(messages):
-        if message.role == "assistant":
+        if message.role == "assistant" and i > 0:  # a greeting answers nothing
             prompt, answered = render(messages[:i], True), render(messages[: i + 1], False)
             if not answered.startswith(prompt):
                 raise DataError("the chat template does not put the answer behind its generation prompt")
@@ -95,7 +95,7 @@ class SampleTokenizer:
         if isinstance(record, Chat):
             try:
                 yield from self._chat_samples(record.messages)
-            except (jinja2.TemplateError, TypeError, ValueError, KeyError, DataError) as error:
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, DataError) as error:
                 raise DataError(f"{where}: the chat template of {self._folder}: {error}") from None
         elif isinstance(record, Completion):
             # Each alone, as the prompt is when the model is to complete it.
@@ -114,6 +114,8 @@ class SampleTokenizer:
         return [] if eos is None else [eos]
 
     def _chat_samples(self, messages: list[Message]) -> Iterator[Sample]:
+        if not messages:
+            raise DataError("the chat has no message")
         if self._tokenizer.chat_template is None:
             raise DataError("it has none: it is no model for chats; take prompts with completions, or another model")
         if self._marks_answers:
@@ -135,8 +137,11 @@ class SampleTokenizer:
 
 
 def _without_trimmed_offsets(engine: Tokenizer) -> Tokenizer:
-    """Return a tokenizer whose tokens lie where their text does: GPT-2's gives white space no width."""
-    state = json.loads(engine.to_str())
+    """Return a tokenizer whose tokens lie where their text does: GPT-2's gives white space no width.
+
+    It neither cuts nor pads, as some files ask for.
+    """
+    state = json.loads(engine.to_str()) | {"truncation": None, "padding": None}
     for part in (post := state.get("post_processor") or {}, *post.get("processors", [])):
         if "trim_offsets" in part:
             part["trim_offsets"] = False
@@ -175,7 +180,7 @@ def prepare_samples(request: SamplesRequest) -> None:
     tokenizer = SampleTokenizer(folder)
     paths = list(map(Path, request.paths))
     found, num_chats = [], 0
-    for where, record in read_records(paths, request.column):
+    for where, record in read_records(paths, request.column, folder):
         found.append([sample for sample in tokenizer.samples(where, record) if len(sample.ids)])
         num_chats += isinstance(record, Chat)
     splits = split_records([samples for samples in found if samples])
