@@ -189,6 +189,7 @@ def test_what_looks_like_a_mistake_gives_no_finding(launch: Launch) -> None:
     assert "warning" not in text
 
 
+@exhaustive
 def test_right_program_gives_no_finding(launch: Launch) -> None:
     status, text = launch.run(program=RIGHT)
     assert status == 0, text
