@@ -20,6 +20,7 @@ from evener.core.run.roster import RankSlot
 from evener.core.run.run_plan import Plan, write_plan
 from evener.core.run.run_spec import RunSpec, TrainSpec
 from evener.core.run.rundir import RunDir
+from evener.core.run.runwriter import RunWriter
 from evener.report.draw.run_charts import comparison_charts
 from evener.report.pages import compare_runs
 from evener.report.read.recorded_run import read_recorded_run
@@ -54,6 +55,28 @@ def test_comparison_lists_only_differing_settings(place):
     assert dict(compare_runs.differences(both())) == {
         "--lr": ["0.0003", "0.01"], "sync strategy": ["none", "ddp"], "processes": ["1", "2"],
     }  # fmt: skip
+
+
+def test_programs_of_ones_own_differ_in_words_and_ranks(place):
+    runs = [RunDir(place / "runs" / name).manifest() for name in ("one", "two")]
+    for i, run in enumerate(runs):
+        runs[i] = msgspec.structs.replace(run, program="train.py", argv=["train.py", str(i)])
+    rows = dict(compare_runs.setting_differences(runs))
+    assert rows["program"] == ["train.py 0", "train.py 1"]
+    assert "--sync" not in rows
+
+
+def test_batches_of_other_numbers_of_ranks_are_not_compared(place):
+    """A rank's part of a step counts as one batch: two ranks may halve it."""
+    for name in ("one", "two"):
+        manifest = RunDir(place / "runs" / name).manifest()
+        manifest = msgspec.structs.replace(manifest, program="train.py", argv=["train.py"], unit="batches",
+                                          shape=None)  # fmt: skip
+        RunWriter(place / "runs" / name).write_manifest(manifest)
+    assert not any("fastest" in sentence for sentence in compare_runs.explain_comparison(both()))
+    rows = dict(compare_runs.outcome_rows(both()))
+    assert "batches/s" in rows
+    assert "  × the first" not in rows
 
 
 def test_setting_that_changes_no_speed_crowns_no_run(tmp_path, monkeypatch):

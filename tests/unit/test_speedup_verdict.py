@@ -149,7 +149,7 @@ def test_program_that_mostly_exchanges_is_told_a_strategy(told):
     _, run = told(500.0, 500.0, bandwidth_Bps=1e6)
     found = of_program(run)
     assert (found.hint, found.command) == (
-        "It may be faster with a quarter of the bytes, for DistributedDataParallel",
+        "It may be faster with a quarter of the bytes, for DistributedDataParallel and in reduce-scatters",
         "evener launch --sync int8 -- x.py --lr 1",
     )  # fmt: skip
 

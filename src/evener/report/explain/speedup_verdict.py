@@ -127,7 +127,7 @@ def _faster_launch(summary: RunSummary) -> tuple[str, str]:
         hints.append("batches divided by speed, for a DistributedSampler, accelerate or the Trainer")
     if exposed > MIN_LOST_SHARE and manifest.roster.sync.kind == "ddp":
         flags += ["--sync", "int8"]
-        hints.append("a quarter of the bytes, for DistributedDataParallel")
+        hints.append("a quarter of the bytes, for DistributedDataParallel and in reduce-scatters")
     if not flags:
         return "", ""
     return f"It may be faster with {join_names(hints)}", _launch_command(summary, flags)

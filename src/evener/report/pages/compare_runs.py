@@ -86,7 +86,7 @@ def setting_differences(manifests: Sequence[Manifest]) -> ComparisonRows:
     }
     flag_of = {"sync strategy": "--sync", "processes": "--ranks", "threads": "--threads"}
     for name, flag in flag_of.items():
-        if list(map(str, actual[name])) == list(map(str, requested[flag])):
+        if flag in requested and list(map(str, actual[name])) == list(map(str, requested[flag])):
             del actual[name]
     rows = requested | actual
     return [
@@ -108,6 +108,7 @@ def outcome_rows(runs: Runs) -> ComparisonRows:
     """Return the result rows: losses, throughput, step breakdown, memory, cost."""
     recorded = list(runs.values())
     base = recorded[0].summary
+    unit = join_names(list(dict.fromkeys(run.summary.unit for run in recorded)))
 
     def row(name: str, cell: run_tables.Cell) -> tuple[str, list[str]]:
         return name, [cell(run.summary, base) for run in recorded]
@@ -117,12 +118,12 @@ def outcome_rows(runs: Runs) -> ComparisonRows:
     rows: ComparisonRows = [
         ("state", [run.state for run in recorded]),
         ("steps", [f"{run.summary.num_steps:,}" for run in recorded]),
-        ("tokens read", [format_count(run.summary.tokens_read) for run in recorded]),
+        (f"{unit} read", [format_count(run.summary.tokens_read) for run in recorded]),
         ("loss", [loss_cell(run.summary.last_loss) for run in recorded]),
         ("validation loss", [loss_cell(run.val_losses[-1][1] if run.val_losses else None) for run in recorded]),
         ("  the best", [loss_cell(run.best_val_loss) for run in recorded]),
-        row("tokens/s", run_tables.tokens_per_s_cell),
-        *([row("  × the first", run_tables.speedup_cell)] if len(recorded) > 1 else []),
+        row(f"{unit}/s", run_tables.tokens_per_s_cell),
+        *([row("  × the first", run_tables.speedup_cell)] if len(recorded) > 1 and are_rates_comparable(runs) else []),
         row("step", run_tables.step_cell),
         *([row("  predicted", run_tables.predicted_cell)] if any(run.summary.predicted for run in recorded) else []),
         *(row(f"  {name}", run_tables.phase_cell(phase)) for phase, name in PHASE_NAMES.items()),
@@ -159,13 +160,21 @@ def energy_and_price(
             hours * sum(prices) if len(prices) == len(hosts) else None)  # fmt: skip
 
 
+def are_rates_comparable(runs: Runs) -> bool:
+    """Return whether all runs count the same. A batch, where samples were not seen, is a rank's part of a step, which
+    another number of ranks may divide otherwise.
+    """
+    summaries = [run.summary for run in runs.values()]
+    units, sizes = {summary.unit for summary in summaries}, {summary.manifest.world_size for summary in summaries}
+    return len(units) == 1 and ("batches" not in units or len(sizes) == 1)
+
+
 def explain_comparison(runs: Runs) -> list[str]:
     """Return sentences: which run is the fastest, which has the lowest loss, and whether they are comparable."""
     sentences = []
     rates = {label: run.summary.tokens_per_s for label, run in runs.items() if run.summary.tokens_per_s}
-    units = {run.summary.unit for run in runs.values()}
-    if len(rates) > 1 and len(units) == 1:
-        unit = units.pop()
+    if len(rates) > 1 and are_rates_comparable(runs):
+        unit = next(iter(runs.values())).summary.unit
         fastest, slowest = max(rates, key=lambda label: rates[label]), min(rates, key=lambda label: rates[label])
         ratio = rates[fastest] / rates[slowest]
         differ = [name for name, _ in setting_differences(_manifests(runs))]
