@@ -8,7 +8,7 @@
 # make bench  measure; with NANOGPT=FOLDER, a checkout of https://github.com/karpathy/nanoGPT, beside that too
 PYTHON ?= python3
 BIN := .venv/bin
-# One worker a core: for tests that do not wait more are no faster, as loading torch keeps all cores busy.
+# One worker a core for pure tests. Others wait for time-outs and processes: one worker more keeps the cores busy.
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := --dist worksteal -n
@@ -28,9 +28,8 @@ unit: .venv/tools
 	$(PYTEST) $(PARALLEL) $(WORKERS) tests/unit src --ignore=src/evener/worker
 
 test: check
-	$(PYTEST) $(PARALLEL) $(WORKERS) tests src/evener/worker --ignore=tests/unit
+	$(PYTEST) $(PARALLEL) $$(($(WORKERS) + 1)) tests src/evener/worker --ignore=tests/unit
 
-# Its tests wait for time-outs and lost links: one worker more than cores keeps the cores busy meanwhile.
 test-all: lint
 	$(BIN)/mypy --python-version 3.14
 	$(PYTEST) $(PARALLEL) $$(($(WORKERS) + 1)) --exhaustive -m 'not alone'

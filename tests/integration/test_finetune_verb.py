@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from ..in_process import run_verb
 from ..pretrained import make_chats, make_model
@@ -150,3 +153,20 @@ def test_missing_extra_is_named(tmp_path, monkeypatch):
 def test_epochs_are_for_pretrained_models(tmp_path):
     (tmp_path / "my.txt").write_text("a text of one's own. " * 100)
     assert "--epochs 2: only for --model hf:FOLDER" in refused(tmp_path, "my.txt", "--epochs", "2")[0]
+
+
+@exhaustive
+def test_walk_of_the_guide_ends_with_a_model_that_transformers_loads(tmp_path):
+    root = Path(__file__).parents[2]
+    for name in ("README.md", "docs/reference/cli.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((root / name).read_text())
+    blocks = re.findall(r"```console\n(.*?)```", (root / "docs/guides/fine-tune.md").read_text(), re.DOTALL)
+    (walk,) = [block for block in blocks if "runs/base" in block]
+    commands = "\n".join(line[2:] for line in walk.splitlines())
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-euc", commands], cwd=tmp_path, env=env, capture_output=True, text=True,
+                          timeout=170, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/tuned/model")
+    assert model.num_parameters() > 0
