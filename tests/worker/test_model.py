@@ -26,6 +26,7 @@ from evener.worker.train.model import (
     causal_attention,
     rotary_angles,
 )
+from evener.worker.train.optim import param_groups
 
 from ..tiers import exhaustive
 
@@ -103,12 +104,12 @@ def test_weights_initialize_like_gpt2():
 
 def test_weight_decay_applies_to_matrices_but_not_to_vectors():
     model = build(small("gpt2"))
-    decayed, rest = model.param_groups(0.1)
+    decayed, rest = param_groups(model, 0.1)
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in rest["params"]} == {1}
     assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
-    assert len(build(small("d4")).param_groups(0.1)) == 1  # it has no vectors
+    assert len(param_groups(build(small("d4")), 0.1)) == 1  # it has no vectors
 
 
 def test_invalid_shape_is_refused():

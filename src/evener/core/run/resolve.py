@@ -64,7 +64,7 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_size(self) -> tuple[int, str]:
-        """What a step counts, and its unit: tokens, or sequences for a pretrained model, as their lengths differ."""
+        """Return what a step counts, and its unit: tokens; of a pretrained model sequences, as their lengths differ."""
         batch = self.spec.train.batch
         return (batch * self.shape.block_size, "tokens") if isinstance(self.shape, GPTShape) else (batch, "sequences")
 

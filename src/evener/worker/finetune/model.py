@@ -57,13 +57,6 @@ class FineTunedModel(nn.Module):
         logits: Tensor = self.base_models[0](input_ids=tokens, **accepted, use_cache=False).logits
         return logits if "logits_to_keep" in accepted else logits[:, kept]
 
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not."""
-        matrices = [p for p in self.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
-
     def train(self, mode: bool = True) -> Self:
         self.base_models[0].train(mode)
         return super().train(mode)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,13 +105,6 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (B, T, V) of features (B, T, C)."""
         return F.linear(x, self.head_weight)
-
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not (nanoGPT's rule)."""
-        matrices = [p for p in self.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
 
     def compile_blocks(self) -> None:
         """Compile each block with torch.compile: equal blocks share one compilation.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch import nn
 
 from evener.core.run.run_spec import TrainSpec
-from evener.worker.finetune.model import FineTunedModel
-from evener.worker.train.model import GPT
 
 MIN_WARMUP = 100  # steps: a short run whose learning rate rises faster ends higher, by a tenth (docs/log)
 
@@ -31,11 +31,18 @@ def learning_rate(step: int, spec: TrainSpec) -> float:
     return min_lr + (peak - min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def adamw(model: GPT | FineTunedModel, spec: TrainSpec) -> torch.optim.AdamW:
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups for an optimizer: matrices decay; vectors (biases and norms) do not (nanoGPT's rule)."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(model: nn.Module, spec: TrainSpec) -> torch.optim.AdamW:
     """Return a fused AdamW that decays matrices but not vectors."""
-    return torch.optim.AdamW(
-        model.param_groups(spec.weight_decay), lr=spec.peak_lr, betas=(spec.beta1, spec.beta2), fused=True
-    )
+    groups = param_groups(model, spec.weight_decay)
+    return torch.optim.AdamW(groups, lr=spec.peak_lr, betas=(spec.beta1, spec.beta2), fused=True)
 
 
 def set_hyperparameters(optimizer: torch.optim.AdamW, step: int, spec: TrainSpec) -> None:
