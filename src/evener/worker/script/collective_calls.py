@@ -249,9 +249,12 @@ class ProgramSync:
             return None
         from evener.worker.script.program_sync import LocalSteps, as_function, make_synchronizer
 
-        has_scaler = any(scaler.is_enabled() for scaler in self._scalers)
-        has_zero = len(self._zero_optimizers) > 0
-        made = make_synchronizer(model, self._sync, self._measurement, has_scaler=has_scaler, has_zero=has_zero)
+        why_not_local = ""
+        if any(scaler.is_enabled() for scaler in self._scalers):
+            why_not_local = "the program's GradScaler would skip updates on one rank and not on another"
+        elif self._zero_optimizers:
+            why_not_local = "the program's ZeroRedundancyOptimizer updates each tensor with the gradients of one rank"
+        made = make_synchronizer(model, self._sync, self._measurement, why_not_local=why_not_local)
         if isinstance(made, LocalSteps):
             self._local_steps[model] = made
         return made and as_function(made)

@@ -155,22 +155,19 @@ class LocalSteps:
 
 
 def make_synchronizer(
-    model: Any, sync: SyncSpec, measurement: StepMeasurement | None, *, has_scaler: bool, has_zero: bool
+    model: Any, sync: SyncSpec, measurement: StepMeasurement | None, *, why_not_local: str
 ) -> CompressionHook | LocalSteps | None:
     """Return what synchronizes a DDP model; None, with a warning, if the strategy does not fit it.
 
-    `has_scaler`: a GradScaler of the program's may skip an update. `has_zero`: a ZeroRedundancyOptimizer updates each
-    tensor on one rank.
+    `why_not_local`: why the program's updates cannot be of each rank alone; "" if they can.
     """
     problem = ""
     if any(parameter.requires_grad and parameter.dtype != torch.float32 for parameter in model.parameters()):
         problem = "some of its weights are not fp32"
     elif dist.get_process_group_ranks(model.process_group) != list(range(dist.get_world_size())):
         problem = "its process group is a part of the ranks"
-    elif sync.drifts and has_scaler:
-        problem = "the program's GradScaler would skip updates on one rank and not on another"
-    elif sync.drifts and has_zero:
-        problem = "the program's ZeroRedundancyOptimizer updates each tensor with the gradients of one rank"
+    elif sync.drifts:
+        problem = why_not_local
     if problem:
         warn(f"--sync {sync} has no effect on a DDP model: {problem}", hint="its gradients are summed by DDP itself")
         return None
