@@ -54,8 +54,9 @@ def display_run(resolved: ResolvedRun, plan: Plan, *, quiet: bool = False) -> It
     """Print what is trained, then yield an observer that shows every record and event of the run."""
     spec = resolved.spec
     where = make_console(stderr=True, quiet=quiet)
-    groups = [f"{group} {format_count(num)}" for group, num in resolved.shape.params_by_group().items() if num]
-    print_text(where, f"{format_count(resolved.shape.num_params())} parameters: {', '.join(groups)}")
+    by_group = resolved.shape.params_by_group()  # with the frozen ones
+    groups = [f"{group} {format_count(num)}" for group, num in by_group.items() if num]
+    print_text(where, f"{format_count(sum(by_group.values()))} parameters: {', '.join(groups)}")
     most = "" if isinstance(resolved.shape, GPTShape) else "at most "
     tokens = f"{spec.train.batch} × {most}{resolved.shape.block_size} tokens a step"
     print_text(where, f"{pluralize(plan.world_size, 'process')}, {tokens} from {resolved.corpus.path}")

@@ -184,7 +184,10 @@ def _last_write_unix_s(manifest: Manifest, records: dict[int, list[StepRecord]],
 
 def _run_descriptions(summary: RunSummary) -> list[str]:
     """Describe what was trained, on which data and machines, and when."""
-    manifest, num_params = summary.manifest, f"{format_count(summary.manifest.num_params)} parameters"
+    manifest = summary.manifest
+    num_params = f"{format_count(manifest.num_params)} parameters"
+    if (total := sum(manifest.params_by_group.values())) > manifest.num_params:  # some are frozen
+        num_params = f"{format_count(total)} parameters, {format_count(manifest.num_params)} of them trained"
     of_what = [f"{manifest.spec.model.name} ({num_params})", manifest.corpus.name if manifest.corpus else "no corpus"]
     if manifest.shape is None:  # a program of the user's own, which the flags of evener's model say nothing about
         program = manifest.program or (PurePath(manifest.argv[0]).name if manifest.argv else "a program")

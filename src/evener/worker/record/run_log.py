@@ -97,7 +97,7 @@ class RunLog:
         if group.membership_epoch is not None:
             self._log_epoch(first_step, epoch=roster.epoch)
         groups = ", ".join(f"{name} {format_count(num)}" for name, num in params_by_group.items() if num)
-        print(f"{format_count(self._manifest.num_params)} parameters: {groups}")
+        print(f"{format_count(sum(params_by_group.values()))} parameters: {groups}")
         backend = "" if roster.backend == "none" else f"{roster.backend}, "
         resumed = f"; going on with step {first_step + 1}" if is_resumed else ""
         print(
