@@ -19,11 +19,11 @@ from evener.worker.script.program_sync import ProgramGroup
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import BlockwiseIntCodec
 from evener.worker.sync.quantized import QuantizedAllReduce
-from evener.worker.sync.pairwise import PairwiseCollectives
+from evener.worker.sync.pairwise import PIECE_NUMEL, PairwiseCollectives
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-groups = [ProgramGroup(rank, world, torch.device("cpu"), "gloo", dist.new_group(backend="gloo")) for _ in range(2)]
+groups = [ProgramGroup(rank, world, torch.device("cpu"), "gloo", dist.new_group(backend="gloo")) for _ in range(3)]
 plain, coded = PairwiseCollectives(groups[0]), PairwiseCollectives(groups[1], BlockwiseIntCodec(8))
 
 def numbers(other, dtype=torch.float32):
@@ -43,6 +43,24 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
         right = (expected(dtype) / (world if is_mean else 1)).to(dtype)
         assert torch.equal(output, right), (dtype, is_mean)
         assert sent_bytes == (world - 1) * 300 * output.element_size()
+
+# Lossless in fewer bytes: of each part the first piece fits in bf16, the second does not, a short last one does.
+packs = PairwiseCollectives(groups[2], packs=True)
+values = torch.randn(world, 2 * PIECE_NUMEL + 999, generator=torch.Generator().manual_seed(rank))
+values[:, :PIECE_NUMEL] = values[:, :PIECE_NUMEL].bfloat16().float()
+values[:, 2 * PIECE_NUMEL :] = values[:, 2 * PIECE_NUMEL :].bfloat16().float()
+for kind, (numbers_of_ranks, num_bytes_each) in {
+    "mixed": (values, [2, 4, 2]),
+    "none": (values + 0.001, [4, 4, 4]),
+    "all": (values.bfloat16().float(), [2, 2, 2]),
+}.items():
+    packed, exact = torch.empty(len(values[0])), torch.empty(len(values[0]))
+    done, sent_bytes = packs.reduce_scatter(list(numbers_of_ranks), packed, is_mean=True)
+    plain.reduce_scatter(list(numbers_of_ranks), exact, is_mean=True)[0].result()
+    done.result()
+    assert torch.equal(packed, exact), kind
+    num_bytes = sum(num * of for num, of in zip((PIECE_NUMEL, PIECE_NUMEL, 999), num_bytes_each))
+    assert sent_bytes == (world - 1) * (num_bytes + 3), kind  # and which pieces are bf16
 
 # In place, as of parameters of which each rank has updated a part; the calls overlap.
 whole, others = torch.full((world, 5), -1.0), torch.empty(world, 7)

@@ -4,9 +4,10 @@
     reduce_scatter(…, async_op=True).get_future()                          a future, as Gloo's other collectives have
 
 Sums and means of tensors over all ranks are exchanged in pairs, and so are all-gathers (worker/sync/pairwise.py): Gloo
-itself would reduce with an all-reduce, which sends twice as much, and hardly sends while it receives. With a lossy
-strategy what is reduced and scattered is encoded. Other reductions, and groups of some ranks, use Gloo's all-reduce.
-What else torch 2.13's Gloo has, such as AVG, all-to-all and batched sends, stays as it is.
+itself would reduce with an all-reduce, which sends twice as much, and hardly sends while it receives. What is reduced
+and scattered is sent in bf16 where that is exact, and encoded with a lossy strategy. Other reductions, and groups of
+some ranks, use Gloo's all-reduce. What else torch 2.13's Gloo has, such as AVG, all-to-all and batched sends, stays as
+it is.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class PairwiseExchanges:
             backend="gloo", timeout=timeout, group_desc=OWN_GROUP
         )  # all ranks come here, at the same call
         ranks = ProgramGroup(group.rank(), group.size(), cpu, "gloo", own)
-        self._of.append((group, PairwiseCollectives(ranks, make_codec(parse_sync(self._sync)))))
+        self._of.append((group, PairwiseCollectives(ranks, make_codec(parse_sync(self._sync)), packs=True)))
         return self._of[-1][1]
 
     def _to_work(self, c10d: ModuleType, done: Future[None], output: Any, *, is_async: bool) -> Any:

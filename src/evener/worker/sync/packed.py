@@ -20,10 +20,9 @@ from torch import Tensor
 from evener.worker.sync import RankGroup, StatelessReduction
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.codecs import CHUNK_NUMEL, ScratchBuffer
-from evener.worker.sync.pairwise import pairwise_all_to_all
+from evener.worker.sync.pairwise import FP32_LOW_HALF, pairwise_all_to_all
 
 ALIGN_BYTES = 8
-FP32_LOW_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
 
 
 class PackedAllReduce(StatelessReduction):

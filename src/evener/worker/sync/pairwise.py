@@ -12,6 +12,7 @@ Gloo's reduce-scatter is an all-reduce, of which each rank keeps its part: it se
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,9 @@ from evener.worker.sync import RankGroup
 
 if TYPE_CHECKING:
     from evener.worker.sync.codecs import Codec
+
+FP32_LOW_HALF = 0xFFFF  # the half of an fp32 number that bf16 drops
+PIECE_NUMEL = 1 << 16  # numbers of a reduce-scatter that are sent as bf16 or as fp32 together
 
 
 def pairwise_all_to_all(group: RankGroup, outgoing: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> int:
@@ -65,10 +69,13 @@ class PairwiseCollectives:
     All ranks call the same ones in the same order. A codec makes reduce-scatters of fp32 within an optimizer's step
     lossy: what encoding lost is added to the numbers of the same call in its next step (error feedback). Calls are told
     apart by their order within the step.
+
+    With `packs`, other reduce-scatters of fp32 are lossless in fewer bytes: pieces of PIECE_NUMEL numbers, all of which
+    fit in bf16, travel as bf16. So do the gradients of FSDP2 that are computed in bf16 and reduced in fp32.
     """
 
-    def __init__(self, group: RankGroup, codec: Codec | None = None) -> None:
-        self._group, self._codec = group, codec
+    def __init__(self, group: RankGroup, codec: Codec | None = None, *, packs: bool = False) -> None:
+        self._group, self._codec, self._packs = group, codec, packs
         self._thread = CommThread(group.device)
         self._updates: list[tuple[object, Iterator[int]]] = []  # optimizers whose steps are under way, numbers of calls
         # of each optimizer, for each call in its step what no rank has been sent yet
@@ -89,16 +96,24 @@ class PairwiseCollectives:
 
         `parts`: one for each rank, of the size of `output`; they are read until the future is done.
         """
-        flat = [part.detach().reshape(-1) for part in parts]
-        codec = self._codec if output.dtype == torch.float32 and self._updates else None
-        if codec is None:
-            sent_bytes, residuals = (len(flat) - 1) * flat[0].nbytes, []
+        flat, rank = [part.detach().reshape(-1) for part in parts], self._group.rank
+        is_fp32 = output.dtype == torch.float32
+        exchange: Callable[[], Tensor]
+        if is_fp32 and self._codec is not None and self._updates:
+            residuals = self._take_residuals(flat, self._codec)
+            sent_bytes = (len(flat) - 1) * self._codec.payload_bytes(len(residuals[0]))
+            exchange = functools.partial(self._exchange_encoded, flat, residuals, self._codec)
+        elif is_fp32 and self._packs and output.numel() >= PIECE_NUMEL:
+            fits = [pieces_in_bf16(part) for part in flat]
+            packed_bytes = [fit.nbytes + _packed_bytes(fit, output.numel()) for fit in fits]
+            sent_bytes = sum(packed_bytes) - packed_bytes[rank]
+            exchange = functools.partial(self._exchange_packed, flat, fits)
         else:
-            residuals = self._take_residuals(flat, codec)
-            sent_bytes = (len(flat) - 1) * codec.payload_bytes(len(residuals[0]))
+            sent_bytes = (len(flat) - 1) * flat[0].nbytes
+            exchange = functools.partial(self._exchange, flat)
 
         def job() -> None:
-            total = self._exchange(flat) if codec is None else self._exchange_encoded(flat, residuals, codec)
+            total = exchange()
             if is_mean:
                 total.div_(len(flat))
             with torch.inference_mode(output.is_inference()):
@@ -139,11 +154,26 @@ class PairwiseCollectives:
         received = [torch.empty_like(part) for part in flat]
         pairwise_all_to_all(self._group, [part.contiguous() for part in flat], received)
         received[self._group.rank] = flat[self._group.rank]
-        is_half = flat[0].dtype in (torch.bfloat16, torch.float16)
-        total = received[0].to(torch.float32 if is_half else flat[0].dtype, copy=True)
-        for part in received[1:]:
-            total.add_(part)
-        return total
+        return _sum_in_order(received)
+
+    def _exchange_packed(self, flat: Sequence[Tensor], fits: Sequence[Tensor]) -> Tensor:
+        """Return what `_exchange` does, to the bit; `fits`: of each part, which of its pieces fit in bf16."""
+        rank, num = self._group.rank, flat[0].numel()
+        received_fits = [torch.empty_like(fit) for fit in fits]
+        pairwise_all_to_all(self._group, fits, received_fits)
+        payloads = [
+            None if peer == rank else _pack(part.contiguous(), fit)
+            for peer, (part, fit) in enumerate(zip(flat, fits, strict=True))
+        ]
+        incoming = [
+            torch.empty(0 if peer == rank else _packed_bytes(fit, num), dtype=torch.uint8)
+            for peer, fit in enumerate(received_fits)
+        ]
+        pairwise_all_to_all(self._group, payloads, incoming)
+        return _sum_in_order([
+            flat[rank] if peer == rank else _unpack(payload, fit)
+            for peer, (payload, fit) in enumerate(zip(incoming, received_fits, strict=True))
+        ])  # fmt: skip
 
     def _exchange_encoded(self, flat: Sequence[Tensor], residuals: Sequence[Tensor], codec: Codec) -> Tensor:
         """Return the sum of all ranks' tensors for this one, of which others were encoded; update the residuals."""
@@ -167,3 +197,49 @@ class PairwiseCollectives:
 def _padded(num: int, codec: Codec) -> int:
     """Return `num` rounded up to whole blocks of the codec."""
     return -(-num // codec.block) * codec.block
+
+
+def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors, added in their order, in fp32 at least."""
+    is_half = parts[0].dtype in (torch.bfloat16, torch.float16)
+    total = parts[0].to(torch.float32 if is_half else parts[0].dtype, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def pieces_in_bf16(part: Tensor) -> Tensor:
+    """Return for each PIECE_NUMEL numbers of an fp32 tensor whether bf16 holds them all exactly, as uint8."""
+    return torch.tensor([_fits(piece[:64]) and _fits(piece) for piece in part.split(PIECE_NUMEL)], dtype=torch.uint8)
+
+
+def _fits(numbers: Tensor) -> bool:
+    return not torch.bitwise_and(numbers.view(torch.int32), FP32_LOW_HALF).any()
+
+
+def _packed_bytes(fit: Tensor, num: int) -> int:
+    """Return the bytes of `num` numbers whose pieces fit in bf16 or do not."""
+    in_bf16 = int(fit.sum()) * PIECE_NUMEL - (-num % PIECE_NUMEL if fit[-1] else 0)
+    return 4 * num - 2 * in_bf16
+
+
+def _pack(part: Tensor, fit: Tensor) -> Tensor:
+    """Return the bytes of an fp32 tensor, of whose pieces some are sent as bf16."""
+    if not fit.any():
+        return part.view(torch.uint8)
+    return torch.cat([
+        (piece.bfloat16() if fits else piece).view(torch.uint8)
+        for piece, fits in zip(part.split(PIECE_NUMEL), fit.tolist(), strict=True)
+    ])  # fmt: skip
+
+
+def _unpack(payload: Tensor, fit: Tensor) -> Tensor:
+    """Return the fp32 tensor that `_pack` made a payload of."""
+    if not fit.any():
+        return payload.view(torch.float32)
+    sizes = [(2 if fits else 4) * PIECE_NUMEL for fits in fit.tolist()]
+    sizes[-1] = len(payload) - sum(sizes[:-1])
+    return torch.cat([
+        piece.view(torch.bfloat16 if fits else torch.float32).float()
+        for piece, fits in zip(payload.split(sizes), fit.tolist(), strict=True)
+    ])  # fmt: skip
