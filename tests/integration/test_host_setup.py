@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from evener.core.base.errors import EvenerError, HostError, UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig
+from evener.core.model.pretrained import FINE_TUNING_PACKAGES
 from evener.node.remote import facts
 from evener.node.remote import venv_setup as remote
 from evener.ssh.session import Session, open_session
@@ -103,6 +105,16 @@ def test_dependency_versions_equal_constraints_file(wheel):
     assert {"torch", "msgspec", "numpy", "filelock", "jinja2"} < set(found)
     assert not {"pytest", "ruff", "pip", "evener"} & set(found)
     assert {name: canonical.get(name) for name in found} == found
+    fine_tuning = dependency_closure(wheel, here, ["hf"])  # evener setup --extra hf
+    assert {*FINE_TUNING_PACKAGES, "accelerate", *found} <= set(fine_tuning)
+    assert not {"transformers", "pytest"} & set(found)
+    assert {name: canonical.get(name) for name in fine_tuning} == fine_tuning
+
+
+def test_preflight_knows_packages_that_a_host_lacks():
+    versions = facts._collect_versions(sys.executable, ["transformers", "no_such_package"])
+    assert versions["missing_packages"] == ["no_such_package"]
+    assert versions["torch_version"] is not None
 
 
 def test_wheel_platforms_follow_libc_and_os_of_target():
@@ -269,10 +281,10 @@ def test_non_venv_python_is_unchanged_and_used_to_create_venv(tmp_path):
     assert facts._find_training_python(str(tmp_path), sys.executable) == sys.executable
 
 
-def run_setup(fleet: Fleet, *extra_packages: str) -> dict[str, Any]:
+def run_setup(fleet: Fleet, *extra_packages: str, extras: Sequence[str] = ()) -> dict[str, Any]:
     sessions: dict[str, Session] = {name: open_session(name, host) for name, host in fleet.hosts.items()}
     try:
-        return set_up_hosts(fleet, sessions, lambda *_: None, extra_packages)
+        return set_up_hosts(fleet, sessions, lambda *_: None, extra_packages, extras=extras)
     finally:
         for one in sessions.values():
             one.close()
@@ -287,13 +299,17 @@ def test_bare_host_gets_evener_its_dependencies_and_extra_packages(tmp_path, mon
     ours.mkdir()
     cuda = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
     tiny_wheel(shop, "torch", "9.0", "tiny==1.0", files={"torch/__init__.py": f"__version__ = '9.0'\n{cuda}"})
-    for args in (("tiny", "1.0"), ("tiny", "2.0"), ("extra", "3.0", "tiny"), ("wrong", "1.0", "tiny>1")):
+    for args in (("tiny", "1.0"), ("tiny", "2.0"), ("extra", "3.0", "tiny"), ("hf", "3.0"), ("wrong", "1.0", "tiny>1")):
         tiny_wheel(shop, *args)
     packages = ("evener", "evener/worker", "evener/worker/train")
     files = dict.fromkeys((*(f"{name}/__init__.py" for name in packages), "evener/worker/train/run.py"), "")
     evener = tiny_wheel(ours, "evener", "0.0", "torch", files=files)
     monkeypatch.setattr(host_setup, "evener_wheel", lambda folder: evener)
-    monkeypatch.setattr(host_setup, "dependency_closure", lambda *_: {"torch": "9.0", "tiny": "1.0"})
+    monkeypatch.setattr(
+        host_setup,
+        "dependency_closure",
+        lambda _, __, extras: {"torch": "9.0", "tiny": "1.0"} | dict.fromkeys(extras, "3.0"),
+    )
     if source == "registry":
         monkeypatch.setattr(_HostInstaller, "_reaches_registry", lambda *_: True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -317,6 +333,9 @@ def test_bare_host_gets_evener_its_dependencies_and_extra_packages(tmp_path, mon
     assert (again.source, again.packages, len(again.actions)) == (source, 1, 1), again
     assert again.actions[0].startswith("extra installed from")
     assert run_setup(fleet, "extra")["here"].actions == []
+    tuning = run_setup(fleet, extras=["hf"])["here"]
+    assert (tuning.packages, len(tuning.actions)) == (1, 1), tuning
+    assert run_setup(fleet, extras=["hf"])["here"].actions == []
     refused = run_setup(fleet, "wrong")["here"]
     assert isinstance(refused, HostError)
     assert refused.check == ("setup.pip" if source == "registry" else "setup.registry")

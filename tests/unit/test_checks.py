@@ -405,6 +405,7 @@ ROWS: list[tuple[str, str, str | None, str | None, Break]] = [
         None,
         lambda w: [w.change(n, torch_version=None, evener_hash=None) for n in NAMES],
     ),
+    ("version.packages", "error", "laptop", None, lambda w: w.change("laptop", missing_packages=["peft"])),
     ("version.python", "warning", "laptop", None, lambda w: w.change("laptop", python_version="3.13.1")),
     ("version.python", "error", "laptop", None, lambda w: w.change("laptop", python_version="3.8.10")),
     (
@@ -666,7 +667,7 @@ def test_train_surveys_hosts_with_its_own_machine_options(monkeypatch):
     monkeypatch.setattr(prepare_hosts, "run_preflight", survey)
     spec = parse_args(["--device=cpu", "--ranks=2", "--out=runs/x"])
     job = Job(spec=spec, shape=preset_shape("tiny", 256))
-    resolved: Any = SimpleNamespace(spec=spec, job=job, resume=None, rundir=RunDir("runs/x"))
+    resolved: Any = SimpleNamespace(spec=spec, job=job, resume=None, rundir=RunDir("runs/x"), packages=())
     hosts = prepare_hosts.ConnectedHosts(fleet=Fleet(hosts=World().hosts), sessions={}, errors={})
     with pytest.raises(Looked) as looked:
         start_training.plan_on_hosts(hosts, resolved, print)
@@ -679,6 +680,7 @@ def test_every_failure_detectable_before_launch_has_a_test_row():
         "net.loopback-hostname", "net.wrong-interface", "net.overlay", "net.family-mismatch", "net.unresolvable",
         "net.rendezvous-loopback", "net.firewall", "net.mtu", "net.slow-link", "net.wireless", "net.stack-loss",
         "net.asymmetric", "port.in-use", "proc.stale", "version.torch", "version.python", "version.evener",
+        "version.packages",
         "rank.duplicate", "ssh.unreachable", "ssh.auth", "ssh.hostkey", "clock.skew", "limit.nofile", "limit.memlock",
         "mem.space", "disk.space", "disk.stored", "shm.size", "mem.swap", "cpu.oversubscribed", "cpu.throttled",
         "power.sleep", "dtype.slow", "gpu.missing", "gpu.driver", "gpu.p2p", "env.ineffective", "env.interface-syntax",

@@ -36,15 +36,19 @@ def machines(tmp_path, monkeypatch):
     rates = Rates(models={"tiny": ModelRate(tokens_per_s=1000.0)})
     names = [local_host_name(), "laptop"]
     links = {a: {b: HostLink(goodput_Bps=1e8, rtt_s=1e-3)} for a, b in (names, names[::-1])}
-    monkeypatch.setattr(on_machines, "_blocking_findings", lambda known: found.pop(0) if found else [])
-    monkeypatch.setattr(on_machines.setup, "setup", lambda **options: done.append("setup"))
+    monkeypatch.setattr(on_machines, "_blocking_findings", lambda known, packages: found.pop(0) if found else [])
+    monkeypatch.setattr(
+        on_machines.setup, "setup", lambda **options: done.append(" ".join(["setup", *options["extra"]]))
+    )
     monkeypatch.setattr(on_machines.probe, "wire", measure("wire", links=links))
     monkeypatch.setattr(on_machines.probe, "host", measure("host", rates={name: {"cpu": rates} for name in names}))
     return found, done
 
 
-def make(*models, may_install=False):
-    return on_machines.fleet_of_machines("local, laptop", models or ("tiny",), trust=False, may_install=may_install)
+def make(*models, may_install=False, packages=(), is_dry=False):
+    return on_machines.fleet_of_machines(
+        "local, laptop", models or ("tiny",), packages=packages, trust=False, may_install=may_install, is_dry=is_dry
+    )
 
 
 def test_machines_are_named_checked_and_measured_once(machines, tmp_path, capfd):
@@ -81,6 +85,21 @@ def test_nothing_is_installed_without_being_asked(machines):
     assert done == ["setup", "wire", "host"]
 
 
+def test_machine_without_transformers_is_named_with_the_command_that_installs_it(machines):
+    found, done = machines
+    evidence, packages = "/venv/bin/python has no transformers and no peft", ("transformers", "peft")
+    lack = Finding(check="version.packages", severity="error", host="laptop", evidence=evidence,
+                   fix="evener setup --extra hf")  # fmt: skip
+    found[:] = [[lack]]
+    with pytest.raises(EvenerError, match="laptop: /venv/bin/python has no transformers and no peft") as caught:
+        make(packages=packages)
+    assert caught.value.hint == "--yes; or evener setup --on local,laptop --host laptop --extra hf"
+    assert done == []
+    found[:] = [[lack], []]
+    make(packages=packages, may_install=True)
+    assert done == ["setup hf", "wire", "host"]
+
+
 def test_what_setup_cannot_mend_is_named(machines, capfd):
     found, done = machines
     found[:] = [[BLOCKED]]
@@ -95,17 +114,17 @@ def test_what_setup_cannot_mend_is_named(machines, capfd):
 
 def test_dry_run_installs_and_measures_nothing(machines, capfd):
     found, done = machines
-    on_machines.fleet_of_machines("local,laptop", "tiny", trust=False, may_install=True, is_dry=True)
+    make(may_install=True, is_dry=True)
     assert "$ evener probe host" in capfd.readouterr().err
     found[:] = [[MISSING]]
     with pytest.raises(EvenerError, match="these machines cannot train together yet"):
-        on_machines.fleet_of_machines("local,laptop", "tiny", trust=False, may_install=True, is_dry=True)
+        make(may_install=True, is_dry=True)
     assert done == []
 
 
 def test_no_machine_is_an_error(machines):
     with pytest.raises(UsageError, match="--on ,: which machines"):
-        on_machines.fleet_of_machines(",", "tiny", trust=False, may_install=False)
+        on_machines.fleet_of_machines(",", "tiny", packages=(), trust=False, may_install=False)
 
 
 @pytest.mark.parametrize("verb", ["doctor", "plan", "probe wire", "launch x.py", "bench", "runs", "setup"])

@@ -21,6 +21,7 @@ from evener.core.base.errors import EvenerError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Fleet, fleet_flag, load_fleet, local_fleet_path
+from evener.core.model.pretrained import FINE_TUNING_EXTRA
 from evener.doctor.preflight import run_preflight
 from evener.ssh.session import connect
 
@@ -40,22 +41,22 @@ def measure_this_machine(models: Sequence[str], *, is_dry: bool = False) -> Flee
 
 
 def fleet_of_machines(
-    names: str, models: Sequence[str], *, trust: bool, may_install: bool, is_dry: bool = False
+    names: str, models: Sequence[str], *, packages: Sequence[str], trust: bool, may_install: bool, is_dry: bool = False
 ) -> str:
     """Return the path of the fleet file of these machines, when all of them are ready to train `models`.
 
-    `names` are separated by commas, each as `evener fleet init` takes it. Without `may_install` it asks before it
-    installs anything. `is_dry`: nothing is installed or measured; the commands are printed. Raise EvenerError if a
-    machine cannot take part.
+    `names` are separated by commas, each as `evener fleet init` takes it; `packages` are what the run imports besides
+    evener's own dependencies. Without `may_install` it asks before it installs anything. `is_dry`: nothing is installed
+    or measured; the commands are printed. Raise EvenerError if a machine cannot take part.
     """
     path = kept_fleet_file(names)
     known = approve_fleet(load_fleet(path), trust)
     _show(f"doctor {fleet_flag(path)} --quick")
-    findings = _blocking_findings(known)
+    findings = _blocking_findings(known, packages)
     if not is_dry and any("evener setup" in finding.fix for finding in findings):
-        hosts = list(dict.fromkeys(finding.host for finding in findings if "evener setup" in finding.fix))
-        _set_up(path, [host for host in hosts if host], may_install=may_install)
-        findings = _blocking_findings(known)
+        lacks = [finding for finding in findings if "evener setup" in finding.fix]
+        _set_up(path, lacks, packages, may_install=may_install)
+        findings = _blocking_findings(known, packages)
     if findings:
         print_findings(make_console(stderr=True), findings)
         raise EvenerError("these machines cannot train together yet", hint=f"mend it, and repeat; the hosts: {path}")
@@ -68,22 +69,29 @@ def _show(command: str) -> None:
     print_status(f"$ evener {command}")
 
 
-def _blocking_findings(known: Fleet) -> list[Finding]:
+def _blocking_findings(known: Fleet, packages: Sequence[str]) -> list[Finding]:
     """Return what keeps these machines from training together."""
     with connect(known, connect_timeout_s=doctor.CONNECT_TIMEOUT_S) as (sessions, errors):
-        return run_preflight(known, sessions, errors, quick=True).blocking_findings
+        return run_preflight(known, sessions, errors, quick=True, packages=packages).blocking_findings
 
 
-def _set_up(path: Path, hosts: list[str], *, may_install: bool) -> None:
-    where = ", ".join(hosts)
-    command = f"setup {fleet_flag(path)} " + " ".join(f"--host {quote_word(host)}" for host in hosts)
+def _set_up(path: Path, findings: list[Finding], packages: Sequence[str], *, may_install: bool) -> None:
+    """Install what these findings say that machines lack. Raise EvenerError if that is not allowed, or fails."""
+    hosts = list(dict.fromkeys(finding.host for finding in findings if finding.host))
+    where, extra = ", ".join(hosts) or "these machines", [FINE_TUNING_EXTRA] if packages else []
+    words = [f"--host {quote_word(host)}" for host in hosts] + [f"--extra {name}" for name in extra]
+    command = " ".join([f"setup {fleet_flag(path)}", *words])
     if not may_install:
-        question = f"Install evener and torch on {where}, in a folder of evener's own? [y/N] "
-        if not is_interactive() or not confirm(question):
-            raise EvenerError(f"{where}: evener is not installed there", hint=f"--yes; or evener {command}")
+        what = " and ".join(["evener, torch", *packages] if packages else ["evener", "torch"])
+        lacks_packages_alone = all(finding.check == "version.packages" for finding in findings)
+        lack = findings[0].evidence if lacks_packages_alone else "evener is not installed there"
+        if not is_interactive() or not confirm(f"Install {what} on {where}, in a folder of evener's own? [y/N] "):
+            raise EvenerError(f"{where}: {lack}", hint=f"--yes; or evener {command}")
     _show(command)
     with _quiet():
-        status = setup.setup(fleet=str(path), hosts=hosts, more=None, carry=False, trust=False, as_json=False)
+        status = setup.setup(
+            fleet=str(path), hosts=hosts, extra=extra, more=None, carry=False, trust=False, as_json=False
+        )
     if status:
         raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
 

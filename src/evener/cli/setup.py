@@ -21,6 +21,9 @@ EXAMPLES = "evener setup --fleet fleet.toml --with requirements.txt"
 def setup(
     fleet: str | None = typer.Option(None, help="hosts to set up [fleet.toml]"),
     hosts: list[str] | None = typer.Option(None, "--host", metavar="HOST", help="only this; may be given again [all]"),
+    extra: list[str] | None = typer.Option(
+        None, "--extra", metavar="hf", help="an extra of evener as well; hf: what fine-tuning needs"
+    ),
     more: list[str] | None = typer.Option(
         None, "--with", metavar="PACKAGE | FILE.txt", help="packages that your own scripts need; may be given again"
     ),
@@ -42,11 +45,15 @@ def setup(
     from evener.cli.trust import approve_fleet
     from evener.core.base.errors import EvenerError, UsageError, did_you_mean
     from evener.core.cluster.fleet_file import DEFAULT_FLEET, load_fleet
+    from evener.core.model.pretrained import FINE_TUNING_EXTRA
     from evener.ssh.session import connect
     from evener.transfer.host_setup import HostSetupResult, set_up_hosts
     from evener.transfer.wheels import parse_requirements
 
     packages = parse_requirements(more or [])
+    for name in extra or []:
+        if name != FINE_TUNING_EXTRA:
+            raise UsageError(f"--extra {name}: ranks need no such extra", hint=f"--extra {FINE_TUNING_EXTRA}")
     fleet = fleet or DEFAULT_FLEET
     whole = load_fleet(fleet)
     for name in hosts or []:
@@ -57,7 +64,7 @@ def setup(
     with connect(selected) as (sessions, unreachable), _progress(list(sessions), quiet=as_json) as tell:
         results: dict[str, HostSetupResult | EvenerError] = {
             **unreachable,
-            **set_up_hosts(selected, sessions, tell, packages, sends_wheels=carry),
+            **set_up_hosts(selected, sessions, tell, packages, extras=extra or (), sends_wheels=carry),
         }
     done = [one for name in chosen if not isinstance(one := results[name], EvenerError)]
     errors = {name: error for name in chosen if isinstance(error := results[name], EvenerError)}

@@ -125,7 +125,9 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             check_token_ids(resolved.corpus)
             if on is not None:
                 models = models_to_measure(spec, given)
-                machines = fleet_of_machines(on, models, trust=trust, may_install=yes, is_dry=dry_run)
+                machines = fleet_of_machines(
+                    on, models, packages=resolved.packages, trust=trust, may_install=yes, is_dry=dry_run
+                )
                 chosen = choose_fleet(machines, None, None)
             if resumed is None and isinstance(resolved.shape, PretrainedModel):
                 resolved = resolve(spec_for_epochs(resolved, given, budget, epochs))

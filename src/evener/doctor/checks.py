@@ -209,6 +209,17 @@ def _check_versions(context: CheckContext) -> Iterator[Finding]:
             f"{describe_by_host(no_evener, lambda name: f'{facts[name].python} has no evener')}",
             context.setup_command(),
         )
+    lacking = [name for name, host_facts in facts.items() if host_facts.missing_packages and name not in outdated]
+    if lacking:
+        yield finding_for_hosts(
+            lacking,
+            "version.packages",
+            "error",
+            describe_by_host(
+                lacking, lambda name: f"{facts[name].python} has no {' and no '.join(facts[name].missing_packages)}"
+            ),
+            context.setup_command("--extra hf"),
+        )
     differing = [
         name for name, host_facts in facts.items() if host_facts.evener_hash not in (None, context.local_code_hash)
     ]

@@ -151,6 +151,7 @@ class HostFacts(ComputeDevices, frozen=True, kw_only=True):
     torch_version: str | None = None
     evener_version: str | None = None
     evener_hash: str | None = None  # of evener's source, as in `core.rundir.code_hash`
+    missing_packages: list[str] = []  # of those that the run needs besides evener's own dependencies
 
     cpu: str | None = None
     cores_installed: int | None = None

@@ -11,7 +11,7 @@ host: what is wrong with one is a finding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -57,18 +57,20 @@ def run_preflight(
     quick: bool = False,
     port: int = RENDEZVOUS_PORT,
     machine: MachineSpec = DEFAULT_MACHINE_SPEC,
+    packages: Sequence[str] = (),
     notify: Callable[[str], None] = lambda text: None,
 ) -> PreflightReport:
     """Inspect every host and every pair. `errors`: the hosts that could not be reached.
 
-    `machine` is what the run to be started asks of its machines. `notify` is called with a line for each stage.
+    `machine` is what the run to be started asks of its machines, and `packages` what it imports besides evener's own
+    dependencies. `notify` is called with a line for each stage.
     """
     began = time.monotonic()
     local_code_hash = code_hash()
     failed = dict(errors)
     fanout = HostFanout(sessions, failed)
     notify("inspecting every host")
-    facts = _collect_facts(fleet, sessions, fanout, port, quick=quick)
+    facts = _collect_facts(fleet, sessions, fanout, port, packages, quick=quick)
     candidates = {name: candidate_interfaces(facts[name], fleet.hosts[name]) for name in facts}
     if len(fleet.hosts) == 1:
         network = ConnectivityReport(
@@ -105,11 +107,13 @@ def run_preflight(
 
 
 def _collect_facts(
-    fleet: Fleet, sessions: Sessions, fanout: HostFanout, port: int, *, quick: bool
+    fleet: Fleet, sessions: Sessions, fanout: HostFanout, port: int, packages: Sequence[str], *, quick: bool
 ) -> dict[str, HostFacts]:
     def collect(name: str) -> HostFacts:
         host = fleet.hosts[name]
-        collected = sessions[name].call("facts", "collect", workdir=host.workdir, python=host.python, port=port)
+        collected = sessions[name].call(
+            "facts", "collect", workdir=host.workdir, python=host.python, port=port, packages=list(packages)
+        )
         if not quick and collected.get("torch_version"):
             collected["torch_error"] = sessions[name].call("facts", "import_torch", python=collected["python"])
         return decode_facts(collected, sessions[name].clock_offset_s())

@@ -15,6 +15,7 @@ from evener.core.base.errors import HostError, RunError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import load_corpus
+from evener.core.model.pretrained import FINE_TUNING_PACKAGES
 from evener.core.run.resolve import find_weights_file
 from evener.core.run.run_plan import Plan, read_plan, write_plan
 from evener.core.run.rundir import RunDir
@@ -193,10 +194,11 @@ def _preflight_newcomer(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sess
     reached = msgspec.structs.replace(whole, hosts={name: whole.hosts[name] for name in sessions})
     # The run's port is in use on the others: check the connection on another one.
     probe_port = _find_free_port(sessions[present[0].name], present[0].address, plan.port + 1)
-    machine = plan.spec.machine
+    packages = () if plan.spec.model.pretrained is None else FINE_TUNING_PACKAGES
     prepared = prepare_hosts(
-        ConnectedHosts(fleet=reached, sessions=sessions, errors={}), rundir, machine, run_id=plan.id, port=probe_port
-    )
+        ConnectedHosts(fleet=reached, sessions=sessions, errors={}), rundir, plan.spec.machine, run_id=plan.id,
+        port=probe_port, packages=packages,
+    )  # fmt: skip
     places = {place.name: place for place in prepared.hosts}
     for host in present:
         address = places[host.name].address

@@ -94,19 +94,20 @@ def prepare_hosts(
     *,
     run_id: str | None = None,
     port: int | None = None,
+    packages: Sequence[str] = (),
     cwd: Path | None = None,
 ) -> PreparedFleet:
     """Prepare the hosts of a run. Raise RunError with the findings of the preflight if they cannot train together.
 
-    `machine` holds what a run sets for its machines and the fleet file does not. The programs of a local run start in
-    `cwd` [the current folder].
+    `machine` holds what a run sets for its machines and the fleet file does not; `packages`, what its ranks import
+    besides evener's own dependencies. The programs of a local run start in `cwd` [the current folder].
     """
     run_id = run_id or secrets.token_hex(6)
     if hosts.is_local_run:
         host = _local_host(hosts, rundir, cwd)
         return PreparedFleet(id=run_id, hosts=[host], port=0, findings=_local_findings(host.name))
     fleet, sessions, wanted_port = hosts.fleet, hosts.sessions, port or RENDEZVOUS_PORT
-    preflight = _require_preflight(hosts, wanted_port, machine)
+    preflight = _require_preflight(hosts, wanted_port, machine, packages)
     first = next(iter(fleet.hosts))
     low, high = preflight.facts[first].port_range
     run_ports = {run_port: name for name, facts in preflight.facts.items() for run_port in facts.run_ports}
@@ -128,7 +129,7 @@ def prepare_hosts(
             hint = f"evener doctor{fleet.cli_flag} names who holds it"
             raise RunError(f"{first}: port {wanted_port} is taken", hint=hint)
         # check that the others reach this port, too
-        preflight = _require_preflight(hosts, free_port, machine)
+        preflight = _require_preflight(hosts, free_port, machine, packages)
     on_same_cores = hosts_on_same_cores(preflight.facts)
     places = [
         PreparedHost(
@@ -156,8 +157,12 @@ def prepare_hosts(
     return PreparedFleet(id=run_id, hosts=places, port=free_port, findings=warnings, fleet_file=file)
 
 
-def _require_preflight(hosts: ConnectedHosts, port: int, machine: MachineSpec) -> PreflightReport:
-    preflight = run_preflight(hosts.fleet, hosts.sessions, hosts.errors, quick=True, port=port, machine=machine)
+def _require_preflight(
+    hosts: ConnectedHosts, port: int, machine: MachineSpec, packages: Sequence[str]
+) -> PreflightReport:
+    preflight = run_preflight(
+        hosts.fleet, hosts.sessions, hosts.errors, quick=True, port=port, machine=machine, packages=packages
+    )
     if preflight.blocking_findings:
         raise RunError(
             f"{len(preflight.blocking_findings)} "

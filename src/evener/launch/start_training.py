@@ -91,7 +91,9 @@ def plan_on_hosts(
             [host.name for host in previous_plan.hosts] if previous_plan else host_ring_order(hosts.fleet, to_plan.job)
         )
         hosts = hosts.in_order(order)
-    prepared = prepare_hosts(hosts, rundir, machine, run_id=previous_plan.id if previous_plan else None)
+    prepared = prepare_hosts(
+        hosts, rundir, machine, run_id=previous_plan.id if previous_plan else None, packages=resolved.packages
+    )
     roster, slots = prepared.initial_roster(to_plan), prepared.rank_slots(machine)
     prediction = None
     if (fleet := _measured_local_fleet(slots[0].host) if hosts.is_local_run else hosts.fleet) is not None:

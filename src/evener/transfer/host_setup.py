@@ -85,11 +85,19 @@ class EvenerWheel(msgspec.Struct, frozen=True, kw_only=True):
     hash: str
 
 
-def set_up_hosts(fleet: Fleet, sessions: Sessions, on_progress: SetupProgress, extra_packages: Sequence[str] = (), *,
-           sends_wheels: bool = False) -> dict[str, HostSetupResult | EvenerError]:  # fmt: skip
+def set_up_hosts(
+    fleet: Fleet,
+    sessions: Sessions,
+    on_progress: SetupProgress,
+    extra_packages: Sequence[str] = (),
+    *,
+    extras: Sequence[str] = (),
+    sends_wheels: bool = False,
+) -> dict[str, HostSetupResult | EvenerError]:
     """Set up all hosts concurrently; return each one's result or error, as a failure on one does not stop the others.
 
-    `extra_packages` are pip requirements besides evener's own. With `sends_wheels`, all wheels are sent from here.
+    `extras` are those of evener, whose packages have the same versions on all hosts; `extra_packages` are further pip
+    requirements. With `sends_wheels`, all wheels are sent from here.
     """
     with tempfile.TemporaryDirectory(prefix="evener-setup-") as folder:
         wheel = evener_wheel(Path(folder))
@@ -98,7 +106,7 @@ def set_up_hosts(fleet: Fleet, sessions: Sessions, on_progress: SetupProgress, e
         def set_up_one(name: str) -> HostSetupResult | EvenerError:
             try:
                 return _HostInstaller(
-                    sessions[name], fleet.hosts[name], ours, on_progress, extra_packages, sends_wheels
+                    sessions[name], fleet.hosts[name], ours, on_progress, extras, extra_packages, sends_wheels
                 ).run()
             except RemoteError as error:
                 return _to_setup_error(name, error)
@@ -117,12 +125,13 @@ class _HostInstaller:
         host: HostConfig,
         evener_wheel: EvenerWheel,
         on_progress: SetupProgress,
+        extras: Sequence[str],
         extra_packages: Sequence[str],
         sends_wheels: bool,
     ) -> None:
         self._session, self._name, self._host = session, session.name, host
         self._evener_wheel, self._on_progress = evener_wheel, on_progress
-        self._extra_packages, self._sends_wheels = extra_packages, sends_wheels
+        self._extras, self._extra_packages, self._sends_wheels = extras, extra_packages, sends_wheels
         self._actions: list[str] = []
         self._packages, self._sent_bytes = 0, 0
         self._source: Literal["registry", "carried", "none"] = "none"
@@ -268,7 +277,7 @@ class _HostInstaller:
         return state["now"]["evener_hash"] == self._evener_wheel.hash and "evener" in state["now"]["packages"]
 
     def _required_packages(self, state: dict[str, Any]) -> dict[str, str]:
-        return dependency_closure(self._evener_wheel.wheel, self._target(state))
+        return dependency_closure(self._evener_wheel.wheel, self._target(state), self._extras)
 
     def _target(self, state: dict[str, Any]) -> WheelTarget:
         return WheelTarget.from_interpreter(state["now"], wants_cuda=self._wants_cuda(state))

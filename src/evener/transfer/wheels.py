@@ -113,15 +113,18 @@ def content_hash(wheel: Path) -> str:
     return digest.hexdigest()
 
 
-def dependency_closure(wheel: Path, target: WheelTarget) -> dict[str, str]:
-    """Return evener's dependencies on a host, by name: the version installed here, or "" if it is not needed here."""
+def dependency_closure(wheel: Path, target: WheelTarget, extras: Iterable[str] = ()) -> dict[str, str]:
+    """Return the dependencies of evener and these extras of it on a host, by name.
+
+    Each has the version installed here, or "" if it is not needed here.
+    """
     versions: dict[str, str] = {}
-    extras: dict[str, set[str]] = {}
-    queue = _applicable_requirements(_requires_dist(wheel), target)
+    seen: dict[str, set[str]] = {}
+    queue = _applicable_requirements(_requires_dist(wheel), target, extras)
     while queue:
         requirement = queue.pop()
         name = canonicalize_name(requirement.name)
-        seen_extras = extras.setdefault(name, set())
+        seen_extras = seen.setdefault(name, set())
         if name in versions and requirement.extras <= seen_extras:
             continue
         seen_extras |= requirement.extras

@@ -28,7 +28,8 @@ from evener.core.model.gradients import GradientTensor, ProgramModel
 from evener.core.model.shape import GPTShape
 
 DEFAULT_BLOCK_SIZE = 1024  # TRL's max_length (SFTConfig)
-EXTRA_HINT = "pip install 'evener[hf]'; for the hosts of a fleet: evener setup --with transformers --with peft"
+FINE_TUNING_EXTRA, FINE_TUNING_PACKAGES = "hf", ("transformers", "peft")  # as in pyproject.toml
+EXTRA_HINT = "pip install 'evener[hf]'; for the hosts of a fleet: evener setup --extra hf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -87,7 +88,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 def require_libraries() -> None:
     """Raise UsageError if transformers or peft is not installed."""
-    for name in ("transformers", "peft"):
+    for name in FINE_TUNING_PACKAGES:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
 

@@ -14,7 +14,7 @@ from evener.core.base.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
 from evener.core.model.gradients import ModelShape, ProgramModel
-from evener.core.model.pretrained import PretrainedModel, TrainedModel, read_pretrained
+from evener.core.model.pretrained import FINE_TUNING_PACKAGES, PretrainedModel, TrainedModel, read_pretrained
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
 from evener.core.run.roster import (
@@ -61,6 +61,11 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
         """The shape of a model of evener's own."""
         assert isinstance(self.shape, GPTShape), f"{self.spec.model.name} is a pretrained model"
         return self.shape
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What its ranks import besides evener's own dependencies."""
+        return FINE_TUNING_PACKAGES if isinstance(self.shape, PretrainedModel) else ()
 
     @property
     def step_size(self) -> tuple[int, str]:

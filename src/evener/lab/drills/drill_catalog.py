@@ -24,6 +24,7 @@ UNSUPPORTED_CHECKS: dict[str, str] = {
     "gpu.p2p": "it needs two GPUs behind an IOMMU that translates between them",
     "net.strangers": "no fault: it says who else is on the network, and the remedies encrypt or close it",
     "run.collective-mismatch": "a program causes it, not a host",
+    "version.packages": "doctor does not know what a run will fine-tune: the preflight of `evener train` reports it",
     "disk.stored": "a lab has no disk for 50 GB of earlier runs",
     "run.nonfinite": "a program causes it, not a host: the run records which rank",
     "run.diverged": "it needs a flipped bit in memory: evener verify detects it, and its tests flip one",

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Dict  # noqa: UP035  python 3.8
+from typing import Any, Dict, Sequence  # noqa: UP035  python 3.8
 
 from evener.node.remote.environment import HIDDEN, debug_variables, hide_secrets, is_secret_variable, launcher_variables
 from evener.node.remote.file_io import read_link, read_text
@@ -91,18 +91,25 @@ def code_hash():
     return digest.hexdigest()
 has = lambda name: importlib.util.find_spec(name) is not None
 print(json.dumps({"python_version": platform.python_version(), "torch": version("torch") if has("torch") else None,
+                  "missing": [name for name in sys.argv[1:] if not has(name)],
                   "evener": version("evener") if has("evener") else None, "hash": code_hash(),
                   "executable": sys.executable}))
 """
 
 
-def collect(workdir: str = "~/.evener", python: str | None = None, port: int = 29500) -> Facts:
-    """Return all facts. `python` is the interpreter that trains; None: WORKDIR/venv's, else the one that runs this."""
+def collect(
+    workdir: str = "~/.evener", python: str | None = None, port: int = 29500, packages: Sequence[str] = ()
+) -> Facts:
+    """Return all facts.
+
+    `python` is the interpreter that trains; None: WORKDIR/venv's, else the one that runs this. `packages` are what the
+    run imports besides evener's own dependencies.
+    """
     home = os.path.abspath(os.path.expanduser(workdir))
     python = _find_training_python(home, python)
     facts = {"workdir": home, "python": python}
     slow = [
-        threading.Thread(target=lambda: facts.update(_collect_versions(python))),
+        threading.Thread(target=lambda: facts.update(_collect_versions(python, packages))),
         threading.Thread(target=lambda: facts.update(_collect_gpus())),
         threading.Thread(target=lambda: facts.update(_sample_activity())),
     ]
@@ -167,10 +174,10 @@ def _find_training_python(home: str, python: str | None) -> str:
     return venv if os.path.exists(venv) and read_text(os.path.join(home, "venv", "evener-made-of")) == path else path
 
 
-def _collect_versions(python: str) -> Facts:
+def _collect_versions(python: str, packages: Sequence[str]) -> Facts:
     """Return the versions of a python; if it starts only in isolated mode (-I), also its error without that."""
     for isolation in ([], ["-I"]):
-        output, error = run_with_error([python, *isolation, "-c", VERSIONS_PROGRAM], timeout_s=12)
+        output, error = run_with_error([python, *isolation, "-c", VERSIONS_PROGRAM, *packages], timeout_s=12)
         try:
             versions = json.loads(output.strip().splitlines()[-1])
         except (ValueError, IndexError):
@@ -182,6 +189,7 @@ def _collect_versions(python: str) -> Facts:
             "torch_version": versions["torch"],
             "evener_version": versions["evener"],
             "evener_hash": versions["hash"],
+            "missing_packages": versions.get("missing", []),
             "python_error": start_error if isolation else None,
             "breaking_variable": _find_breaking_variable(python) if isolation or not versions["torch"] else None,
             "shadowed": _find_shadowed_modules(),
