@@ -45,6 +45,21 @@ def test_parameters_are_counted_without_torch(folder):
     assert set(pretrained_files(folder)) == {"config.json", "tokenizer.json", "model.safetensors"}
 
 
+def test_experts_in_one_tensor_are_counted(folder):
+    """Of three dimensions, as transformers' gpt-oss, Llama 4 and Qwen3-MoE have them: (experts, in, out)."""
+    name, shape = "model.layers.0.mlp.experts.gate_up_proj", (4, WIDTH, HIDDEN)
+    before, adapted = (read_pretrained(folder, None, rank) for rank in (None, RANK))
+    save_file({name: np.zeros(shape, np.float32)}, folder / "experts.safetensors")
+    files = {tensor.name: "model.safetensors" for tensor in before.gradients} | {name: "experts.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    full, adapters = (read_pretrained(folder, None, rank) for rank in (None, RANK))
+    assert full.num_params() == before.num_params() + 4 * WIDTH * HIDDEN
+    assert adapters.num_frozen == adapted.num_frozen + 4 * WIDTH * HIDDEN
+    assert adapters.num_params() == adapted.num_params()  # peft adapts linear layers alone
+    (experts,) = [tensor for tensor in full.gradients if tensor.name == name]
+    assert (experts.rows, experts.columns, experts.is_linear) == (4, WIDTH * HIDDEN, False)
+
+
 def test_changed_weights_have_another_hash(folder):
     before = read_pretrained(folder, None, None).weights_hash
     content = bytearray((folder / "model.safetensors").read_bytes())
@@ -92,6 +107,11 @@ def end_the_weights_early(folder: Path) -> None:
         (lambda folder: (folder / "config.json").unlink(), "not a model of transformers: config.json", ""),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json is not that of a model", ""),
         (lambda folder: (folder / "config.json").write_text('{"model_type": "clip"}'), "without a vocabulary", ""),
+        (
+            lambda folder: (folder / "config.json").write_text('{"model_type": "llava", "text_config": {}}'),
+            "a llava takes more than text",
+            "no text_config",
+        ),
         (
             lambda folder: (folder / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {}})),
             "its weights are quantized",

@@ -166,6 +166,21 @@ def test_adapters_of_a_model_whose_layers_are_not_known_are_refused(tmp_path):
         build_pretrained(tmp_path, read_pretrained(tmp_path, 64, 4), "fp32", recompute=False, packing=False)
 
 
+def test_experts_in_one_tensor_are_all_trained(tmp_path):
+    config = transformers.GptOssConfig(
+        vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    shape = read_pretrained(tmp_path, 64, None)
+    model = build_pretrained(tmp_path, shape, "fp32", recompute=False, packing=False)
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.num_params()
+    stacked = {name: parameter for name, parameter in model.named_parameters() if parameter.dim() == 3}
+    assert {tensor.name for tensor in shape.gradients} >= {*stacked}
+    assert len(stacked) == 2
+
+
 def test_only_adapters_are_saved_and_resume_is_to_the_bit(places, finetune, tmp_path):
     whole = finetune("whole", "llama", "--lora", "4", "--shares", "equal", ranks=2)
     weights = load_file(whole.checkpoint_path(STEPS) / "weights.safetensors")

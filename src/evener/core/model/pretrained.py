@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -76,6 +77,7 @@ class PretrainedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int | None = None
     n_positions: int | None = None  # GPT-2's name for it
     quantization_config: dict[str, Any] | None = None
+    text_config: dict[str, Any] | None = None  # of a model that also takes images or sound
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +104,8 @@ def read_pretrained(folder: Path, block_size: int | None, lora_rank: int | None)
         raise UsageError(f"--block-size {block_size}: {folder} has {longest} positions", hint=f"at most {longest}")
     assert config.vocab_size is not None
     tensors = {name: tensor.shape for file in files for name, tensor in _read_header(file).items()
-               if tensor.dtype.startswith(("F", "BF")) and len(tensor.shape) in (1, 2)}  # fmt: skip
-    num_params = sum(_size(shape) for shape in tensors.values())
+               if tensor.dtype.startswith(("F", "BF")) and tensor.shape}  # fmt: skip
+    num_params = sum(math.prod(shape) for shape in tensors.values())
     return PretrainedModel(
         name=folder.absolute().name,
         architecture=config.model_type,
@@ -139,6 +141,12 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise UsageError(f"{flag}: not a model of transformers: config.json: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise UsageError(f"{flag}: config.json is not that of a model: {error}") from None
+    if config.text_config is not None:
+        raise UsageError(
+            f"{flag}: a {config.model_type} takes more than text (its config.json has a text_config), and evener "
+            "fine-tunes models of text alone",
+            hint="the folder of a model whose config.json has a vocab_size and no text_config",
+        )
     if config.vocab_size is None:
         raise UsageError(f"{flag}: a {config.model_type} without a vocabulary is not a causal language model")
     if config.quantization_config is not None:
@@ -218,19 +226,15 @@ def _hash_tokenizer(folder: Path) -> str:
         ) from None
 
 
-def _size(shape: list[int]) -> int:
-    return shape[0] * (shape[1] if len(shape) == 2 else 1)
-
-
 def _gradient(name: str, rows: int, columns: int, ready: float, kind: Literal["linear", "other"]) -> GradientTensor:
     return GradientTensor(name=name, rows=rows, columns=columns, ready=ready, is_linear=kind == "linear")
 
 
 def _full_gradients(tensors: dict[str, list[int]]) -> tuple[GradientTensor, ...]:
-    """Return the gradients of all weights; the last in the file is ready first."""
+    """Return the gradients of all weights; the last is ready first. Experts in one tensor are rows of it."""
     names = sorted(tensors, key=_layer_order, reverse=True)
     return tuple(
-        _gradient(name, tensors[name][0], tensors[name][1] if len(tensors[name]) == 2 else 1, (i + 1) / len(names),
+        _gradient(name, tensors[name][0], math.prod(tensors[name][1:]), (i + 1) / len(names),
                   "linear" if _is_linear(name, tensors[name]) else "other")
         for i, name in enumerate(names)
     )  # fmt: skip
