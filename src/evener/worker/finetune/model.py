@@ -24,7 +24,7 @@ from evener.worker.finetune.sample_rows import NO_TARGET
 
 # Of the largest logit: above rounding, below what another sample changes. *Assumption*
 PACKED_TOLERANCE, PACKED_TOLERANCE_BF16 = 1e-4, 3e-2
-LORA_ALPHA = 32  # with it one learning rate suits all ranks   [Schulman et al. 2025, LoRA Without Regret]
+LORA_ALPHA = 32  # TRL 1.16's (ModelConfig.lora_alpha), and of the first example of peft 0.21's README
 
 
 class FineTunedModel(nn.Module):
