@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import peft
 import pytest
@@ -249,6 +250,14 @@ def test_exported_model_has_the_logits_of_the_trained_one(places, finetune, tmp_
         for model in exported:
             assert torch.allclose(model(tokens).logits, expected, atol=1e-4)
         assert (untrained(tokens).logits - expected).abs().max() > 1e-2
+    assert evener("export", run, "--gguf", tmp_path / "mine.gguf") == 0
+    reader = gguf.GGUFReader(tmp_path / "mine.gguf")
+    head, embedding = (whole.get_submodule(name).weight.detach().half().numpy() for name in (
+        "lm_head", "transformer.wte" if architecture == "gpt2" else "model.embed_tokens"))  # fmt: skip
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    assert np.array_equal(tensors["token_embd.weight"], embedding)
+    assert np.array_equal(tensors.get("output.weight", embedding), head)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "whole")
     assert tokenizer.chat_template == TEMPLATE
     assert transformers.AutoConfig.from_pretrained(tmp_path / "whole").to_dict().get("attn_pdrop") == (

@@ -1,0 +1,201 @@
+"""A GGUF file holds the exported model: read by gguf's own reader, and computed as llama.cpp does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from evener.core.base.errors import UsageError
+from evener.worker.export_gguf import GgufRequest, export, split_name
+
+from ..pretrained import TEMPLATE, make_model
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64}  # fmt: skip
+LLAMA_LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+               "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+               "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}  # fmt: skip
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def exported(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the tensors and the metadata of the file, as gguf's reader reads them."""
+    file = folder / "model.gguf"
+    export(GgufRequest(folder=str(folder), name="mine", out=str(file)))
+    reader = gguf.GGUFReader(file)
+    return {t.name: t.data for t in reader.tensors}, {name: f.contents() for name, f in reader.fields.items()}
+
+
+def stored(folder: Path) -> dict[str, np.ndarray]:
+    return load_file(folder / "model.safetensors")
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
+
+
+def rotate_neighbours(x: np.ndarray, base: float, factors: np.ndarray | None) -> np.ndarray:
+    """Return heads (T, heads, width) whose pairs 2i and 2i + 1 are rotated: ggml's normal mode of rope."""
+    width = x.shape[-1]
+    angles = np.arange(len(x))[:, None] * base ** (-np.arange(0, width, 2) / width)
+    angles = (angles if factors is None else angles / factors)[:, None, :]  # (T, 1, width / 2)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = np.stack([even * np.cos(angles) - odd * np.sin(angles), even * np.sin(angles) + odd * np.cos(angles)], -1)
+    return turned.reshape(x.shape)
+
+
+def llama_logits(tensors: dict[str, np.ndarray], fields: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
+    """Return the logits (T, V) that llama.cpp's graph of the architecture llama computes from the file's content."""
+    w = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    num_heads, num_kv = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    epsilon, base = fields["llama.attention.layer_norm_rms_epsilon"], fields["llama.rope.freq_base"]
+    factors = w.get("rope_freqs.weight")
+    x = w["token_embd.weight"][tokens]  # (T, C)
+    future = np.triu(np.full((len(tokens), len(tokens)), -np.inf), 1)
+    for i in range(fields["llama.block_count"]):
+        layer = {name: w[f"blk.{i}.{name}.weight"] for name in LLAMA_LAYER}
+        h = rms_norm(x, layer["attn_norm"], epsilon)
+        q, k, v = ((h @ layer[f"attn_{part}"].T).reshape(len(tokens), heads, -1)
+                   for part, heads in (("q", num_heads), ("k", num_kv), ("v", num_kv)))  # fmt: skip
+        q, k = rotate_neighbours(q, base, factors), rotate_neighbours(k, base, factors)
+        k, v = (np.repeat(part, num_heads // num_kv, axis=1) for part in (k, v))
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(q.shape[-1]) + future
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        x = x + np.einsum("hts,shd->thd", weights, v).reshape(len(tokens), -1) @ layer["attn_output"].T
+        h = rms_norm(x, layer["ffn_norm"], epsilon)
+        gate = h @ layer["ffn_gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["ffn_up"].T)) @ layer["ffn_down"].T
+    return rms_norm(x, w["output_norm.weight"], epsilon) @ w["output.weight"].T
+
+
+@pytest.mark.parametrize("rope", [None, LLAMA3_ROPE])
+def test_llama_computes_the_logits_of_transformers_from_the_file(tmp_path, rope):
+    """Rows of q and k are ordered for rotations of neighbours; with another order, positions are lost."""
+    make_model(tmp_path)
+    if rope is not None:
+        change_config(tmp_path, rope_parameters=rope)
+    tensors, fields = exported(tmp_path)
+    tokens = torch.randint(0, 300, (1, 40), generator=torch.Generator().manual_seed(0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # to what the file holds of it
+            parameter.copy_(parameter.half().float() if parameter.dim() > 1 else parameter)
+        expected = model(tokens).logits[0].numpy()
+    assert np.allclose(llama_logits(tensors, fields, tokens[0].numpy()), expected, atol=1e-4)
+    assert ("rope_freqs.weight" in tensors) == (rope is not None)
+    unordered = tensors | {"blk.0.attn_q.weight": stored(tmp_path)["model.layers.0.self_attn.q_proj.weight"]}
+    assert not np.allclose(llama_logits(unordered, fields, tokens[0].numpy()), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("qwen2", {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+                  | {f"model.layers.1.{theirs}.weight": f"blk.1.{ours}.weight" for ours, theirs in LLAMA_LAYER.items()}
+                  | {f"model.layers.0.self_attn.{part}_proj.bias": f"blk.0.attn_{part}.bias" for part in "qkv"}),
+        ("gpt2", {"transformer.wte.weight": "token_embd.weight", "transformer.wpe.weight": "position_embd.weight",
+                  "transformer.ln_f.bias": "output_norm.bias", "transformer.h.1.ln_2.weight": "blk.1.ffn_norm.weight",
+                  "transformer.h.0.attn.c_attn.weight": "blk.0.attn_qkv.weight",
+                  "transformer.h.0.attn.c_proj.weight": "blk.0.attn_output.weight",
+                  "transformer.h.1.mlp.c_fc.weight": "blk.1.ffn_up.weight",
+                  "transformer.h.1.mlp.c_proj.weight": "blk.1.ffn_down.weight"}),
+    ],
+)  # fmt: skip
+def test_reader_of_gguf_reads_the_tensors(tmp_path, architecture, names):
+    make_model(tmp_path, architecture)
+    tensors, fields = exported(tmp_path)
+    weights = stored(tmp_path)
+    assert len(tensors) == len(weights)
+    for theirs, ours in names.items():
+        expected = weights[theirs].T if ".c_" in theirs and theirs.endswith("weight") else weights[theirs]
+        is_matrix = expected.ndim == 2 and "wpe" not in theirs
+        assert tensors[ours].dtype == (np.float16 if is_matrix else np.float32)
+        assert np.array_equal(tensors[ours], expected.astype(tensors[ours].dtype)), ours
+    assert fields["general.architecture"] == architecture
+    assert (fields[f"{architecture}.context_length"], fields[f"{architecture}.embedding_length"]) == (128, 32)
+
+
+def test_tokens_merges_and_chat_template_are_in_the_file(tmp_path):
+    make_model(tmp_path)
+    _, fields = exported(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
+    assert fields["tokenizer.ggml.merges"] == merges
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    assert all(tokens[i] == token for token, i in tokenizer["model"]["vocab"].items())
+    assert (len(tokens), tokens[0], tokens[303]) == (304, "<|endoftext|>", "[PAD303]")
+    assert (kinds[0], kinds[10], kinds[303]) == (3, 1, 5)  # control, normal, unused   [gguf.TokenType]
+    assert fields["tokenizer.ggml.eos_token_id"] == 0
+    assert fields["tokenizer.chat_template"] == TEMPLATE
+    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+
+
+def pretokenizer(*parts: dict[str, Any]) -> dict[str, Any]:
+    model = {"type": "BPE", "merges": [["a", "b"]]}
+    return {"model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(parts)}}
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return pretokenizer({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                        bytes_alone)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),  # patterns as they stand in the published tokenizer.json, and in llama.cpp's llama-vocab.cpp
+    [
+        (split_by(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "llama-bpe"),
+        (split_by(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                  r"|\s*[\r\n]+|\s+(?!\S)|\s+"), "qwen2"),
+        (pretokenizer({"type": "Digits", "individual_digits": True},
+                      {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}),
+         "smollm"),
+        (split_by(r"\s+"), None),
+        (pretokenizer(), None),
+        ({"model": {"type": "Unigram"}}, None),
+    ],
+)  # fmt: skip
+def test_split_of_words_is_named_or_refused(tokenizer, name):
+    if name is None:
+        with pytest.raises(UsageError, match="--gguf: its tokenizer"):
+            split_name(tokenizer)
+    else:
+        assert split_name(tokenizer) == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model_type": "mixtral"}, "the architecture mixtral is not exported to GGUF, only llama, qwen2, gpt2"),
+        ({"hidden_act": "gelu"}, "hidden_act gelu, and llama.cpp computes a llama with silu"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rotary positions of the kind yarn"),
+    ],
+)
+def test_model_that_llama_cpp_would_compute_otherwise_is_refused(tmp_path, changes, error):
+    make_model(tmp_path)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UsageError, match=error):
+        exported(tmp_path)
+    assert not (tmp_path / "model.gguf").exists()
+
+
+def test_weights_beyond_fp16_are_refused(tmp_path):
+    make_model(tmp_path)
+    weights = stored(tmp_path)
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"] * 1e9}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"lm_head\.weight has weights beyond what fp16 can hold"):
+        exported(tmp_path)
