@@ -41,6 +41,8 @@ def test_parameters_are_counted_without_torch(folder):
     adapters = 2 * RANK * ((WIDTH + WIDTH) + (WIDTH + HIDDEN))
     assert adapted.params_by_group() == {"trained": adapters, "frozen": num_params}
     assert adapted.block_size == 64
+    dora = read_pretrained(folder, 64, RANK, has_dora=True)
+    assert dora.num_params() == adapters + 2 * (WIDTH + HIDDEN)  # a magnitude for each row
     assert adapted.gradients[0].name == "model.layers.1.up.lora_B"  # backward completes the last layer first
     assert set(pretrained_files(folder)) == {"config.json", "tokenizer.json", "model.safetensors"}
 

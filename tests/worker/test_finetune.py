@@ -68,18 +68,18 @@ def losses(run: RunDir) -> list[float | None]:
     return [record.loss for record in run.records(0)]
 
 
-def reference_losses(folder: Path, data: Path, lora: int | None) -> list[float]:
+def reference_losses(folder: Path, data: Path, lora: int | None, *, dora: bool = False, lr: float = LR) -> list[float]:
     """Return the losses of the loop that one writes with transformers and peft: their loss, a mask, one sample a time.
 
     It shares the batches with evener, and nothing else: no padding, no positions, labels that transformers shifts.
     """
     torch.manual_seed(SEED)
     model = load_model(folder)
-    model = model if lora is None else add_adapters(model, lora)
+    model = model if lora is None else add_adapters(model, lora, has_dora=dora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
               {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]  # fmt: skip
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=(0.9, 0.99))
     rows = SampleRows(load_corpus(data), "train", 128)
     result = []
     for step in range(STEPS):
@@ -92,7 +92,7 @@ def reference_losses(folder: Path, data: Path, lora: int | None) -> list[float]:
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        set_hyperparameters(optimizer, step, TrainSpec(steps=STEPS, lr=LR))
+        set_hyperparameters(optimizer, step, TrainSpec(steps=STEPS, lr=lr))
         optimizer.step()
         optimizer.zero_grad()
         result.append(total)
@@ -108,6 +108,33 @@ def test_losses_equal_the_loop_of_transformers_and_peft(places, finetune, archit
     theirs = reference_losses(places / architecture, places / "data", lora)
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert ours[-1] < ours[0]
+
+
+@exhaustive
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dora_equals_the_loop_of_peft_on_any_division_and_merges(places, finetune, tmp_path, architecture):
+    flags = ["--lora", "4", "--dora", "--lr", "0.01", "--min-lr", "0.001"]
+    one = finetune("one", architecture, *flags)
+    unequal = finetune("unequal", architecture, *flags, "--shares", "3:1", ranks=2)
+    assert losses(unequal) == pytest.approx(losses(one), rel=1e-5)
+    theirs = reference_losses(places / architecture, places / "data", 4, dora=True, lr=0.01)
+    assert losses(one) == pytest.approx(theirs, rel=1e-4)
+    weights, start = (load_file(one.checkpoint_path(step) / "weights.safetensors") for step in (STEPS, 3))
+    magnitudes = [name for name in weights if "lora_magnitude_vector" in name]
+    assert len(magnitudes) == len(weights) // 3
+    assert all(not torch.equal(weights[name], start[name]) for name in magnitudes)
+    tokens = torch.randint(0, 300, (3, 40), generator=torch.Generator().manual_seed(0))
+    trained = FineTunedCheckpoint(checkpoint=str(one.checkpoint_path(STEPS)), model=str(places / architecture),
+                                  lora_rank=4, has_dora=True).load()  # fmt: skip
+    assert evener("export", one, "--out", tmp_path / "adapters") == 0
+    assert evener("export", one, "--merge", "--out", tmp_path / "whole") == 0
+    base = transformers.AutoModelForCausalLM.from_pretrained(places / architecture)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    with torch.no_grad():
+        expected = trained(tokens).logits
+        assert torch.allclose(adapted(tokens).logits, expected, atol=1e-4)
+        assert torch.allclose(whole(tokens).logits, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +250,22 @@ def test_frozen_weights_are_in_bf16_where_the_rank_computes_in_it(places):
     )
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dora_begins_with_the_pretrained_model_and_trains_magnitudes(places, architecture):
+    folder, tokens = places / architecture, torch.arange(20).unsqueeze(0)
+    shape = read_pretrained(folder, None, 4, has_dora=True)
+    model = build_pretrained(folder, shape, "bf16", recompute=False, packing=False)
+    magnitudes = {name: p for name, p in model.named_parameters() if "lora_magnitude_vector" in name}
+    assert len(magnitudes) == len(list(model.parameters())) / 3
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model = build_pretrained(folder, shape, "fp32", recompute=False, packing=False)
+    loss = model(tokens, tokens, tokens.roll(-1, dims=1))
+    plain = FineTunedModel(load_model(folder))(tokens, tokens, tokens.roll(-1, dims=1))
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()), rel=1e-5)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_A" not in name)
+
+
 def evener(*words: object) -> int:
     return int(app([str(word) for word in words], standalone_mode=False) or 0)
 
@@ -233,7 +276,7 @@ def evener(*words: object) -> int:
 def test_exported_model_has_the_logits_of_the_trained_one(places, finetune, tmp_path, architecture, lora):
     run = finetune("run", architecture, "--lr", "0.01", *(["--lora", str(lora)] if lora else []))
     trained = FineTunedCheckpoint(
-        checkpoint=str(run.checkpoint_path(STEPS)), model=str(places / architecture), lora_rank=lora
+        checkpoint=str(run.checkpoint_path(STEPS)), model=str(places / architecture), lora_rank=lora, has_dora=False
     ).load()
     assert evener("export", run, "--out", tmp_path / "whole", *(["--merge"] if lora else [])) == 0
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()

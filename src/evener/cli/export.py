@@ -57,9 +57,10 @@ def export(
 
     def write_fine_tuned(place: Path) -> None:
         assert pretrained is not None
-        lora_rank = pretrained[1].lora_rank
-        trained = {"checkpoint": str(folder), "model": str(pretrained[0]), "lora_rank": lora_rank}
-        is_merged = lora_rank is not None and (merge or gguf is not None)
+        model, shape = pretrained
+        trained = {"checkpoint": str(folder), "model": str(model), "lora_rank": shape.lora_rank,
+                   "has_dora": shape.has_dora}  # fmt: skip
+        is_merged = shape.lora_rank is not None and (merge or gguf is not None)
         request = {"trained": trained, "merge": is_merged, "out": str(place)}
         list(program_lines("evener.worker.finetune.export", json.dumps(request)))
 

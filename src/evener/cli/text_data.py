@@ -70,7 +70,7 @@ def prepared_samples(paths: Sequence[str], spec: RunSpec, tokenizer: str | None,
                 f"{flag} {value}: --model {spec.model.model} has its own tokenizer", hint=f"without {flag}"
             )
     require_libraries()
-    shape = read_pretrained(model, spec.model.block_size, spec.model.lora)
+    shape = read_pretrained(model, spec.model.block_size, spec.model.lora, has_dora=spec.model.dora)
     if len(paths) == 1 and is_prepared(Path(paths[0])):
         folder = Path(paths[0])
     else:

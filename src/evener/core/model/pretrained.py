@@ -34,6 +34,7 @@ EXTRA_HINT = "pip install 'evener[hf]'; for the hosts of a fleet: evener setup -
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TRANSPOSED = ("gpt2", "openai-gpt")  # architectures whose linear layers transformers stores as (in, out)
 LAYER_PATTERN = re.compile(r"\.\d+\.")  # "model.layers.0.self_attn.q_proj.weight", but not "lm_head.weight"
 
 
@@ -47,6 +48,7 @@ class PretrainedModel(msgspec.Struct, frozen=True, kw_only=True, tag="pretrained
     vocab_size: int
     block_size: int  # the longest sequence of the run, in tokens
     lora_rank: int | None  # None: all weights are trained
+    has_dora: bool = False  # of the adapters
     num_frozen: int  # parameters that no step changes
     gradients: tuple[GradientTensor, ...]  # of what is trained
 
@@ -95,7 +97,9 @@ def require_libraries() -> None:
             raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
 
 
-def read_pretrained(folder: Path, block_size: int | None, lora_rank: int | None) -> PretrainedModel:
+def read_pretrained(
+    folder: Path, block_size: int | None, lora_rank: int | None, *, has_dora: bool = False
+) -> PretrainedModel:
     """Read a model's folder. Raise UsageError if it holds no causal language model in safetensors with a tokenizer."""
     config = _read_config(folder)
     files = _weights_files(folder)
@@ -114,8 +118,11 @@ def read_pretrained(folder: Path, block_size: int | None, lora_rank: int | None)
         vocab_size=config.vocab_size,
         block_size=block_size or min(DEFAULT_BLOCK_SIZE, longest or DEFAULT_BLOCK_SIZE),
         lora_rank=lora_rank,
+        has_dora=has_dora,
         num_frozen=0 if lora_rank is None else num_params,
-        gradients=_full_gradients(tensors) if lora_rank is None else _adapter_gradients(tensors, lora_rank),
+        gradients=_full_gradients(tensors)
+        if lora_rank is None
+        else _adapter_gradients(tensors, lora_rank, is_transposed=config.model_type in TRANSPOSED, has_dora=has_dora),
     )
 
 
@@ -240,16 +247,22 @@ def _full_gradients(tensors: dict[str, list[int]]) -> tuple[GradientTensor, ...]
     )  # fmt: skip
 
 
-def _adapter_gradients(tensors: dict[str, list[int]], rank: int) -> tuple[GradientTensor, ...]:
-    """Return the gradients of LoRA adapters of every linear layer but the head's: A (rank, in) and B (out, rank)."""
+def _adapter_gradients(
+    tensors: dict[str, list[int]], rank: int, *, is_transposed: bool, has_dora: bool
+) -> tuple[GradientTensor, ...]:
+    """Return the gradients of LoRA adapters of every linear layer but the head's: A (rank, in) and B (out, rank).
+
+    DoRA has a magnitude (out) as well. `is_transposed`: the layers are stored as (in, out).
+    """
     names = sorted((name for name in tensors if _is_linear(name, tensors[name])), key=_layer_order, reverse=True)
-    pairs = []
+    gradients = []
     for i, name in enumerate(names):
-        out, width = tensors[name]  # GPT-2 stores (in, out): the sum is the same
+        out, width = reversed(tensors[name]) if is_transposed else tensors[name]
         ready, layer = (i + 1) / len(names), name.removesuffix(".weight")
-        pairs += [_gradient(f"{layer}.lora_B", out, rank, ready, "linear"),
-                  _gradient(f"{layer}.lora_A", rank, width, ready, "linear")]  # fmt: skip
-    return tuple(pairs)
+        gradients += [_gradient(f"{layer}.lora_magnitude_vector", out, 1, ready, "other")] * has_dora
+        gradients += [_gradient(f"{layer}.lora_B", out, rank, ready, "linear"),
+                      _gradient(f"{layer}.lora_A", rank, width, ready, "linear")]  # fmt: skip
+    return tuple(gradients)
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:

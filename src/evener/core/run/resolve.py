@@ -127,7 +127,7 @@ def trained_model(spec: RunSpec, corpus: Corpus) -> TrainedModel:
             raise UsageError(f"{flag}: --model {spec.model.model} has its own config.json", hint=f"without {flag}")
     if spec.model.compile == "on":
         raise UsageError("--compile on: each length of a pretrained model's sequences would be compiled anew")
-    model = read_pretrained(folder, spec.model.block_size, spec.model.lora)
+    model = read_pretrained(folder, spec.model.block_size, spec.model.lora, has_dora=spec.model.dora)
     if not corpus.is_samples or corpus.tokenizer_hash != model.tokenizer_hash:
         why = (
             f"encoded with another tokenizer than {folder} has" if corpus.is_samples else "has no samples, but one text"
@@ -183,9 +183,11 @@ def pretrained_of_run(rundir: RunDir) -> tuple[Path, PretrainedModel] | None:
     folder = spec.model.pretrained
     if folder is None:
         raise CheckpointError(f"{rundir}: damaged: its model is pretrained, and its spec names no folder of one")
-    if not _is_same_model(read_pretrained(folder, manifest.shape.block_size, manifest.shape.lora_rank), manifest.shape):
+    shape = manifest.shape
+    now = read_pretrained(folder, shape.block_size, shape.lora_rank, has_dora=shape.has_dora)
+    if not _is_same_model(now, shape):
         raise UsageError(f"{folder}: not the model any more that {rundir} fine-tuned", hint="the model as it was then")
-    return folder, manifest.shape
+    return folder, shape
 
 
 def make_job(spec: RunSpec, shape: TrainedModel, corpus: Corpus | None) -> Job:

@@ -51,6 +51,9 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
         Count | None,
         Meta(description="with hf:FOLDER: rank of LoRA adapters, which alone are trained [all weights are]"),
     ] = None
+    dora: Annotated[
+        bool, Meta(description="with --lora: DoRA: the magnitude of each adapted row is trained as well, apart from it")
+    ] = False
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
     num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
     num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None
@@ -211,6 +214,8 @@ class RunSpec(SpecSection, frozen=True, kw_only=True):
         if self.model.pretrained is None and (self.model.lora or train.packing):
             what = f"--lora {self.model.lora}" if self.model.lora else "--packing"
             raise UsageError(f"{what}: --model {self.model.model} is not pretrained", hint="--model hf:FOLDER")
+        if self.model.dora and not self.model.lora:
+            raise UsageError("--dora: it needs the rank of its adapters", hint="--lora 16 --dora")
         if machine.backend == "nccl" and machine.device == "cpu":
             raise UsageError("--backend nccl: NCCL moves GPU memory only, and --device is cpu", hint="--backend gloo")
 

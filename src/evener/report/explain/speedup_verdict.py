@@ -184,7 +184,8 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     on_host = f" {where} --hosts {quote_word(manifest.roster.hosts[0])}" if where else ""
     if isinstance(manifest.shape, PretrainedModel):
         rank = manifest.shape.lora_rank
-        words = ["evener", "train", data, "--model", model, *([] if rank is None else ["--lora", str(rank)]),
+        adapters = [] if rank is None else ["--lora", str(rank), *["--dora"] * manifest.shape.has_dora]
+        words = ["evener", "train", data, "--model", model, *adapters,
                  "--batch", str(batch), "--steps", str(manifest.spec.train.steps)]  # fmt: skip
         return SpeedupVerdict(verdict, "To measure it", quote_command(words) + on_host)
     command = f"evener bench --data {quote_word(data)} --model {quote_word(model)} --batch {batch}"

@@ -18,11 +18,12 @@ class FineTunedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str  # a folder
     model: str  # the folder of the pretrained model
     lora_rank: int | None
+    has_dora: bool
 
     def load(self) -> Any:
         """Return the model of transformers, or of peft if it has adapters, with the checkpoint's weights."""
         base = load_model(Path(self.model))
         if self.lora_rank is not None:
-            base = add_adapters(base, self.lora_rank)
+            base = add_adapters(base, self.lora_rank, has_dora=self.has_dora)
         load_weights(Path(self.checkpoint), FineTunedModel(base))  # the same parameters
         return base.eval()

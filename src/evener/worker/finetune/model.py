@@ -78,7 +78,7 @@ def build_pretrained(
     has_bf16_base = shape.lora_rank is not None and dtype == "bf16"
     base = load_model(folder, torch.bfloat16 if has_bf16_base else torch.float32)
     if shape.lora_rank is not None:
-        base = add_adapters(base, shape.lora_rank)
+        base = add_adapters(base, shape.lora_rank, has_dora=shape.has_dora)
     if recompute:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     base.train()
@@ -111,11 +111,14 @@ def keeps_packed_apart(model: FineTunedModel, vocab_size: int, tolerance: float)
     return bool((packed - alone).abs().max() <= tolerance * alone.abs().max())
 
 
-def add_adapters(base: nn.Module, rank: int) -> Any:
-    """Return the model with LoRA adapters on every linear layer but the head's   [Dettmers et al. 2023: QLoRA]."""
+def add_adapters(base: nn.Module, rank: int, *, has_dora: bool) -> Any:
+    """Return the model with LoRA adapters on every linear layer but the head's   [Dettmers et al. 2023: QLoRA].
+
+    With DoRA the norm of each row of the adapted weight is trained apart from its direction   [Liu et al. 2024].
+    """
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, lora_alpha=LORA_ALPHA, lora_dropout=0.0, target_modules="all-linear",
+    config = LoraConfig(r=rank, lora_alpha=LORA_ALPHA, lora_dropout=0.0, use_dora=has_dora, target_modules="all-linear",
                         task_type="CAUSAL_LM")  # fmt: skip
     with warnings.catch_warnings():  # about names that peft still uses, and GPT-2's transposed weights
         warnings.simplefilter("ignore")
