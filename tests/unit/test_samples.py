@@ -10,8 +10,9 @@ import pytest
 
 from evener.core.base.errors import DataError
 from evener.core.model.corpus import BEGIN, LOSS, TEXT, Corpus
+from evener.core.model.fine_tuning import pack_rows, read_lengths
 from evener.corpus.sample_records import Chat, Completion, Message, Text, read_records
-from evener.corpus.samples import pack_rows, read_samples, rows_of
+from evener.corpus.samples import read_samples, rows_of
 
 SAMPLES = [[0, 0, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0], [0, 1, 0, 1, 1, 1, 1, 1]]  # which tokens carry loss
 
@@ -43,8 +44,8 @@ def test_samples_are_cut_to_the_block_and_what_is_lost_is_counted(corpus):
 
 def test_packing_keeps_every_sample_and_no_row_is_too_long():
     lengths = np.random.default_rng(0).integers(1, 100, 500)
-    rows = pack_rows(lengths, 128)
-    assert sorted(np.concatenate(rows).tolist()) == list(range(500))
+    rows = pack_rows(lengths.tolist(), 128)
+    assert sorted(sample for row in rows for sample in row) == list(range(500))
     assert all(lengths[row].sum() <= 128 for row in rows)
     fewest = -(-lengths.sum() // 128)
     assert len(rows) <= 11 / 9 * fewest + 1  # Johnson 1974
@@ -54,6 +55,30 @@ def test_unpacked_rows_are_samples(corpus):
     table = read_samples(corpus, "train", 5)
     assert [row.tolist() for row in rows_of(table, 5, packing=False)] == [[i] for i in range(5)]
     assert len(rows_of(table, 10, packing=True)) < 5
+
+
+@pytest.mark.parametrize(("block_size", "packing"), [(5, False), (10, False), (10, True), (3, False)])
+def test_lengths_that_a_plan_reads_are_those_of_the_rows(corpus, block_size, packing):
+    table = read_samples(corpus, "train", block_size)
+    rows = rows_of(table, block_size, packing=packing)
+    tokens = [table.lengths[row].sum() for row in rows]
+    lengths = read_lengths(corpus, block_size, packing=packing)
+    assert lengths.loss_tokens == pytest.approx(table.loss_tokens.sum() / len(rows))
+    assert lengths.max_tokens == max(tokens)
+    alone = lengths.micro_batches[0]
+    assert (alone.tokens, alone.squares) == pytest.approx((np.mean(tokens), np.mean(np.square(tokens))))
+    assert alone.logits == pytest.approx(lengths.loss_tokens)  # of a sequence alone, only where a token carries loss
+
+
+def test_micro_batch_is_padded_to_its_longest_sequence(tmp_path):
+    """Of two sequences of 2 and 10 tokens every micro-batch of two has 10, and logits where either has a target."""
+    flags = np.array([BEGIN, LOSS, BEGIN, 0, *[LOSS] * 8], np.uint8)
+    flags.tofile(tmp_path / "train.flags.bin")
+    corpus = Corpus(path=str(tmp_path), name="", tokenizer="bpe", vocab_size=9, dtype="uint16", train_tokens=12,
+                    val_tokens=0, content_hash="", tokenizer_hash="", is_samples=True)  # fmt: skip
+    alone, both = read_lengths(corpus, 32, packing=False).micro_batches
+    assert (alone.tokens, alone.squares, alone.logits) == (6.0, 52.0, 4.5)
+    assert (both.tokens, both.squares, both.logits, both.max_loss_tokens) == (10.0, 100.0, 9.0, 9)
 
 
 def test_records_of_all_formats_are_read(tmp_path):

@@ -15,13 +15,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from evener.cli.main import app
 from evener.core.base.errors import UsageError
 from evener.core.model.corpus import load_corpus
+from evener.core.model.fine_tuning import FineTuning, MicroBatchLengths, SequenceLengths
 from evener.core.model.pretrained import read_pretrained
+from evener.core.run.resolve import make_job
 from evener.core.run.run_spec import TrainSpec
 from evener.core.run.rundir import RunDir
+from evener.plan.cost.fine_tuning_memory import saved_bytes_per_token
+from evener.plan.cost.memory import peak_memory
 from evener.worker.finetune.fine_tuned_checkpoint import FineTunedCheckpoint
 from evener.worker.finetune.libraries import load_model
 from evener.worker.finetune.model import FineTunedModel, add_adapters, build_pretrained
@@ -29,7 +34,7 @@ from evener.worker.finetune.sample_rows import NO_TARGET, SampleRows
 from evener.worker.finetune.tokenize_samples import SamplesRequest, prepare_samples
 from evener.worker.train.optim import set_hyperparameters
 
-from ..pretrained import ARCHITECTURES, TEMPLATE, make_chats, make_model, make_tokenizer
+from ..pretrained import ARCHITECTURES, TEMPLATE, TEXT, make_chats, make_model, make_tokenizer
 from ..tiers import exhaustive, exhaustively
 
 CPU, STEPS, BATCH, SEED, LR = torch.device("cpu"), 6, 8, 1337, 1e-3
@@ -221,6 +226,95 @@ def test_only_adapters_are_saved_and_resume_is_to_the_bit(places, finetune, tmp_
     assert losses(again) == losses(whole)
     resumed = load_file(again.checkpoint_path(STEPS) / "weights.safetensors")
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_flops_are_those_that_torch_counts(places, architecture, lora):
+    """Also where the last tokens alone have logits. On a CPU torch counts the attention of the eager kind only."""
+    folder, sequences, num_tokens, num_logits = places / architecture, 3, 64, 10
+    shape = read_pretrained(folder, num_tokens, lora)
+    model = build_pretrained(folder, shape, "fp32", recompute=False, packing=False)
+    model.base_models[0].set_attn_implementation("eager")
+    tokens = torch.arange(sequences * num_tokens).reshape(sequences, num_tokens) % 300
+    positions = torch.arange(num_tokens).repeat(sequences, 1)
+    targets = torch.full_like(tokens, NO_TARGET)
+    targets[:, -num_logits:] = 7
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, positions, targets).backward()
+    lengths = MicroBatchLengths(tokens=num_tokens, squares=num_tokens**2, logits=num_logits, max_logits=num_logits,
+                                max_loss_tokens=sequences * num_logits)  # fmt: skip
+    known = SequenceLengths(loss_tokens=num_logits, max_tokens=num_tokens, micro_batches=(lengths,))
+    expected = sequences * FineTuning(model=shape, lengths=known).flops_per_sequence(sequences)
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("lora", "dtype"), [(None, "fp32"), (None, "bf16"), (8, "fp32"), (8, "bf16")])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_planned_bytes_of_a_layer_are_those_that_autograd_saves(tmp_path, architecture, lora, dtype):
+    """The difference between models of two layers and of one; without the casts of weights, which planner adds."""
+    num_tokens, sizes = 128, {"vocab_size": 64, "eos_token_id": 0, "bos_token_id": 0}
+    saved, models = [], []
+    for num_layers in (1, 2):
+        if architecture == "gpt2":
+            config = transformers.GPT2Config(**sizes, n_positions=num_tokens, n_embd=128, n_layer=num_layers, n_head=4)
+        else:
+            config = transformers.LlamaConfig(**sizes, hidden_size=128, intermediate_size=320, num_attention_heads=4,
+                                              num_hidden_layers=num_layers, num_key_value_heads=2)  # fmt: skip
+        folder = tmp_path / f"{num_layers}"
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        (folder / "tokenizer.json").write_text("{}")
+        shape = read_pretrained(folder, num_tokens, lora)
+        model = build_pretrained(folder, shape, dtype, recompute=False, packing=False)
+        weights = {tensor.untyped_storage().data_ptr() for tensor in model.base_models[0].state_dict().values()}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, weights: set[int] = weights, kept: dict[int, int] = kept) -> torch.Tensor:
+            if (place := tensor.untyped_storage().data_ptr()) not in weights:
+                kept[place] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        tokens = torch.arange(num_tokens).unsqueeze(0) % 64
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            loss = model(tokens, torch.arange(num_tokens).unsqueeze(0), tokens)
+        saved.append(sum(kept.values()))
+        models.append(FineTuning(model=shape, lengths=SequenceLengths.full(num_tokens)))
+        del loss
+    element_bytes = 4 if dtype == "fp32" else 2
+    casts = 0 if dtype == "fp32" else 2 * (models[1].model.num_linear - models[0].model.num_linear)
+    casts = casts if lora is None else casts * models[1].num_params() // models[1].model.num_linear
+    planned = num_tokens * saved_bytes_per_token(models[0], element_bytes)
+    assert saved[1] - saved[0] - casts == pytest.approx(planned, rel=0.03)
+
+
+@exhaustive
+@pytest.mark.alone
+@pytest.mark.usefixtures("quiet_machine")  # the kernel takes back memory of a process that waits for a processor
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("lora", [None, 16])
+def test_predicted_peak_memory_is_within_15_percent(tmp_path, server, lora, dtype):
+    """Texts that fill every sequence, in a model whose activations and weights are most of the process."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=4000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
+                                      num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(" ".join(TEXT for _ in range(400)))
+    request = SamplesRequest(paths=[str(tmp_path / "text.txt")], column=None, model=str(tmp_path / "model"),
+                             out=str(tmp_path / "data"))  # fmt: skip
+    prepare_samples(request)
+    words = ["--data", str(tmp_path / "data"), "--model", f"hf:{tmp_path}/model", "--block-size", "512", "--batch", "8",
+             "--micro-batch", "4", "--steps", "3", "--eval-every", "0", "--checkpoint-every", "0", "--threads", "1",
+             "--dtype", dtype, *([] if lora is None else ["--lora", str(lora)])]  # fmt: skip
+    ended = server.run(tmp_path / "said", [*words, "--out", str(tmp_path / "run")], 1, module="evener.worker")
+    assert not any(ended.statuses), ended.said("err")
+    manifest = RunDir(tmp_path / "run").manifest()
+    assert manifest.result is not None
+    assert manifest.corpus is not None
+    shape = make_job(manifest.spec, manifest.shape, load_corpus(manifest.corpus.path)).shape
+    (measured,) = manifest.result.peak_memory_bytes
+    assert peak_memory(shape, manifest.roster, 0).total == pytest.approx(measured, rel=0.15)
 
 
 @exhaustive

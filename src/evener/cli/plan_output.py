@@ -14,6 +14,7 @@ from evener.core.base.errors import UsageError
 from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
 from evener.core.cluster.fleet_file import fleet_path, load_fleet, local_fleet_path, select_hosts
 from evener.core.cluster.fleet_update import update_fleet_file
+from evener.core.model.fine_tuning import FineTuning
 from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import PlanOption, Prediction
 from evener.core.run.roster import DDP, format_shares
@@ -207,13 +208,18 @@ def print_plan(prediction: Prediction, request: PlanRequest, extras: PlanExtras,
     print_text(screen, prediction.verdict, style="bold")
     if request.budget:
         print_text(screen, request.budget)
+    parameters = f"{format_count(job.shape.num_params())} parameters"
     batch = f"{pluralize(roster.batch, 'sequence')} of {job.shape.block_size} tokens"
     if isinstance(job.shape, ProgramModel):
         batch = f"{roster.batch:,} {job.unit}"
-    what = (
-        f"{job.model}: {format_count(job.shape.num_params())} parameters, {batch} a step, {roster.dtypes_text}; "
-        f"figures from {request.source}"
-    )
+    elif isinstance(job.shape, FineTuning):
+        batch = (
+            f"{pluralize(roster.batch, 'sequence')} of about {job.shape.lengths.of_micro_batch(1).tokens:.0f} tokens"
+        )
+        batch += f", of which {job.shape.block_size:.0f} carry loss and count,"
+        if frozen := job.shape.model.num_frozen:
+            parameters += f" trained, {format_count(frozen)} frozen"
+    what = f"{job.model}: {parameters}, {batch} a step, {roster.dtypes_text}; figures from {request.source}"
     print_text(screen, what, style="dim")
     screen.print()
     if is_long:

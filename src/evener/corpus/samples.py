@@ -6,13 +6,13 @@ or with packing several. All are pure functions of the corpus and the block size
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 
 import numpy as np
 
 from evener.core.base.errors import DataError
 from evener.core.model.corpus import BEGIN, LOSS, TEXT, Corpus
+from evener.core.model.fine_tuning import pack_rows
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,8 @@ def read_samples(corpus: Corpus, split: str, block_size: int) -> SampleTable:
     )
 
 
-def pack_rows(lengths: np.ndarray, block_size: int) -> list[np.ndarray]:
-    """Return rows of samples of at most `block_size` tokens: each sample goes where it leaves the least room.
-
-    Best-fit decreasing, which needs at most 11/9 of the fewest rows   [Johnson 1974]; TRL packs in the same way.
-
-    >>> [row.tolist() for row in pack_rows(np.array([3, 7, 5, 5, 2]), 10)]
-    [[1, 0], [2, 3], [4]]
-    """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens that are free, row), ascending
-    for sample in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[sample])
-        at = bisect.bisect_left(room, (length, -1))
-        if at == len(room):
-            rows.append([sample])
-            free, row = block_size, len(rows) - 1
-        else:
-            free, row = room.pop(at)
-            rows[row].append(sample)
-        bisect.insort(room, (free - length, row))
-    return [np.array(row) for row in rows]
-
-
 def rows_of(table: SampleTable, block_size: int, *, packing: bool) -> list[np.ndarray]:
     """Return the samples of each row: one, or with packing as many as fit."""
-    return pack_rows(table.lengths, block_size) if packing else [np.array([i]) for i in range(len(table.lengths))]
+    if not packing:
+        return [np.array([i]) for i in range(len(table.lengths))]
+    return [np.array(row) for row in pack_rows(table.lengths.tolist(), block_size)]

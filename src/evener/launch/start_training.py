@@ -170,6 +170,8 @@ def _predict(
         raise UsageError(f"--sync {chosen.roster.sync} does not fit: {shortage}", hint=hint)
     if is_sync_auto and chosen.roster.sync != NO_SYNC:
         notify(f"--sync auto: {chosen.roster.sync} is the best choice by prediction{format_loss_penalty(chosen)}")
+        if isinstance(resolved.shape, PretrainedModel):
+            notify("--sync auto takes an exact strategy: nobody measured what the others cost a fine-tuning in loss")
     if not as_requested and prediction.recommended != prediction.chosen:
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:

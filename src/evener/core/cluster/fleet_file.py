@@ -168,9 +168,10 @@ class HostLink(FleetSection, frozen=True, kw_only=True):
 
 
 class ModelRate(FleetSection, frozen=True, kw_only=True):
-    """The training speed of a model preset on one device, in one process."""
+    """The training speed of a model on one device, in one process."""
 
     tokens_per_s: Rate  # forward and backward, sustained, in large micro-batches
+    flops_per_token: Rate | None = None  # of a pretrained model, as it was probed: its FLOPs for each of these tokens
     pass_s: Duration | None = None  # fixed overhead of one micro-batch's forward and backward
     update_s: Duration | None = None  # clipping and AdamW's update of all parameters
     dtype: str = ""  # of forward and backward; "" = not given
@@ -189,7 +190,7 @@ class Rates(FleetSection, frozen=True, kw_only=True):
     loopback_Bps: Rate | None = None  # bytes that each of two ranks on the host sends per second of an all-reduce
     coding_Bps: dict[str, Rate] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
     memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # total memory of the device
-    models: dict[str, ModelRate] = {}  # by preset
+    models: dict[str, ModelRate] = {}  # by preset, or "hf:NAME" and "hf:NAME+lora16" of a pretrained model
     shares_cores_with: list[str] = []  # hosts that are on the same machine and compute on the same cores
     measured: str = ""
 

@@ -1,16 +1,10 @@
-"""Gradients of a model: what a step exchanges, and when backward has completed it.
-
-A `ModelShape` is what the planner knows of a model: the shape of one of evener's own, from which all else follows, or
-what a run of a user's program has shown.
-"""
+"""Gradients of a model: what a step exchanges, and when backward has completed it."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
 import msgspec
-
-from evener.core.model.shape import GPTShape
 
 
 class GradientTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +40,3 @@ class ProgramModel(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     def num_params(self) -> int:
         """Return the number of parameters that had a gradient."""
         return sum(tensor.num_params for tensor in self.gradients)
-
-
-ModelShape = GPTShape | ProgramModel

@@ -25,7 +25,7 @@ from evener.core.base.errors import UsageError
 from evener.core.base.file_io import open_file, read_file
 from evener.core.base.shell import quote_command
 from evener.core.model.corpus import hash_bytes, sample_blocks
-from evener.core.model.gradients import GradientTensor, ProgramModel
+from evener.core.model.gradients import GradientTensor
 from evener.core.model.shape import GPTShape
 
 DEFAULT_BLOCK_SIZE = 1024  # TRL's max_length (SFTConfig)
@@ -36,6 +36,17 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TRANSPOSED = ("gpt2", "openai-gpt")  # architectures whose linear layers transformers stores as (in, out)
 LAYER_PATTERN = re.compile(r"\.\d+\.")  # "model.layers.0.self_attn.q_proj.weight", but not "lm_head.weight"
+
+
+class Layers(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a decoder's layers: its FLOPs and its activations follow from them. All layers are alike."""
+
+    num_layers: int
+    width: int  # of the residual stream
+    attention_width: int  # of the queries: heads × size of a head
+    kv_width: int  # of keys and of values: less with grouped queries
+    mlp_width: int  # of the MLP's hidden layer
+    has_gate: bool  # the MLP multiplies two hidden layers, as Llama's does, instead of one
 
 
 class PretrainedModel(msgspec.Struct, frozen=True, kw_only=True, tag="pretrained"):
@@ -50,10 +61,11 @@ class PretrainedModel(msgspec.Struct, frozen=True, kw_only=True, tag="pretrained
     lora_rank: int | None  # None: all weights are trained
     has_dora: bool = False  # of the adapters
     num_frozen: int  # parameters that no step changes
+    num_linear: int  # parameters of the linear layers in its blocks, frozen or not
+    layers: Layers | None  # None: of a kind that evener does not know, such as a mixture of experts
     gradients: tuple[GradientTensor, ...]  # of what is trained
 
     dropout: ClassVar[float] = 0.0  # any division of a batch then trains the same model
-    has_sparse_embeddings: ClassVar[bool] = False  # all gradients are sent whole
 
     def num_params(self) -> int:
         """Return the number of parameters that are trained: these are exchanged, saved, and have optimizer states."""
@@ -62,10 +74,6 @@ class PretrainedModel(msgspec.Struct, frozen=True, kw_only=True, tag="pretrained
     def params_by_group(self) -> dict[str, int]:
         """Return the numbers of trained and of frozen parameters."""
         return {"trained": self.num_params(), "frozen": self.num_frozen}
-
-    def as_program(self) -> ProgramModel:
-        """Return what the planner knows of it: its gradients. A run shows how fast it is."""
-        return ProgramModel(name=self.name, unit="samples", gradients=self.gradients, can_divide=True)
 
 
 TrainedModel = GPTShape | PretrainedModel
@@ -80,6 +88,14 @@ class PretrainedConfig(msgspec.Struct, frozen=True, kw_only=True):
     n_positions: int | None = None  # GPT-2's name for it
     quantization_config: dict[str, Any] | None = None
     text_config: dict[str, Any] | None = None  # of a model that also takes images or sound
+    num_hidden_layers: int | None = None
+    n_layer: int | None = None  # GPT-2's
+    hidden_size: int | None = None
+    n_embd: int | None = None  # GPT-2's
+    num_attention_heads: int | None = None
+    n_head: int | None = None  # GPT-2's
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +136,8 @@ def read_pretrained(
         lora_rank=lora_rank,
         has_dora=has_dora,
         num_frozen=0 if lora_rank is None else num_params,
+        num_linear=sum(math.prod(shape) for name, shape in tensors.items() if _is_linear(name, shape)),
+        layers=_read_layers(config, tensors),
         gradients=_full_gradients(tensors)
         if lora_rank is None
         else _adapter_gradients(tensors, lora_rank, is_transposed=config.model_type in TRANSPOSED, has_dora=has_dora),
@@ -231,6 +249,31 @@ def _hash_tokenizer(folder: Path) -> str:
             f"--model hf:{folder}: tokenizer.json: {error.strerror}",
             hint=f"one that has only tokenizer.model: {_convert('AutoTokenizer', folder)}",
         ) from None
+
+
+def _read_layers(config: PretrainedConfig, tensors: dict[str, list[int]]) -> Layers | None:
+    """Return the sizes of the layers; None if the linear layers are not those of an attention and one MLP a layer."""
+    num_layers, width = config.num_hidden_layers or config.n_layer, config.hidden_size or config.n_embd
+    heads = config.num_attention_heads or config.n_head
+    if not num_layers or not width or not heads:
+        return None
+    head_dim = config.head_dim or width // heads
+    attention_width, kv_width = heads * head_dim, (config.num_key_value_heads or heads) * head_dim
+    num_attention = 2 * width * (attention_width + kv_width)  # queries and output, keys and values
+    num_linear = sum(math.prod(shape) for name, shape in tensors.items() if _is_linear(name, shape))
+    num_mlp, rest = divmod(num_linear - num_layers * num_attention, num_layers * width)
+    mlp_width = max((max(shape) for name, shape in tensors.items() if _is_linear(name, shape) and "mlp" in name),
+                    default=0)  # fmt: skip
+    if rest or num_mlp not in (2 * mlp_width, 3 * mlp_width):
+        return None
+    return Layers(
+        num_layers=num_layers,
+        width=width,
+        attention_width=attention_width,
+        kv_width=kv_width,
+        mlp_width=mlp_width,
+        has_gate=num_mlp == 3 * mlp_width,
+    )
 
 
 def _gradient(name: str, rows: int, columns: int, ready: float, kind: Literal["linear", "other"]) -> GradientTensor:

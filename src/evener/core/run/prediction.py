@@ -14,7 +14,8 @@ from typing import Literal
 import msgspec
 
 from evener.core.cluster.link import LinkModel, Positive
-from evener.core.model.gradients import ModelShape, ProgramModel
+from evener.core.model.fine_tuning import FineTuning, ModelShape
+from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import GPTShape
 from evener.core.run.roster import Dtype, Member, RankSlot, Roster, initial_roster
 from evener.core.run.run_spec import RunSpec
@@ -34,37 +35,48 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> str:
-        """The name of the preset, or of the user's program."""
-        return self.shape.name if isinstance(self.shape, ProgramModel) else self.spec.model.model
+        """The name of the preset, of the pretrained model, or of the user's program."""
+        return self.spec.model.name if isinstance(self.shape, GPTShape) else self.shape.name
+
+    @property
+    def rate_name(self) -> str:
+        """The name under which a fleet file keeps how fast a device trains the model."""
+        return self.shape.rate_name if isinstance(self.shape, FineTuning) else self.model
 
     @property
     def unit(self) -> str:
-        """Return what rates count: tokens, or of a user's program samples or batches."""
+        """Return what rates count: tokens, which carry loss, or of a user's program samples or batches."""
         return self.shape.unit if isinstance(self.shape, ProgramModel) else "tokens"
 
     @property
     def gpt_shape(self) -> GPTShape:
-        """The shape of a model of evener's own: only a run's records say how fast a user's program is."""
-        assert isinstance(self.shape, GPTShape), f"{self.model} is a user's program"
+        """The shape of a model of evener's own."""
+        assert isinstance(self.shape, GPTShape), f"{self.model} is no model of evener's own"
         return self.shape
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
-        return self.spec.train.batch * self.shape.block_size
+        """Tokens per step; of a fine-tuning on average, those that carry loss."""
+        return round(self.spec.train.batch * self.shape.block_size)
+
+    def padding_factor(self, micro_batch: float) -> float:
+        """Return the FLOPs of a sequence in a micro-batch of so many over those of one alone: more where sequences of
+        unequal lengths are padded.
+        """
+        return self.shape.padding_factor(micro_batch) if isinstance(self.shape, FineTuning) else 1.0
 
     def embedding_rows(self, sequences: int) -> float:
         """Return the mean number of embedding rows that this many sequences look up; one per token if not measured.
 
-        0 for a user's program, whose tables are sent whole. Between two measured numbers and beyond the last, distinct
-        tokens grow as a power of all tokens   [Heaps' law].
+        0 where tables are sent whole: in a user's program and a pretrained model. Between two measured numbers and
+        beyond the last, distinct tokens grow as a power of all tokens   [Heaps' law].
 
         >>> from evener.core.model.shape import preset_shape
         >>> job = Job(spec=RunSpec(), shape=preset_shape("d8", 32768, 256), distinct_tokens=[100.0, 160.0, 250.0])
         >>> [round(job.embedding_rows(sequences)) for sequences in (0, 1, 2, 3, 4, 8, 1 << 20)]
         [0, 100, 160, 208, 250, 391, 32768]
         """
-        if isinstance(self.shape, ProgramModel):
+        if not isinstance(self.shape, GPTShape):
             return 0.0
         distinct, vocab_size = self.distinct_tokens, self.shape.vocab_size
         if not distinct or not sequences:
@@ -75,7 +87,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     def initial_roster(self, slots: Sequence[RankSlot]) -> Roster:
         """Return the first Roster of a run on these slots if their speed is unknown."""
-        return initial_roster(self.spec, slots, self.shape.block_size)
+        return initial_roster(self.spec, slots, round(self.shape.block_size))
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True):

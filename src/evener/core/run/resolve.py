@@ -13,7 +13,8 @@ import msgspec
 from evener.core.base.errors import CheckpointError, NoRoomError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
-from evener.core.model.gradients import ModelShape, ProgramModel
+from evener.core.model.fine_tuning import FineTuning, ModelShape, read_lengths
+from evener.core.model.gradients import ProgramModel
 from evener.core.model.pretrained import FINE_TUNING_PACKAGES, PretrainedModel, TrainedModel, read_pretrained
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
@@ -95,7 +96,7 @@ def resolve(
     spec.check()
     corpus = load_corpus(Path(spec.data.data))
     shape = trained_model(spec, corpus)
-    spec = _with_defaults(spec, shape)
+    spec = with_model_defaults(spec, shape)
     if spec.model.init_from is not None and not resume:
         find_weights_file(spec.model.init_from)
     rundir = RunDir(spec.out or "runs")
@@ -143,7 +144,7 @@ def trained_model(spec: RunSpec, corpus: Corpus) -> TrainedModel:
     return model
 
 
-def _with_defaults(spec: RunSpec, shape: TrainedModel) -> RunSpec:
+def with_model_defaults(spec: RunSpec, shape: TrainedModel) -> RunSpec:
     """Return the spec with the settings that depend on the model, where the user has set none."""
     train = spec.train
     if train.lr is None and isinstance(shape, PretrainedModel):
@@ -191,9 +192,13 @@ def pretrained_of_run(rundir: RunDir) -> tuple[Path, PretrainedModel] | None:
 
 
 def make_job(spec: RunSpec, shape: TrainedModel, corpus: Corpus | None) -> Job:
-    """Return the planner's Job; if the model has lookup-only embeddings, with the corpus's distinct-token counts."""
+    """Return the planner's Job, with what it needs to know of the corpus: the lengths of sequences to fine-tune on, or
+    if the model has lookup-only embeddings, the numbers of distinct tokens.
+    """
     if isinstance(shape, PretrainedModel):
-        return Job(spec=spec, shape=shape.as_program())
+        assert corpus is not None, "how long sequences are is read from the corpus"
+        lengths = read_lengths(corpus, shape.block_size, packing=spec.train.packing)
+        return Job(spec=spec, shape=FineTuning(model=shape, lengths=lengths))
     distinct = (
         mean_distinct_tokens(corpus, shape.block_size) if corpus is not None and shape.has_sparse_embeddings else []
     )
@@ -218,11 +223,6 @@ def find_weights_file(init_from: str) -> Path:
 def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     """Return the model's shape; `vocab_size` defaults to the preset's. Raise UsageError if the shape is invalid."""
     model = spec.model
-    if model.pretrained is not None:
-        raise UsageError(
-            f"--model {model.model}: evener predicts no fine-tuning, as only a run of it shows how fast it is",
-            hint="evener train begins with shares by the ranks' measured speed where --shares does not set them",
-        )
     fields = ("num_layers", "num_heads", "width", "dropout")
     overrides = {field: getattr(model, field) for field in fields if getattr(model, field) is not None}
     if vocab_size is None and model.model in PRESETS:
@@ -230,11 +230,11 @@ def model_shape(spec: RunSpec, vocab_size: int | None = None) -> GPTShape:
     return preset_shape(model.model, vocab_size or 1, model.block_size, **overrides)
 
 
-def check_sync_for_shape(sync: SyncSpec, shape: ModelShape | PretrainedModel) -> None:
+def check_sync_for_shape(sync: SyncSpec, shape: ModelShape | TrainedModel) -> None:
     """Raise UsageError if a sync strategy would save nothing in a model of this shape, or is none for a program."""
     if isinstance(shape, ProgramModel):
         check_sync_of_program(sync)
-    if isinstance(shape, PretrainedModel) and sync.is_sharded:
+    if isinstance(shape, (PretrainedModel, FineTuning)) and sync.is_sharded:
         raise UsageError(
             f"--sync {sync}: a model that is fine-tuned is whole on every rank", hint="--sync ddp, or auto"
         )

@@ -7,9 +7,18 @@ import math
 
 import msgspec
 
-from evener.core.base.units import format_bytes, format_count, format_seconds, join_names, pluralize
+from evener.core.base.units import (
+    format_bit_rate,
+    format_bytes,
+    format_count,
+    format_seconds,
+    join_names,
+    pluralize,
+)
+from evener.core.model.fine_tuning import FineTuning
 from evener.core.model.gradients import ProgramModel
-from evener.core.run.prediction import PlanOption, Prediction
+from evener.core.model.pretrained import PretrainedModel
+from evener.core.run.prediction import Cluster, PlanOption, Prediction
 from evener.core.run.roster import NO_SYNC, requested_sync
 from evener.core.run.step_cost import token_multiplier
 from evener.plan.choice.break_even import (
@@ -40,6 +49,7 @@ from evener.plan.choice.options import (
 )
 from evener.plan.cost.penalty import format_loss
 
+SMALL_EXPOSED = 0.05  # of a step: a faster link would gain no more than that
 COMPARED_BATCH_FACTORS = (2, 4, 8, 16)  # the one that gains most is reported
 
 
@@ -107,7 +117,9 @@ def collect_advice(prediction: Prediction, links: LinkSearch | None = None) -> l
     if len(chosen.ranks) > 1:
         advice.append(Advice(text=_describe_step(chosen)))
     if isinstance(prediction.job.shape, ProgramModel):
-        return advice  # all else is for evener's own models; see program_request.py
+        return advice  # all else is for models that evener trains; see program_request.py
+    if isinstance(prediction.job.shape, FineTuning) and len(chosen.roster.hosts) > 1:
+        advice += _describe_traffic(chosen, prediction.job.shape.model, cluster)
     if not prediction.recommended:
         advice += advise_on_memory(prediction)
     elif len(cluster.host_names) > 1:
@@ -156,8 +168,11 @@ def advise_on_memory(prediction: Prediction) -> list[Advice]:
     if advice:
         return [max(advice, key=lambda a: a.tokens_per_s or 0.0)]
     held = 16 * job.shape.num_params()  # weights, gradients, AdamW's two moments, in fp32
-    text = f"No micro-batch fits: weights, gradients and AdamW's moments alone are {format_bytes(held)} on every rank."
-    return [_advise_on_sharding(prediction, text)]
+    text = f"No micro-batch fits: weights, gradients and AdamW's moments alone are {format_bytes(held)} on every rank"
+    if isinstance(job.shape, FineTuning):
+        frozen = f", beside {format_count(job.shape.model.num_frozen)} frozen parameters"
+        return [Advice(text=f"{text}{frozen if job.shape.model.num_frozen else '; --lora 16 needs less'}.")]
+    return [_advise_on_sharding(prediction, f"{text}.")]
 
 
 def _advise_on_sharding(prediction: Prediction, text: str) -> Advice:
@@ -283,6 +298,20 @@ def _describe_step(option: PlanOption) -> str:
             f"in every step."
         )
     return f"{text}."
+
+
+def _describe_traffic(option: PlanOption, model: PretrainedModel, cluster: Cluster) -> list[Advice]:
+    """Describe what the hosts send each other where most weights are frozen: little, whatever the size of the model."""
+    if not model.num_frozen or not option.bytes_per_rank:
+        return []
+    text = (
+        f"Only the adapters travel: a rank sends {format_bytes(option.bytes_per_rank)} a step, and none of the "
+        f"{format_count(model.num_frozen)} frozen parameters"
+    )
+    exposed_s = option.straggler_cost.cost.exposed_sync_s or 0.0
+    if exposed_s < SMALL_EXPOSED * option.step_s:
+        text += f", for which {format_bit_rate(cluster.slowest_link_Bps)} of payload are enough"
+    return [Advice(text=f"{text}.")]
 
 
 def _advise_on_larger_batch(prediction: Prediction, noise_tokens: float) -> Advice:

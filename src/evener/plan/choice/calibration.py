@@ -103,7 +103,7 @@ def measured_option(
     )
 
 
-def _with_typical_shares(roster: Roster, typical_step: TypicalStep, block_size: int) -> Roster:
+def _with_typical_shares(roster: Roster, typical_step: TypicalStep, block_size: float) -> Roster:
     """Return the Roster with the shares of the typical step, as the initial ones may have been rebalanced."""
     shares = [round((rank.tokens or 0.0) / block_size) for rank in typical_step.ranks]
     return roster.replace_shares(shares) if sum(shares) == roster.batch and not roster.round_shares else roster
@@ -186,10 +186,11 @@ def _calibrate_host(
         return base
     compute_s = max(token_s * tokens - stolen_s, 0.1 * token_s * tokens) / recompute_factor(job)
     share = round(tokens / job.shape.block_size)
-    passes_s = base.pass_s * msgspec.structs.replace(member, share=share).num_micro_batches
+    num_passes = msgspec.structs.replace(member, share=share).num_micro_batches
+    passes_s, padded = base.pass_s * num_passes, tokens * job.padding_factor(share / max(1, num_passes))
     known = base.tokens_per_s[member.dtype]
-    factor = compute_s / (passes_s + tokens / known) if known < UNKNOWN_RATE else 1.0  # of both its parts
-    rate = tokens / (compute_s - passes_s * factor)
+    factor = compute_s / (passes_s + padded / known) if known < UNKNOWN_RATE else 1.0  # of both its parts
+    rate = padded / (compute_s - passes_s * factor)
     return msgspec.structs.replace(
         base,
         pass_s=base.pass_s * factor,

@@ -18,11 +18,12 @@ from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRat
 from evener.core.cluster.hardware import parse_hardware
 from evener.core.cluster.link import parse_link
 from evener.core.model.corpus import Corpus
+from evener.core.model.fine_tuning import FineTuning, ModelShape, read_lengths
 from evener.core.model.gradients import ProgramModel
-from evener.core.model.pretrained import PretrainedModel
+from evener.core.model.pretrained import TrainedModel
 from evener.core.model.shape import PRESETS, GPTShape, shape_of_size
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
-from evener.core.run.resolve import check_sync_for_shape, make_job, model_shape
+from evener.core.run.resolve import check_sync_for_shape, make_job, model_shape, trained_model, with_model_defaults
 from evener.core.run.roster import RankSlot, parse_shares, requested_sync, weighted_shares
 from evener.core.run.run_spec import RunSpec, make_spec
 from evener.core.run.rundir import Manifest
@@ -34,6 +35,9 @@ from evener.plan.choice.options import MAX_RANKS, with_best_ring_order
 from evener.plan.choice.program_request import PROGRAM_FLAGS, program_job
 from evener.plan.choice.search import predict, reasons_left_out
 from evener.plan.choice.training_cost import RentalOffer
+
+# of a run that was fine-tuned, what its records do not tell about another one
+FIXED_FINE_TUNING_FLAGS = {"model", "lora", "block_size", "packing", "data", "num_layers", "num_heads", "width"}
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +156,14 @@ def _check_ranks(num_ranks: int, job: Job) -> None:
 
 def _requested_job(spec: RunSpec, corpus: Corpus | None, params: str | None) -> tuple[Job, list[str]]:
     """Return the job and the assumptions about it. `params`, a number of parameters, replaces the model preset."""
-    model, vocab_size, assumed = spec.model, corpus.vocab_size if corpus else None, []
+    model, vocab_size = spec.model, corpus.vocab_size if corpus else None
+    assumed: list[str] = []
+    if model.pretrained is not None:
+        if corpus is None:
+            raise UsageError(f"--model {model.model}: how long a step takes depends on the lengths of what it reads",
+                             hint=f"evener plan FILE --model {quote_word(model.model)}")  # fmt: skip
+        pretrained = trained_model(spec, corpus)
+        return _checked_job(with_model_defaults(spec, pretrained), pretrained, corpus), assumed
     if params is None:
         shape = model_shape(spec, vocab_size)
     else:
@@ -167,7 +178,7 @@ def _requested_job(spec: RunSpec, corpus: Corpus | None, params: str | None) -> 
     return job, assumed
 
 
-def _checked_job(spec: RunSpec, shape: GPTShape, corpus: Corpus | None) -> Job:
+def _checked_job(spec: RunSpec, shape: TrainedModel, corpus: Corpus | None) -> Job:
     """Return the job. Raise UsageError if `train` would refuse it."""
     check_sync_for_shape(requested_sync(spec), shape)
     return make_job(spec, shape, corpus)
@@ -209,7 +220,7 @@ def fleet_from_flags(flags: MachineFlags, job: Job) -> Fleet:
         if rate is not None:
             model_rate = ModelRate(tokens_per_s=rate)
             devices = [f"{kind}:{k}" for k in range(flags.per_node)] if has_gpus else ["cpu"]
-            device_rates = Rates(models={job.model: model_rate})
+            device_rates = Rates(models={job.rate_name: model_rate})
             rates[name] = rates_by_value.setdefault((rate, kind), dict.fromkeys(devices, device_rates))
     if flags.link is not None:
         parse_link(flags.link)  # also where one node has no use for it
@@ -237,15 +248,13 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
         cluster = calibrate_cluster(job, manifest, records, prior)
         return PlanRequest(job=job, cluster=cluster, source=f"the records of {run}",
                            measured=measured_option(job, manifest, records, cluster))  # fmt: skip
-    if isinstance(manifest.shape, PretrainedModel):
-        raise UsageError(f"{run} fine-tuned {manifest.shape.name}: evener does not predict such a run yet",
-                         hint=f"evener report {quote_word(run)} shows its steps")  # fmt: skip
+    shape = _shape_of_run(run, manifest, prediction)
     spec = manifest.spec
     dtypes = {member.host: member.dtype for member in manifest.roster.members}
     if prediction is None and len(set(dtypes.values())) == 1:  # the rates of other dtypes are not known
         dtype = manifest.roster.members[0].dtype
         spec = msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, dtype=dtype))
-    job = Job(spec=spec, shape=manifest.shape, noise_tokens=noise_scale(records[0]),
+    job = Job(spec=spec, shape=shape, noise_tokens=noise_scale(records[0]),
               distinct_tokens=prediction.job.distinct_tokens if prediction else [])  # fmt: skip
     cluster = calibrate_cluster(job, manifest, records, prediction.cluster if prediction else None)
     changes = [
@@ -256,6 +265,27 @@ def request_from_run(run: str, manifest: Manifest, records: Sequence[Sequence[St
     ]
     return PlanRequest(job=job, cluster=cluster, source=f"the records of {run}", changes=changes,
                     measured=measured_option(job, manifest, records, cluster))  # fmt: skip
+
+
+def _shape_of_run(run: str, manifest: Manifest, prediction: Prediction | None) -> ModelShape:
+    """Return what the planner knows of the model that a run trained.
+
+    Raise UsageError for a fine-tuning whose layers, or the lengths of whose sequences, are not known.
+    """
+    shape = manifest.shape
+    if isinstance(shape, GPTShape):
+        return shape
+    if prediction is not None and isinstance(prediction.job.shape, FineTuning):
+        return prediction.job.shape
+    assert shape is not None
+    report, corpus = f"evener report {quote_word(run)} shows its steps", manifest.corpus
+    if shape.layers is None:
+        raise UsageError(f"{run}: evener does not know the layers of a {shape.architecture}", hint=report)
+    if corpus is None or not corpus.flags_path("train").is_file():
+        where = "" if corpus is None else f" {corpus.path}"
+        raise UsageError(f"{run}: its samples{where} are not here, and with them how long they are", hint=report)
+    lengths = read_lengths(corpus, shape.block_size, packing=manifest.spec.train.packing)
+    return FineTuning(model=shape, lengths=lengths)
 
 
 def answer_request(request: PlanRequest) -> Prediction:
@@ -269,7 +299,7 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
     job, cluster = request.job, request.cluster
     if flags:
         spec = make_spec(None, dict(flags), job.spec)
-        new_job = _changed_program(job, spec, flags)
+        new_job = _changed_fine_tuning(job, spec, flags) or _changed_program(job, spec, flags)
         if new_job is None:
             vocab_size = job.gpt_shape.vocab_size if "model" not in flags else None
             new_job = _checked_job(spec, model_shape(spec, vocab_size), None)
@@ -284,6 +314,18 @@ def change_request(request: PlanRequest, flags: Mapping[str, str], link: str | N
         cluster = with_assumptions(with_uniform_link(cluster, parsed.wire), [parsed.assumption])
     measured = None if flags or link is not None else request.measured
     return msgspec.structs.replace(request, job=job, cluster=cluster, measured=measured)
+
+
+def _changed_fine_tuning(job: Job, spec: RunSpec, flags: Mapping[str, str]) -> Job | None:
+    """Return the job of a fine-tuning with these flags; None if it is none."""
+    if not isinstance(job.shape, FineTuning):
+        return None
+    for name in flags:
+        if name in FIXED_FINE_TUNING_FLAGS:
+            raise UsageError(f"--{name.replace('_', '-')}: the run shows how fast its own model is, on its own data",
+                             hint=f"evener plan FILE --model {quote_word(spec.model.model)}")  # fmt: skip
+    check_sync_for_shape(requested_sync(spec), job.shape)
+    return msgspec.structs.replace(job, spec=spec)
 
 
 def _changed_program(job: Job, spec: RunSpec, flags: Mapping[str, str]) -> Job | None:
@@ -316,7 +358,8 @@ def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
     missing = [name for name in cluster.host_names if name not in fleet.hosts]
     if missing:
         raise UsageError(f"{path} does not name all hosts of the run: {', '.join(missing)} missing")
-    shape = PRESETS.get(job.model, job.shape)
+    is_pretrained = isinstance(job.shape, FineTuning)
+    shape = job.shape if is_pretrained else PRESETS.get(job.model, job.shape)
     work, params = job.shape.flops_per_token() / shape.flops_per_token(), shape.num_params() / job.shape.num_params()
     rates, links = {}, {}
     for member in job.initial_roster(cluster.slots).members:
@@ -324,6 +367,7 @@ def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
         num_ranks = 1 if member.is_gpu else sum(slot.host == name for slot in cluster.slots)
         model = ModelRate(
             tokens_per_s=cluster.tokens_per_s(member) * num_ranks * work,
+            flops_per_token=shape.flops_per_token() if is_pretrained else None,
             pass_s=host.pass_s * params / num_ranks,
             update_s=host.update_s * params / num_ranks,
             dtype=member.dtype,
@@ -331,7 +375,7 @@ def calibrated_rates(request: PlanRequest, fleet: Fleet, path: str,
         )
         gpus = [device for device in fleet.rates.get(name, {}) if device.startswith("cuda")]
         devices = (gpus or ["cuda:0"]) if member.is_gpu else ["cpu"]
-        rates[name] = {device: Rates(models={job.model: model}) for device in devices}
+        rates[name] = {device: Rates(models={job.rate_name: model}) for device in devices}
         known_links = fleet.links.get(name, {})
         links[name] = {
             target: msgspec.structs.replace(known_links[target], duplex_Bps=wire.bandwidth_Bps, measured=measured_at)
@@ -349,7 +393,7 @@ def with_assumptions(cluster: Cluster, assumed: Sequence[str]) -> Cluster:
 
 def _rescale_to_shape(cluster: Cluster, old: Job, new: Job) -> Cluster:
     """Rescale the cluster's rates to the new job's shape: compute by FLOPs, the update by parameters."""
-    if new.shape == old.shape:
+    if new.shape == old.shape:  # as with any flags of a fine-tuning
         return cluster
     slower = new.gpt_shape.flops_per_token() / old.gpt_shape.flops_per_token()
     params = new.shape.num_params() / old.shape.num_params()

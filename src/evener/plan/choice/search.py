@@ -6,6 +6,7 @@ import msgspec
 
 from evener.core.base.units import format_seconds, join_names
 from evener.core.cluster.link import parse_link
+from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import GPTShape
 from evener.core.run.prediction import Cluster, Job, PlanOption, Prediction
 from evener.core.run.roster import DDP, NO_SYNC
@@ -214,7 +215,7 @@ def what_if_options(prediction: Prediction) -> list[PlanOption]:
         on_subset = best_two_that_fit(fewer_host_options(job, cluster), cluster)[:1]
         options += on_subset or [predict_single_host(job, cluster, hosts_by_speed(job, cluster)[0])]
         options += other_shares_options(job, cluster) if job.spec.machine.shares != "auto" else []
-    if roster.world_size > 1 and isinstance(job.shape, GPTShape):  # a user's program sets its own batch
+    if roster.world_size > 1 and not isinstance(job.shape, ProgramModel):  # which sets its own batch
         options.append(predict_training(job_with_larger_batch(job, 4), cluster, name="batch and accumulation × 4"))
     if roster.world_size > 1:
         options += [option for option in prediction.options if option.roster.sync not in (roster.sync, NO_SYNC)]

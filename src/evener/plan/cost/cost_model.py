@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from evener.core.cluster.collective_results import Collective
+from evener.core.model.fine_tuning import FineTuning
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, RankCost
 from evener.core.run.roster import Member, Roster, SyncSpec, num_micro_batches, parse_sync
 from evener.core.run.step_cost import StepCost
 from evener.plan.cost.collective_cost import Ring, build_ring, collective_s, sent_bytes
 from evener.plan.cost.expected_max import expected_max_s
 from evener.plan.cost.memory import peak_memory_bytes
-from evener.plan.cost.penalty import loss_penalty
+from evener.plan.cost.penalty import LossPenalty, loss_penalty
 from evener.plan.cost.sync_traffic import (
     CollectiveCall,
     CollectiveScope,
@@ -34,7 +35,6 @@ from evener.plan.cost.sync_traffic import (
 )
 
 BACKWARD_FRACTION = 2 / 3  # of forward and backward: two matrix products where forward has one   [PaLM, appendix B]
-RECOMPUTE_BACKWARD_FRACTION = 3 / 4  # where backward runs forward again
 CODEC_MEMORY_PASSES = 10.0  # passes over the memory to encode and decode, where not measured: *assumption*
 # Where computation waits for weights layer by layer: T³ = C³ + M³ of computation and communication. *Fit* to published
 # runs of FSDP on MareNostrum 5 (docs/figures/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M),
@@ -124,6 +124,8 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
     ]
     step_s = last_s + exposed_s + after_s + late_s
     penalty = loss_penalty(roster.sync, job.shape.num_params(), roster.mean_shares, job.spec.train.steps, job.tokens)
+    if isinstance(job.shape, FineTuning) and not roster.sync.is_exact:
+        penalty = LossPenalty(None, "nobody measured what it costs a fine-tuning in loss")
     return PlanOption(
         name=name or str(roster.sync),
         roster=roster,
@@ -227,8 +229,20 @@ def _jitter_wait_s(cluster: Cluster, kinds: Sequence[_RankGroup], times: Sequenc
 
 
 def recompute_factor(job: Job) -> float:
-    """Return the factor by which recomputing activations lengthens forward and backward: 4/3, or 1 without it."""
-    return (1 - BACKWARD_FRACTION) / (1 - RECOMPUTE_BACKWARD_FRACTION) if job.spec.model.recompute else 1.0
+    """Return the factor by which recomputing activations, a second forward, lengthens forward and backward: 4/3 where
+    all weights are trained, or 1 without it.
+    """
+    return 2 - _plain_backward_fraction(job) if job.spec.model.recompute else 1.0
+
+
+def backward_fraction(job: Job) -> float:
+    """Return the fraction of forward and backward that is backward, which runs forward again if it recomputes."""
+    return 1 - (1 - _plain_backward_fraction(job)) / recompute_factor(job)
+
+
+def _plain_backward_fraction(job: Job) -> float:
+    """Return the same without recomputing: less if weights are frozen."""
+    return job.shape.backward_fraction if isinstance(job.shape, FineTuning) else BACKWARD_FRACTION
 
 
 def codec_s_per_byte(host: HostRates, sync: SyncSpec) -> float:
@@ -262,14 +276,17 @@ def _rank_times(
     host, sequence_s = cluster.hosts[member.host], job.shape.block_size / cluster.tokens_per_s(member)
     more, whole = math.modf(kind.mean_share)  # one sequence more in this fraction of its steps
     few, many = (num_micro_batches(int(whole) + extra, member.micro_batch) for extra in (0, 1))
-    passes_s = recompute_factor(job) * (host.pass_s * (few + more * (many - few)) + sequence_s * (whole + more))
-    last_s = recompute_factor(job) * (host.pass_s + sequence_s * member.last_micro_batch) if member.share else 0.0
+    num_passes = few + more * (many - few)
+    sequence_s *= job.padding_factor(kind.mean_share / num_passes) if num_passes else 1.0
+    factor = recompute_factor(job)
+    passes_s = factor * (host.pass_s * num_passes + sequence_s * kind.mean_share)
+    last_s = factor * (host.pass_s + sequence_s * member.last_micro_batch) if member.share else 0.0
     packing_s = work.copied_bytes / work.every / host.copy_Bps if host.copy_Bps else 0.0
     packing_s += work.encoded_bytes / work.every * codec_s_per_byte(host, roster.sync)
     return _RankTimes(
         compute_start_s=host.update_s * work.update_fraction + host.data_s,
         compute_s=passes_s + packing_s + stolen_s,
-        backward_s=(RECOMPUTE_BACKWARD_FRACTION if job.spec.model.recompute else BACKWARD_FRACTION) * last_s + stolen_s,
+        backward_s=backward_fraction(job) * last_s + stolen_s,
     )
 
 

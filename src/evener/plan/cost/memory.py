@@ -21,9 +21,11 @@ import math
 
 import msgspec
 
-from evener.core.model.gradients import ModelShape, ProgramModel
+from evener.core.model.fine_tuning import FineTuning, ModelShape
+from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.roster import Roster
+from evener.plan.cost.fine_tuning_memory import LIBRARY_BYTES, activation_bytes, base_bytes, heap_fragmentation
 from evener.plan.cost.sync_traffic import (
     QUANTIZATION_BLOCK,
     bucket_sizes,
@@ -83,7 +85,7 @@ def peak_memory_bytes(shape: ModelShape, roster: Roster, rank: int, *, recompute
     return peak_memory(shape, roster, rank, recompute=recompute).total
 
 
-def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool = False) -> MemoryBreakdown:
+def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, recompute: bool = False) -> MemoryBreakdown:
     """Return the bytes, by cause, that a rank needs at the worst moment of its largest micro-batch.
 
     Forward runs with gradients in memory if a step has several micro-batches, or if the strategy keeps them in buckets.
@@ -103,8 +105,15 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
     num_passes = roster.num_passes(rank, roster.shares) if sync.is_sharded else member.num_micro_batches
     sequences = -(-member.share // num_passes) if num_passes else 0
     gradients_held = num_passes > 1 or sync.kind not in ("none", "fsdp", "hsdp", "zero1", "diloco")
-    micro_batch = _MicroBatchMemory(shape, sequences, 4 if member.dtype == "fp32" else 2, device)
-    moments = micro_batch.moments(recompute, gradients_held)
+    element_bytes, held_weights, libraries = 4 if member.dtype == "fp32" else 2, weights, 0
+    fragmentation = HEAP_FRAGMENTATION
+    if isinstance(shape, FineTuning):
+        held_weights, libraries = weights + base_bytes(shape, element_bytes), LIBRARY_BYTES
+        fragmentation = heap_fragmentation(shape, element_bytes)
+        candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute)
+        moments = [_MemoryMoment(_gradient_bytes(shape), activations) for activations in candidates]
+    else:
+        moments = _MicroBatchMemory(shape, sequences, element_bytes, device).moments(recompute, gradients_held)
     if sync.is_sharded and not gradients_held:  # a block's gradients are scattered as soon as they are complete
         parts = _num_parts(roster)
         moments = [_MemoryMoment(moment.gradients // parts, moment.activations) for moment in moments]
@@ -112,7 +121,7 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
     gradients, activations = worst.gradients, worst.activations
     recycled = max(moment.activations for moment in moments) + _gradient_bytes(shape)
     keeps_freed = device == "cpu" and not sync.is_sharded  # else freed blocks go back to the kernel
-    heap = int(HEAP_FRAGMENTATION * recycled) if keeps_freed else 0
+    heap = int(fragmentation * recycled) if keeps_freed else 0
     extra = bucket = copies = 0  # of these, saving: copies that a checkpoint of the per-rank state makes
     optimizer = 2 * weights
     largest = max(size for size, _ in dense_bucket_sizes(shape, sync.sparse, planned_bucket_bytes(shape, roster)))
@@ -136,24 +145,24 @@ def peak_memory(shape: GPTShape, roster: Roster, rank: int, *, recompute: bool =
             extra += weights + (weights // num_ranks if num_ranks > 2 else 0) + _codec_buffer_bytes(fragment, sync.bits)
         if sync.streamed:
             extra += 2 * fragment  # a difference in flight, and its weighted copy
-    elif sync.is_sharded:
+    elif sync.is_sharded and isinstance(shape, GPTShape):
         # the last has a table if any has
         root, block = _root_bytes(shape), _block_gradient_bytes(shape, shape.num_layers - 1)
         # Weights gathered: all, and one block on its way; or one block ahead, and gradients before they are scattered.
         extra = weights + root + block if sync.kind == "zero1" else 2 * root + 3 * block
-        weights, optimizer = weights // _num_parts(roster), optimizer // _num_parts(roster)
-    if sync.sparse:
+        held_weights, optimizer = weights // _num_parts(roster), optimizer // _num_parts(roster)
+    if sync.sparse and isinstance(shape, GPTShape):
         tables = 1 + shape.num_value_embeddings(shape.num_layers)
         extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # touched rows of all ranks
     return MemoryBreakdown(
-        weights=weights,
+        weights=held_weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=max(activations, copies),
         buckets=bucket,
         sync=extra,
         fragmentation=heap,
-        process=PROCESS_BYTES[device] + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
+        process=PROCESS_BYTES[device] + libraries + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
     )
 
 
@@ -278,7 +287,9 @@ def _codec_buffer_bytes(size: int, bits: int) -> int:
     return int(size * (1 + 2 * element_bytes(bits, QUANTIZATION_BLOCK.get(bits, 1)) / FP32))
 
 
-def _matrix_shapes(shape: GPTShape) -> list[tuple[int, int]]:
+def _matrix_shapes(shape: GPTShape | FineTuning) -> list[tuple[int, int]]:
+    if isinstance(shape, FineTuning):
+        return [(tensor.rows, tensor.columns) for tensor in shape.gradients if tensor.columns > 1]
     tables = 1 + (not shape.tied_head) + shape.num_value_embeddings(shape.num_layers)
     positions = [(shape.block_size, shape.width)] if shape.positions == "learned" else []
     return [(shape.vocab_size, shape.width)] * tables + positions + _block_matrix_shapes(shape) * shape.num_layers
@@ -306,7 +317,7 @@ def _gradient_bytes_from_layer(shape: GPTShape, layer: int) -> int:
     return num * plain + tables * table
 
 
-def _gradient_bytes(shape: GPTShape) -> int:
+def _gradient_bytes(shape: GPTShape | FineTuning) -> int:
     return FP32 * shape.num_params()
 
 

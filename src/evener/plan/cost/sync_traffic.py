@@ -13,7 +13,8 @@ from typing import Literal
 import msgspec
 
 from evener.core.cluster.collective_results import Collective
-from evener.core.model.gradients import GradientTensor, ModelShape, ProgramModel
+from evener.core.model.fine_tuning import ModelShape
+from evener.core.model.gradients import GradientTensor, ProgramModel
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.prediction import Job
 from evener.core.run.roster import Member, Roster, SyncKind, SyncSpec
@@ -63,7 +64,7 @@ class SyncWorkload(msgspec.Struct, frozen=True, kw_only=True):
 @lru_cache(maxsize=64)
 def gradient_tensors(shape: ModelShape) -> tuple[GradientTensor, ...]:
     """Return all gradient tensors in the order in which backward completes them: head, last block … first block,
-    embeddings; those of a user's program as they were measured.
+    embeddings; those of a pretrained model in the order of its files, those of a user's program as they were measured.
 
     A tensor is ready when the FLOPs before it are done: in backward a matrix of N parameters costs 4·N FLOPs a token,
     and the attention of each layer 8·W·T.   [6·N + 12·L·W·T, PaLM, appendix B]
@@ -73,7 +74,7 @@ def gradient_tensors(shape: ModelShape) -> tuple[GradientTensor, ...]:
     >>> sum(g.num_params for g in found) == preset_shape("char", vocab_size=65).num_params(), found[-1].name
     (True, 'token embedding')
     """
-    if isinstance(shape, ProgramModel):
+    if not isinstance(shape, GPTShape):
         return shape.gradients
     width, vocab, hidden = shape.width, shape.vocab_size, MLP_EXPANSION * shape.width
     bias, has_norms = int(shape.bias), shape.norm == "layernorm"

@@ -23,7 +23,7 @@ from evener.core.run.roster import Member, choose_backend, equal_shares
 from evener.core.run.step_cost import StepCost
 from evener.plan.choice.options import MAX_RANKS, MIN_GAIN
 from evener.plan.cost.collective_cost import Ring, collective_s, nccl_all_reduce_s, ring_phase_s
-from evener.plan.cost.cost_model import BACKWARD_FRACTION, RECOMPUTE_BACKWARD_FRACTION, recompute_factor
+from evener.plan.cost.cost_model import BACKWARD_FRACTION, backward_fraction, recompute_factor
 from evener.plan.cost.expected_max import MaxDistribution, max_of_lognormals
 from evener.plan.cost.sync_traffic import (
     BUCKET_BYTES,
@@ -199,11 +199,11 @@ def build_scenario(
     return ScalingScenario(
         compute_s=recompute_factor(job)
         * (job.tokens / cluster.tokens_per_s(first) + host.pass_s * first.num_micro_batches),
-        backward_share=RECOMPUTE_BACKWARD_FRACTION if job.spec.model.recompute else BACKWARD_FRACTION,
+        backward_share=backward_fraction(job),
         update_s=host.update_s,
         sequences=first.share,
         micro_batch=min(first.micro_batch, first.share),
-        sequence_tokens=job.shape.block_size,
+        sequence_tokens=round(job.shape.block_size),
         gradient_bytes=GRADIENT_BYTES * job.shape.num_params(),
         buckets=bucket_sizes(gradient_tensors(job.shape)),
         small_buckets=bucket_sizes(gradient_tensors(job.shape), COMPRESSED_BUCKET_BYTES),

@@ -58,8 +58,9 @@ def initial_roster_by_speed(job: Job, cluster: Cluster, slots: Sequence[RankSlot
 def rank_time_model(job: Job, cluster: Cluster, member: Member) -> RankTimeModel:
     """Return the time model of a rank for its share of a step, in seconds."""
     host, factor = cluster.hosts[member.host], recompute_factor(job)
+    padding = job.padding_factor(min(member.share, member.micro_batch))
     return RankTimeModel(
-        sequence_s=factor * job.shape.block_size / cluster.tokens_per_s(member),
+        sequence_s=factor * padding * job.shape.block_size / cluster.tokens_per_s(member),
         micro_batch_overhead_s=factor * host.pass_s,
         fixed_s=host.update_s + host.data_s,
         micro_batch=member.micro_batch,

@@ -1,0 +1,73 @@
+"""Memory of a fine-tuning's forward and backward: what autograd saves in transformers' modules, and the logits.
+
+    B  sequences of a micro-batch    T  tokens of the longest    K  positions with logits    e  bytes of the arithmetic
+    C, A, G, M  widths: of the residual stream, of queries, of keys and values, of the MLP's hidden layer
+
+The tensors that a layer saves were read from `torch.autograd.graph.saved_tensors_hooks` over Llama, Qwen2 and GPT-2,
+each storage counted once, as bytes of a token for each unit of width (transformers 5.1, torch 2.13, CPU, 2026-11-30).
+"""
+
+from __future__ import annotations
+
+from evener.core.model.fine_tuning import FineTuning
+
+FP32, BF16 = 4, 2
+# Resident bytes of a process once it has imported transformers and peft, beyond those of evener's own worker.
+# *Measured*, as above.
+LIBRARY_BYTES = 190_000_000
+
+
+# Of activations and gradients, free memory between blocks in use, as `memory.HEAP_FRAGMENTATION`: *fit* to the peaks of
+# Llama of 31M parameters, 1 to 2 thousand tokens a micro-batch, 2026-11-30. LoRA frees the outputs of every adapter
+# between tensors that stay.
+FULL_FRAGMENTATION, LORA_FRAGMENTATION = 0.35, {FP32: 1.0, BF16: 0.65}
+
+
+def heap_fragmentation(shape: FineTuning, element_bytes: int) -> float:
+    """Return the bytes that glibc's heap takes more than a step allocates, relative to these."""
+    return FULL_FRAGMENTATION if shape.model.lora_rank is None else LORA_FRAGMENTATION[element_bytes]
+
+
+def base_bytes(shape: FineTuning, element_bytes: int) -> int:
+    """Return the bytes of the frozen weights, which a rank that computes in bf16 holds in bf16; and where all weights
+    are trained in bf16, those of their casts.
+    """
+    if shape.model.lora_rank is None:
+        return BF16 * shape.model.num_linear if element_bytes < FP32 else 0
+    return element_bytes * shape.model.num_frozen
+
+
+def activation_bytes(shape: FineTuning, sequences: int, element_bytes: int, *, recompute: bool) -> list[int]:
+    """Return the bytes of activations, logits and temporaries at the moments of a micro-batch that may be the worst:
+    the gradient of the logits, and the backward of the last layer.
+    """
+    layers, lengths, e = shape.layers, shape.lengths, element_bytes
+    widest = lengths.of_micro_batch(sequences)
+    tokens = sequences * lengths.max_tokens
+    has_bf16_stream = e < FP32 and shape.model.lora_rank is not None  # as its frozen weights
+    stream = tokens * layers.width * (BF16 if has_bf16_stream else FP32)
+    layer = tokens * saved_bytes_per_token(shape, e)
+    kept = layers.num_layers * stream + layer if recompute else layers.num_layers * layer
+    logits = sequences * widest.max_logits * shape.model.vocab_size  # (B, K, V)
+    with_target = widest.max_loss_tokens * shape.model.vocab_size  # those that count, in fp32
+    of_loss = e * logits + FP32 * 2 * with_target + (e * with_target if e < FP32 else 0)
+    of_backward = 3 * e * tokens * layers.mlp_width + 2 * FP32 * tokens * layers.width
+    return [(layers.num_layers * stream if recompute else kept) + of_loss, kept + of_backward]
+
+
+def saved_bytes_per_token(shape: FineTuning, e: int) -> int:
+    """Return the bytes that autograd saves of one layer for each token.
+
+    Attention saves q, k, v and its output, and linear layers their inputs. The norms save their input in fp32, what
+    they have normalized if their weights are trained, and their output; a gated MLP both hidden layers, the
+    activation and the product, GPT-2's five steps of its activation.
+    """
+    layers = shape.layers
+    if not layers.has_gate:
+        of_norms = 16 if e == FP32 else 12
+    elif shape.model.lora_rank is None:
+        of_norms = 24 if e == FP32 else 26
+    else:
+        of_norms = 18 if e == FP32 else 22
+    hidden = (4 if layers.has_gate else 5) * e * layers.mlp_width
+    return of_norms * layers.width + 2 * e * (layers.attention_width + layers.kv_width) + hidden

@@ -1,0 +1,142 @@
+"""The planner's view of a fine-tuning: FLOPs, memory and rates against closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from evener.core.cluster.fleet_file import Fleet, HostConfig, ModelRate, Rates
+from evener.core.model.fine_tuning import FineTuning, SequenceLengths
+from evener.core.model.gradients import GradientTensor
+from evener.core.model.pretrained import Layers, PretrainedModel
+from evener.core.model.shape import PRESETS
+from evener.core.run.prediction import Job
+from evener.core.run.roster import DDP, Member, Roster
+from evener.core.run.run_spec import parse_args
+from evener.plan.choice.cluster import NotMeasuredError, build_cluster
+from evener.plan.choice.plan_request import predict_launch
+from evener.plan.cost.cost_model import predict_step
+from evener.plan.cost.memory import peak_memory
+
+WIDTH, LAYERS, MLP, VOCAB, BLOCK, RANK = 256, 6, 768, 1000, 128, 8
+KV = WIDTH // 2
+LINEAR = LAYERS * (2 * WIDTH * (WIDTH + KV) + 3 * WIDTH * MLP)
+ADAPTERS = LAYERS * RANK * (2 * (WIDTH + WIDTH) + 2 * (WIDTH + KV) + 3 * (WIDTH + MLP))
+
+
+def llama(lora_rank: int | None = None, **changes: Any) -> PretrainedModel:
+    num_params = LINEAR + 2 * VOCAB * WIDTH
+    trained = num_params if lora_rank is None else ADAPTERS
+    model = PretrainedModel(
+        name="llama", architecture="llama", weights_hash="", tokenizer_hash="", vocab_size=VOCAB, block_size=BLOCK,
+        lora_rank=lora_rank, num_frozen=0 if lora_rank is None else num_params, num_linear=LINEAR,
+        layers=Layers(num_layers=LAYERS, width=WIDTH, attention_width=WIDTH, kv_width=KV, mlp_width=MLP, has_gate=True),
+        gradients=(GradientTensor(name="all", rows=trained, columns=1, ready=1.0),),
+    )  # fmt: skip
+    return msgspec.structs.replace(model, **changes)
+
+
+def tuning(lora_rank: int | None = None, **changes: Any) -> FineTuning:
+    return FineTuning(model=llama(lora_rank, **changes), lengths=SequenceLengths.full(BLOCK))
+
+
+def job_of(shape: FineTuning, *flags: str) -> Job:
+    return Job(spec=parse_args(["--model=hf:llama", "--batch=16", "--micro-batch=4", *flags]), shape=shape)
+
+
+def fleet_of(rates: Rates, *names: str) -> Fleet:
+    hosts = {name: HostConfig(address=name) for name in names}
+    return Fleet(hosts=hosts, rates={name: {"cpu": rates} for name in names}, link="100Mbit")
+
+
+def test_full_fine_tuning_has_the_flops_of_palm():
+    matmul = LINEAR + VOCAB * WIDTH
+    assert tuning().flops_per_token() == 6 * matmul + 12 * LAYERS * WIDTH * BLOCK
+    assert tuning().backward_fraction == pytest.approx(2 / 3)
+
+
+def test_frozen_weights_have_no_gradient():
+    """4 N instead of 6 N, less the first layer's inputs; adapters 6 N; the attention has no weights."""
+    frozen = 4 * (LINEAR + VOCAB * WIDTH) - 2 * WIDTH * (WIDTH + 2 * KV)
+    assert tuning(RANK).flops_per_token() == frozen + 6 * ADAPTERS + 12 * LAYERS * WIDTH * BLOCK
+
+
+def test_probed_rate_is_converted_by_flops():
+    """A sequence of half the tokens that carry loss takes as long, and counts half."""
+    rate = ModelRate(tokens_per_s=1000.0, dtype="fp32", flops_per_token=tuning().flops_per_token())
+    rates = Rates(measured="now", models={"hf:llama": rate})
+    half = SequenceLengths.full(BLOCK)
+    half = msgspec.structs.replace(half, loss_tokens=BLOCK / 2)
+    for lengths, expected in ((SequenceLengths.full(BLOCK), 1000.0), (half, 500.0)):
+        job = job_of(FineTuning(model=llama(), lengths=lengths))
+        cluster = build_cluster(fleet_of(rates, "a"), job)
+        assert cluster.hosts["a"].tokens_per_s["fp32"] == pytest.approx(expected)
+        assert cluster.hosts["a"].basis == "measured"
+
+
+def test_rate_of_a_preset_stands_in_with_a_measured_factor_and_the_command_to_measure():
+    rates = Rates(measured="now", models={"g6": ModelRate(tokens_per_s=1000.0, dtype="fp32", update_s=0.1)})
+    cluster = build_cluster(fleet_of(rates, "a"), job := job_of(tuning(RANK), "--lora=8"))
+    g6 = PRESETS["g6"]
+    assert cluster.hosts["a"].tokens_per_s["fp32"] == pytest.approx(
+        0.76 * 1000.0 * g6.flops_per_token() / job.shape.flops_per_token()
+    )
+    assert cluster.hosts["a"].update_s == pytest.approx(0.1 * ADAPTERS / g6.num_params())
+    assert any("evener probe host" in text and "--model hf:llama --lora 8" in text for text in cluster.assumed)
+
+
+def test_model_of_unknown_layers_is_not_predicted():
+    rates = Rates(models={"g6": ModelRate(tokens_per_s=1000.0)})
+    with pytest.raises(NotMeasuredError, match="does not know the layers of a mixtral"):
+        build_cluster(fleet_of(rates, "a"), job_of(tuning(layers=None, architecture="mixtral")))
+
+
+def test_auto_takes_an_exact_strategy_whatever_the_budget():
+    """On a slow link int8 would be faster, but nobody measured what it costs a fine-tuning."""
+    rates = Rates(models={"hf:llama": ModelRate(tokens_per_s=1000.0, dtype="fp32")}, copy_Bps=1e10)
+    for budget in (0, 5):
+        job = job_of(tuning(), "--sync=auto", f"--loss-budget={budget}", "--steps=5000")
+        prediction = predict_launch(fleet_of(rates, "a", "b"), job, may_leave_out=False)
+        assert prediction.option(prediction.chosen).is_exact
+        rejected = {option.rejected_because for option in prediction.options if not option.is_exact}
+        assert rejected == {"nobody measured what it costs a fine-tuning in loss"}
+
+
+def test_only_adapters_travel():
+    """Two ranks send each other the fp32 gradients of the adapters: half at a time, twice.   [ring all-reduce]"""
+    rates = Rates(models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, dtype="fp32")})
+    job = job_of(tuning(RANK), "--sync=ddp")
+    option = predict_launch(fleet_of(rates, "a", "b"), job, may_leave_out=False)
+    assert option.option(option.chosen).bytes_per_rank == pytest.approx(4 * ADAPTERS, rel=1e-6)
+
+
+def test_padding_lengthens_the_step():
+    lengths = SequenceLengths.full(BLOCK)
+    (full,) = lengths.micro_batches
+    half = msgspec.structs.replace(full, tokens=BLOCK / 2, squares=BLOCK * BLOCK / 4, logits=BLOCK / 2)
+    padded = msgspec.structs.replace(lengths, loss_tokens=BLOCK / 2, micro_batches=(half, half, full))
+    rate = ModelRate(tokens_per_s=1000.0, dtype="fp32", flops_per_token=tuning().flops_per_token())
+    rates = Rates(models={"hf:llama": rate})
+    shape = FineTuning(model=llama(), lengths=padded)
+    roster = Roster(members=[Member(rank=0, host="a", device="cpu", dtype="fp32", share=16, micro_batch=4)], sync=DDP,
+                    backend="none")  # fmt: skip
+    one, four = (
+        predict_step(job, build_cluster(fleet_of(rates, "a"), job), msgspec.structs.replace(roster, members=[member]))
+        for job in [job_of(shape)]
+        for member in (msgspec.structs.replace(roster.members[0], micro_batch=size) for size in (1, 4))
+    )
+    assert four.step_s == pytest.approx(16 * BLOCK / 1000.0)  # as full ones
+    assert one.step_s < 0.51 * four.step_s  # the attention of half the tokens is a quarter
+
+
+def test_memory_is_that_of_frozen_weights_adapters_and_their_optimizer():
+    roster = Roster(members=[Member(rank=0, host="a", device="cpu", dtype="bf16", share=4, micro_batch=4)], sync=DDP,
+                    backend="none")  # fmt: skip
+    need = peak_memory(tuning(RANK), roster, 0)
+    assert need.weights == 4 * ADAPTERS + 2 * tuning(RANK).model.num_frozen
+    assert (need.gradients, need.optimizer) == (4 * ADAPTERS, 8 * ADAPTERS)
+    full = peak_memory(tuning(), roster, 0)
+    assert full.weights == 4 * tuning().num_params() + 2 * LINEAR  # autocast keeps the casts for backward
+    assert peak_memory(tuning(), roster, 0, recompute=True).activations < 0.5 * full.activations
