@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -204,10 +205,19 @@ def collectives(
     return int(any(finding.severity == "error" for finding in findings))
 
 
-@app.command(epilog="evener probe host --model char\nevener probe host --fleet fleet.toml --model gpt2")
+@app.command(
+    epilog="evener probe host --model char\nevener probe host --fleet fleet.toml --model gpt2\n"
+    "evener probe host --model hf:./some-model --lora 16"
+)
 def host(
     fleet: FleetFile = None,
-    model: Annotated[str, typer.Option(metavar="NAME,…", help="models to train, one after the other")] = "char",
+    model: Annotated[
+        str, typer.Option(metavar="NAME,…|hf:FOLDER", help="models to train, one after the other; or a pretrained one")
+    ] = "char",
+    lora: Annotated[int | None, typer.Option(min=1, help="with hf:FOLDER: rank of LoRA adapters, as for train")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(min=2, help="with hf:FOLDER: tokens of a sequence, as for train")
+    ] = None,
     seconds: Annotated[
         float, typer.Option(min=1, max=600, help="of sustained training of each model; 10 show throttling")
     ] = 12.0,
@@ -235,14 +245,22 @@ def host(
     from evener.core.cluster.fleet_update import update_fleet_file
     from evener.core.cluster.host_probe import HostProbeSpec, ProbeProgress
     from evener.core.model.shape import PRESETS
-    from evener.launch.probe_hosts import probe_devices
+    from evener.core.run.run_spec import PRETRAINED_PREFIX
+    from evener.launch.probe_hosts import describe_pretrained, probe_devices
     from evener.plan.cost.roofline import roofline
 
+    pretrained = None
     models = list(dict.fromkeys(name.strip() for name in model.split(",")))
-    for name in models:
+    if model.startswith(PRETRAINED_PREFIX):
+        pretrained = describe_pretrained(Path(model.removeprefix(PRETRAINED_PREFIX)), block_size, lora)
+        models = [pretrained.name]
+    elif lora is not None or block_size is not None:
+        raise UsageError(f"--{'lora' if lora is not None else 'block-size'}: only with --model hf:FOLDER")
+    for name in models if pretrained is None else ():
         if name not in PRESETS:
             raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(name, PRESETS))
-    given = {"host": "here", "models": models, "seconds": seconds, "device": device, "dtype": dtype}
+    given = {"host": "here", "models": models, "seconds": seconds, "device": device, "dtype": dtype,
+             "pretrained": pretrained}  # fmt: skip
     spec = _parse_spec(given, HostProbeSpec)
     path = fleet_path(fleet)
     print_status(
@@ -263,17 +281,21 @@ def host(
             of_models = of_host[item.device].models if item.device in of_host else {}
             of_host[item.device] = msgspec.structs.replace(item.rates, models=of_models | item.rates.models)
             dtype = item.sustained.dtype
-            roof = roofline(
-                PRESETS[item.model],
-                item.sustained.large.tokens,
-                matmul_flops=item.rates.matmul_flops[dtype],
-                copy_Bps=item.rates.copy_Bps or 0.0,
-                element_bytes=4 if dtype == "fp32" else 2,
-            )
-            bound = {"roofline": msgspec.to_builtins(roof), "bound_by": roof.bound_by(item.sustained.large.pass_p50_s)}
+            roof, bound, num_trained = None, dict[str, object](), 0
+            if pretrained is None:
+                roof = roofline(
+                    PRESETS[item.model],
+                    item.sustained.large.tokens,
+                    matmul_flops=item.rates.matmul_flops[dtype],
+                    copy_Bps=item.rates.copy_Bps or 0.0,
+                    element_bytes=4 if dtype == "fp32" else 2,
+                )
+                by = roof.bound_by(item.sustained.large.pass_p50_s)
+                bound = {"roofline": msgspec.to_builtins(roof), "bound_by": by}
             results.append(msgspec.to_builtins(item) | bound)
             if not as_json:
-                probe_output.print_device(make_console(), item, roof)
+                num_trained = PRESETS[item.model].num_params() if pretrained is None else pretrained.num_trained
+                probe_output.print_device(make_console(), item, num_trained, roof)
     findings = [finding for item in found for finding in item.findings]
     if path is not None:
         update_fleet_file(path, rates=rates)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from evener.cli.terminal import fit_columns, line_width, print_table, print_text
 from evener.core.base.units import format_bit_rate, format_bytes, format_count, format_seconds, pluralize
-from evener.core.model.shape import PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,8 +96,8 @@ def format_collectives_row(judged: CollectiveEfficiency, columns: Sequence[str])
     return "".join(f"{cell:>{wide}}" for (title, _, wide), cell in columns_and_cells if title in columns)
 
 
-def print_device(console: Console, result: DeviceProbeResult, roof: Roofline) -> None:
-    """Print the measured rates of one device, and its bottleneck."""
+def print_device(console: Console, result: DeviceProbeResult, num_trained: int, roof: Roofline | None) -> None:
+    """Print the measured rates of one device, and its bottleneck with a preset."""
     rates, sustained = result.rates, result.sustained
     large, model = sustained.large, rates.models[result.model]
     memory = f"{format_bytes(rates.memory_bytes)}, " if rates.memory_bytes else ""
@@ -139,11 +138,12 @@ def print_device(console: Console, result: DeviceProbeResult, roof: Roofline) ->
         (
             "an update takes",
             f"{format_seconds(sustained.update_p50_s)}, p95 {format_seconds(sustained.update_p95_s)}: clipping and "
-            f"AdamW, {format_count(PRESETS[result.model].num_params())} parameters, {sustained.updates} updates",
+            f"AdamW, {format_count(num_trained)} parameters, {sustained.updates} updates",
         ),
     ]
     print_table(console, (f"{result.host} {result.device}", f"{rates.name}{threads}"), rows, wrap_last=True)
-    print_text(console, describe_bottleneck(result, roof))
+    if roof is not None:
+        print_text(console, describe_bottleneck(result, roof))
     if result.device == "cpu" and sustained.last_third_cpus < MIN_CPU_FRACTION * result.threads:
         print_text(
             console, "Other programs used much of the processor during the measurement: without them it is faster."

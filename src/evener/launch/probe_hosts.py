@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
 from evener.core.base.decoding import json_decoder
 from evener.core.base.errors import UsageError
+from evener.core.base.file_io import read_file
 from evener.core.cluster.collective_results import CollectiveBenchMessage, CollectiveBenchSpec
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Fleet, HostConfig
-from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, ProbeMessage
+from evener.core.cluster.host_probe import DeviceProbeResult, HostProbeSpec, PretrainedProbe, ProbeMessage
+from evener.core.model.fine_tuning import FineTuning, SequenceLengths
+from evener.core.model.pretrained import read_pretrained, require_libraries
 from evener.core.run.roster import choose_backend
 from evener.core.run.run_spec import MachineSpec
 from evener.doctor.link_probe import measure_ring_Bps
@@ -67,6 +71,27 @@ def probe_devices(
                         rates = msgspec.structs.replace(message.rates, shares_cores_with=sharing[name])
                         message = msgspec.structs.replace(message, rates=rates)
                     yield names[name], message
+
+
+def describe_pretrained(folder: Path, block_size: int | None, lora_rank: int | None) -> PretrainedProbe:
+    """Return what hosts need to build the model of a folder, as a run with these flags would train it.
+
+    Raise UsageError if the folder holds no model, or one whose layers are not known.
+    """
+    require_libraries()
+    model = read_pretrained(folder.expanduser(), block_size, lora_rank)
+    if model.layers is None:
+        raise UsageError(f"{folder}: evener does not know the layers of a {model.architecture}")
+    full = FineTuning(model=model, lengths=SequenceLengths.full(model.block_size))
+    return PretrainedProbe(
+        name=full.rate_name,
+        config=read_file(folder.expanduser() / "config.json").decode(),
+        vocab_size=model.vocab_size,
+        block_size=model.block_size,
+        lora_rank=lora_rank,
+        num_trained=model.num_params(),
+        flops_per_token=full.flops_per_token(),
+    )
 
 
 def _prepare(hosts: ConnectedHosts, warn: Warn) -> PreparedFleet:

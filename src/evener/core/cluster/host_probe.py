@@ -14,11 +14,24 @@ from evener.core.cluster.fleet_file import ModelRate, Rates
 MAX_OVERHEAD_SHARE = 0.95  # share of a large micro-batch's time; a larger overhead comes from a disturbed measurement
 
 
+class PretrainedProbe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A pretrained model as it is probed: built from its config.json with random weights, so that none are sent."""
+
+    name: str  # under which a fleet file keeps its rate
+    config: str  # the content of its config.json
+    vocab_size: int
+    block_size: int  # all sequences are this long, and all of their tokens carry loss
+    lora_rank: int | None
+    num_trained: int
+    flops_per_token: float
+
+
 class HostProbeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The input of `worker/probe/device_probe.py` on every host."""
 
     host: str  # the name used in findings
     models: Annotated[tuple[str, ...], Meta(min_length=1)] = ("char",)  # presets, one after the other
+    pretrained: PretrainedProbe | None = None  # instead of presets
     seconds: Annotated[float, Meta(gt=0)] = 12.0  # of sustained training of each
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # of forward and backward; auto: as in training
@@ -78,14 +91,18 @@ def fit_micro_batch_time(time_s_by_tokens: Mapping[int, float]) -> tuple[float, 
     return float(f"{pass_s:.9g}"), float(f"{largest / (largest_s - pass_s):.9g}")
 
 
-def model_rate(sustained: SustainedThroughput) -> ModelRate:
-    """Return the rates that the planner needs, from a sustained measurement."""
+def model_rate(sustained: SustainedThroughput, flops_per_token: float | None = None) -> ModelRate:
+    """Return the rates that the planner needs, from a sustained measurement.
+
+    `flops_per_token`: of a pretrained model.
+    """
     timings = [*sustained.smaller, sustained.large]
     pass_s, tokens_per_s = None, sustained.tokens_per_s
     if sustained.smaller:
         pass_s, tokens_per_s = fit_micro_batch_time({timing.tokens: timing.pass_p50_s for timing in timings})
     return ModelRate(
         tokens_per_s=tokens_per_s,
+        flops_per_token=flops_per_token,
         pass_s=pass_s,
         update_s=sustained.update_p50_s,
         dtype=sustained.dtype,

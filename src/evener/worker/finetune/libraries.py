@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for name, value in vars(config).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
-                setattr(config, name, 0.0)
+        config = _without_dropout(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
             output_loading_info=True,
@@ -68,3 +66,23 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def load_random_model(config: str, dtype: torch.dtype) -> Any:
+    """Return the causal language model of a config.json with random weights, with dropout off."""
+    _prepare_import()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = json.loads(config)
+    try:
+        known = _without_dropout(AutoConfig.for_model(values.pop("model_type"), **values))
+        return AutoModelForCausalLM.from_config(known, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # as for a folder
+        raise UsageError(f"transformers cannot build the model of this config.json: {_first_line(error)}") from None
+
+
+def _without_dropout(config: Any) -> Any:
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+            setattr(config, name, 0.0)
+    return config

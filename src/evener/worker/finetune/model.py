@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from evener.core.base.errors import UsageError
 from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.roster import Dtype
-from evener.worker.finetune.libraries import load_model
+from evener.worker.finetune.libraries import load_model, load_random_model
 from evener.worker.finetune.sample_rows import NO_TARGET
 
 # Of the largest logit: above rounding, below what another sample changes. *Assumption*
@@ -97,6 +97,16 @@ def build_pretrained(
             hint="without --packing",
         )
     return model
+
+
+def build_from_config(config: str, lora_rank: int | None, dtype: Dtype) -> FineTunedModel:
+    """Return the model of a config.json with random weights, to measure how fast it trains."""
+    has_bf16_base = lora_rank is not None and dtype == "bf16"
+    base = load_random_model(config, torch.bfloat16 if has_bf16_base else torch.float32)
+    if lora_rank is not None:
+        base = add_adapters(base, lora_rank)
+    base.train()
+    return FineTunedModel(base)
 
 
 @torch.no_grad()

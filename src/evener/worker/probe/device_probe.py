@@ -77,10 +77,12 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> Iterator[Device
         memory_bytes=device_memory_bytes(device),
         measured=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
-    for model in spec.models:
+    pretrained = spec.pretrained
+    for model in spec.models if pretrained is None else [pretrained.name]:
         print_json(ProbeProgress(text=f"{name}: {model}, forward and backward for {spec.seconds:.0f} s"))
         sustained = train_sustained(spec, model, device, lambda text: print_json(ProbeProgress(text=f"{name}: {text}")))
-        of_model = msgspec.structs.replace(rates, models={model: model_rate(sustained)})
+        rate = model_rate(sustained, None if pretrained is None else pretrained.flops_per_token)
+        of_model = msgspec.structs.replace(rates, models={model: rate})
         yield DeviceProbeResult(
             host=spec.host,
             device=name,

@@ -1,4 +1,4 @@
-"""Sustained benchmark: train a model preset on this device without pause and measure throughput and its decline.
+"""Sustained benchmark: train a model on this device without pause and measure throughput and its decline.
 
 Most of the time it runs large micro-batches, because long training runs hot. Smaller ones in between, in the same
 minutes, show the part of a pass's time that does not depend on its number of tokens. An optimizer update follows each
@@ -22,6 +22,7 @@ from evener.core.cluster.host_probe import HostProbeSpec, MicroBatchTiming, Sust
 from evener.core.model.shape import PRESETS, preset_shape
 from evener.core.run.roster import MICRO_BATCH_TOKENS, RankSlot, choose_dtypes
 from evener.core.run.run_spec import TrainSpec
+from evener.worker.finetune.model import build_from_config
 from evener.worker.rank.precision import TORCH_DTYPES, has_bf16
 from evener.worker.train.model import GPT
 from evener.worker.train.optim import adamw
@@ -34,29 +35,38 @@ SMALLER_SHARE = 0.2  # largest fraction of the benchmark's time for smaller micr
 NUM_SINGLE_PASSES, NUM_MIDDLE_PASSES = 3, 2  # passes per round of smaller micro-batches
 
 
-class PresetTrainer:
-    """A model preset with its optimizer, in the dtype that a run would choose."""
+class SustainedTrainer:
+    """A model with its optimizer, in the dtype that a run would choose: a preset, or a pretrained one whose weights are
+    random.
+    """
 
     def __init__(self, spec: HostProbeSpec, model: str, device: torch.device) -> None:
         torch.manual_seed(0)
-        changes: dict[str, Any] = {} if spec.dropout is None else {"dropout": spec.dropout}
-        self.shape = preset_shape(model, PRESETS[model].vocab_size, **changes)
         slot = RankSlot(host=spec.host, device=str(device), has_bf16=has_bf16(device))
         (self.dtype,) = choose_dtypes([slot], spec.dtype)
         self.device = device
         self._spec = TrainSpec(lr=1e-3)
-        self._module = GPT(self.shape).to(device)
+        if spec.pretrained is None:
+            changes: dict[str, Any] = {} if spec.dropout is None else {"dropout": spec.dropout}
+            shape = preset_shape(model, PRESETS[model].vocab_size, **changes)
+            self.block_size, vocab_size = shape.block_size, shape.vocab_size
+            module: nn.Module = GPT(shape)
+        else:
+            self.block_size, vocab_size = spec.pretrained.block_size, spec.pretrained.vocab_size
+            module = build_from_config(spec.pretrained.config, spec.pretrained.lora_rank, self.dtype)
+        self._module = module.to(device)
         self._optimizer = adamw(self._module, self._spec)
-        self.max_sequences = max(1, MICRO_BATCH_TOKENS // self.shape.block_size)  # in sequences, as in a run
-        sequences = torch.randint(self.shape.vocab_size, (self.max_sequences, self.shape.block_size + 1))
-        self._sequences = sequences.to(device)
+        self.max_sequences = max(1, MICRO_BATCH_TOKENS // self.block_size)  # in sequences, as in a run
+        tokens = torch.randint(vocab_size, (self.max_sequences, self.block_size + 1)).to(device)
+        positions = torch.arange(self.block_size, device=device).repeat(self.max_sequences, 1)
+        self._inputs = (tokens[:, :-1], *([] if spec.pretrained is None else [positions]), tokens[:, 1:])
 
     def train_step(self, micro_batch: int) -> tuple[float, float, float]:
         """Train one step. Return (seconds of forward and backward, CPU seconds of these, seconds of the update)."""
         began, cpu = time.perf_counter(), time.process_time()
         with torch.autocast(self.device.type, TORCH_DTYPES[self.dtype], enabled=self.dtype != "fp32"):
-            loss = self._module(self._sequences[:micro_batch, :-1], self._sequences[:micro_batch, 1:])
-        (loss / (micro_batch * self.shape.block_size)).backward()
+            loss = self._module(*(part[:micro_batch] for part in self._inputs))
+        (loss / (micro_batch * self.block_size)).backward()
         synchronize_device(self.device)
         between, cpu_s = time.perf_counter(), time.process_time() - cpu
         nn.utils.clip_grad_norm_(self._module.parameters(), self._spec.clip)
@@ -69,11 +79,11 @@ class PresetTrainer:
 def train_sustained(
     spec: HostProbeSpec, model: str, device: torch.device, notify: Callable[[str], None]
 ) -> SustainedThroughput:
-    """Train the preset `model` for about `spec.seconds`, but for at least MIN_PASSES passes with the large micro-batch.
+    """Train a model for about `spec.seconds`, but for at least MIN_PASSES passes with the large micro-batch.
 
     `notify` is called if these passes take longer than `spec.seconds`.
     """
-    trainer, seconds = PresetTrainer(spec, model, device), spec.seconds
+    trainer, seconds = SustainedTrainer(spec, model, device), spec.seconds
     large = _choose_micro_batch(trainer, seconds, notify)
     between = 1 << (large.bit_length() - 1) // 2
     round_of = [between] * NUM_MIDDLE_PASSES * (1 < between < large) + [1] * NUM_SINGLE_PASSES * (large > 1)
@@ -102,7 +112,7 @@ def train_sustained(
     def timed(micro_batch: int, took: list[float]) -> MicroBatchTiming:
         return MicroBatchTiming(
             micro_batch=micro_batch,
-            tokens=micro_batch * trainer.shape.block_size,
+            tokens=micro_batch * trainer.block_size,
             passes=len(took),
             pass_p50_s=percentile(took, 0.5),
             pass_p95_s=percentile(took, 0.95),
@@ -132,7 +142,7 @@ def train_sustained(
     )
 
 
-def _choose_micro_batch(trainer: PresetTrainer, seconds: float, notify: Callable[[str], None]) -> int:
+def _choose_micro_batch(trainer: SustainedTrainer, seconds: float, notify: Callable[[str], None]) -> int:
     """Return the number of sequences of a large micro-batch, after a warm-up pass with it.
 
     At most as many as in a run, and at most as many as one pass takes LARGE_SHARE of `seconds` for.
@@ -155,7 +165,7 @@ def _choose_micro_batch(trainer: PresetTrainer, seconds: float, notify: Callable
     return micro_batch
 
 
-def _min_pass_s(trainer: PresetTrainer, micro_batch: int) -> float:
+def _min_pass_s(trainer: SustainedTrainer, micro_batch: int) -> float:
     """Return the minimum seconds of a few passes after a warm-up pass."""
     trainer.train_step(micro_batch)
     return min(trainer.train_step(micro_batch)[0] for _ in range(NUM_PROBES))
