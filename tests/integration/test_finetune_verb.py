@@ -71,6 +71,61 @@ def test_chats_are_prepared_once_and_one_epoch_is_planned(tmp_path, cache):
     assert "--steps=3" in text.stdout
 
 
+FLEET = """
+[hosts.here]
+address = "local"
+ranks = 1
+[rates.here.cpu]
+measured = "now"
+copy_Bps = 1e10
+[rates.here.cpu.models."hf:llama+lora4"]
+tokens_per_s = {}
+dtype = "fp32"
+"""
+
+
+def test_plan_and_train_end_with_the_budget(tmp_path):
+    """54 samples in batches of 6 are 9 steps; 88 % of 30 min are planned."""
+    words = ["chats.jsonl", "--model", "hf:llama", "--lora", "4", "--batch", "6", "--dtype", "fp32", "--for", "30min",
+             "--fleet", "fleet.toml"]  # fmt: skip
+
+    def sentences(tokens_per_s: float, *more: str) -> list[str]:
+        (tmp_path / "fleet.toml").write_text(FLEET.format(tokens_per_s))
+        planned = run_verb("plan", *words, *more, cwd=tmp_path, timeout_s=120)
+        assert planned.returncode == 0, planned.stderr
+        trained = train(tmp_path, *words, *more)
+        assert trained.returncode == 0, trained.stderr
+        (sentence,) = [line for line in planned.stdout.splitlines() if "steps of 6 sequences" in line]
+        assert sentence in trained.stderr.splitlines()
+        steps = re.search(r"(\d+) steps", sentence)
+        assert steps is not None
+        assert f"--steps={steps[1]}" in trained.stdout
+        assert "--max-s=1800" in trained.stdout
+        return [sentence, planned.stdout]
+
+    sentence, planned = sentences(1e4)
+    assert re.fullmatch(r"one epoch needs about \S+ m?s of the 30min: 9 steps of 6 sequences", sentence)
+    assert "frozen, 6 sequences of about" in planned
+    assert "carry loss and count, a step" in planned
+    assert "18 steps" in sentences(1e4, "--epochs", "2")[0]
+    slow, _ = sentences(0.1)  # a step takes longer, so that not all fit
+    found = re.fullmatch(r"one epoch takes about .*; 30min end after (\S+): (\d+) steps of 6 sequences", slow)
+    assert found is not None, slow
+    assert float(found[1]) == pytest.approx(6 * int(found[2]) / 54, rel=0.06)
+    (tmp_path / "fleet.toml").write_text(FLEET.format(1e-4))
+    error, hint = refused(tmp_path, *words)
+    assert "30min: too little: one step of 6 sequences takes" in error
+    assert "smaller --batch" in hint
+
+
+def test_two_lengths_are_refused(tmp_path):
+    words = ("chats.jsonl", "--model", "hf:llama", "--epochs", "2")
+    for other in ("--tokens=1M", "--steps=3"):
+        error, _ = refused(tmp_path, *words, other)
+        assert f"--epochs 2: {other.split('=')[0]}" in error
+        assert "says how long the run is, too" in error
+
+
 @exhaustive
 def test_trained_tokens_are_those_that_carry_loss(tmp_path):
     out = tmp_path / "run"

@@ -72,9 +72,8 @@ def limit_resumed(spec: RunSpec, given: Collection[str], budget: Budget | None, 
 
 
 def models_to_measure(spec: RunSpec, given: Collection[str]) -> tuple[str, ...]:
-    """Return the presets whose rates must be known: of the model that is given, or of a few sizes to choose from.
-
-    None for a pretrained model: only a run of it shows how fast it is.
+    """Return the presets whose rates must be known: of the model that is given, or of a few sizes to choose from; none
+    for a pretrained model.
     """
     if spec.model.pretrained is not None:
         return ()
@@ -97,7 +96,7 @@ def spec_for_budget(
     corpus = load_corpus(spec.data.data)
     try:
         if fleet is None and budget.seconds is not None:
-            fleet = _this_machine(spec, given, is_dry=is_dry)
+            fleet = this_machine(spec, given, is_dry=is_dry)
         throughput = None if fleet is None else Throughputs(fleet, corpus)
         choice = choose_for_budget(spec, given, corpus, budget, throughput)
     except NotMeasuredError as error:
@@ -191,11 +190,12 @@ def choice_flags(choice: BudgetChoice, given: Collection[str]) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items() if name not in given]
 
 
-def _this_machine(spec: RunSpec, given: Collection[str], *, is_dry: bool) -> Fleet:
+def this_machine(spec: RunSpec, given: Collection[str], *, is_dry: bool) -> Fleet:
     """Return this machine with as many ranks as the spec has, and its measured rates."""
     if is_dry and not local_fleet_path().exists():
         raise NotMeasuredError("this machine is not measured yet", hint="without --dry-run it is measured")
-    known = measure_this_machine(models_to_measure(spec, given), is_dry=is_dry)
+    pretrained = spec.model if spec.model.pretrained is not None else None
+    known = measure_this_machine(models_to_measure(spec, given), pretrained=pretrained, is_dry=is_dry)
     ((name, _),) = known.hosts.items()
     host = HostConfig(address="local", ranks=spec.machine.ranks, threads=spec.machine.threads)
     return msgspec.structs.replace(known, hosts={name: host})

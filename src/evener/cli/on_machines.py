@@ -21,29 +21,35 @@ from evener.core.base.errors import EvenerError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Fleet, fleet_flag, load_fleet, local_fleet_path
-from evener.core.model.pretrained import FINE_TUNING_EXTRA
+from evener.core.model.fine_tuning import rate_name
+from evener.core.model.pretrained import FINE_TUNING_EXTRA, read_pretrained
+from evener.core.run.run_spec import ModelSpec
 from evener.doctor.preflight import run_preflight
 from evener.ssh.session import connect
 
 WIRE_SECONDS, HOST_SECONDS = 1.0, 3.0  # of quick probes
 
 
-def measure_this_machine(models: Sequence[str], *, is_dry: bool = False) -> Fleet:
+def measure_this_machine(models: Sequence[str], *, pretrained: ModelSpec | None = None, is_dry: bool = False) -> Fleet:
     """Return this machine as a fleet, with the rates of these models; measure what was not measured before.
+
+    `models` are presets. `pretrained` is a model to fine-tune.
 
     Raise EvenerError if its fleet file cannot be written.
     """
     path = local_fleet_path()
     if not path.exists():
         write_fleet_file(path, '[hosts.here]\naddress = "local"\n')
-    _measure(path, load_fleet(path), models, is_dry=is_dry)
+    _measure(path, load_fleet(path), models, pretrained, is_dry=is_dry)
     return load_fleet(path)
 
 
 def fleet_of_machines(
-    names: str, models: Sequence[str], *, packages: Sequence[str], trust: bool, may_install: bool, is_dry: bool = False
-) -> str:
-    """Return the path of the fleet file of these machines, when all of them are ready to train `models`.
+    names: str, models: Sequence[str], *, packages: Sequence[str], trust: bool, may_install: bool,
+    pretrained: ModelSpec | None = None, is_dry: bool = False,
+) -> str:  # fmt: skip
+    """Return the path of the fleet file of these machines, when all of them are ready to train `models`, or to
+    fine-tune `pretrained`.
 
     `names` are separated by commas, each as `evener fleet init` takes it; `packages` are what the run imports besides
     evener's own dependencies. Without `may_install` it asks before it installs anything. `is_dry`: nothing is installed
@@ -60,7 +66,7 @@ def fleet_of_machines(
     if findings:
         print_findings(make_console(stderr=True), findings)
         raise EvenerError("these machines cannot train together yet", hint=f"mend it, and repeat; the hosts: {path}")
-    _measure(path, known, models, is_dry=is_dry)
+    _measure(path, known, models, pretrained, is_dry=is_dry)
     return str(path)
 
 
@@ -96,7 +102,7 @@ def _set_up(path: Path, findings: list[Finding], packages: Sequence[str], *, may
         raise EvenerError("these machines could not be set up", hint=f"the hosts: {path}")
 
 
-def _measure(path: Path, known: Fleet, models: Sequence[str], *, is_dry: bool) -> None:
+def _measure(path: Path, known: Fleet, models: Sequence[str], pretrained: ModelSpec | None, *, is_dry: bool) -> None:
     """Measure what is not known yet: the links between the machines, and how fast each trains the models."""
     names = list(known.hosts)
     pairs = [(a, b) for a in names for b in names if a != b]
@@ -112,6 +118,20 @@ def _measure(path: Path, known: Fleet, models: Sequence[str], *, is_dry: bool) -
         if not is_dry:
             with _quiet():
                 probe.host(fleet=str(path), model=of_models, seconds=HOST_SECONDS)
+    if pretrained is not None and not _is_measured(known, _rate_name(pretrained)):
+        flags = {"--model": pretrained.model, "--lora": pretrained.lora, "--block-size": pretrained.block_size}
+        given = " ".join(f"{flag} {quote_word(str(value))}" for flag, value in flags.items() if value is not None)
+        _show(f"probe host {fleet_flag(path)} {given} --seconds {HOST_SECONDS:g}")
+        if not is_dry:
+            with _quiet():
+                probe.host(fleet=str(path), model=pretrained.model, lora=pretrained.lora,
+                           block_size=pretrained.block_size, seconds=HOST_SECONDS)  # fmt: skip
+
+
+def _rate_name(model: ModelSpec) -> str:
+    """Return the name under which a fleet file keeps the rate of a pretrained model."""
+    assert model.pretrained is not None
+    return rate_name(read_pretrained(model.pretrained, model.block_size, model.lora))
 
 
 def _is_measured(known: Fleet, model: str) -> bool:

@@ -13,6 +13,7 @@ EXAMPLES = (
     "evener plan --gpu 4090,3090 --link 2.5GbE --tokens 2.5B --rent 1xh100@2.5\n"
     "evener plan --scale 1,8,64 --link 10GbE --compute-tokens-per-s 9000\n"
     "evener plan my.txt --for 2d --on local,laptop\n"
+    "evener plan chats.jsonl --model hf:./some-model --lora 16\n"
     "evener plan --fleet fleet.toml --model char\n"
     "evener plan --from runs/mine --link 100Mbit"
 )
@@ -51,6 +52,8 @@ COST_OPTIONS: dict[str, tuple[Any, Any]] = {
                               "and steps, where no flag does"), str | None),
     "tokens": (typer.Option(None, "--tokens", metavar="NUMBER", help="plan a run of this many tokens, with its time "
                             "and cost: 2.5B [those of --steps]"), str | None),
+    "epochs": (typer.Option(None, "--epochs", metavar="N", min=0.0, help="with hf:FOLDER: read every sample so many "
+                            "times, without --steps [1]"), float | None),
     "price_per_kwh": (typer.Option(None, "--price-per-kwh", min=0.0, max=1e6, help="of electricity [the fleet's "
                                    "price_per_kwh]"), float | None),
     "rent": (typer.Option(None, "--rent", metavar="OFFER,…", help="also compare rented machines, with their "
@@ -85,12 +88,15 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
 
     from evener.cli import plan_output
     from evener.cli.budget import parse_budget, request_for_budget
+    from evener.cli.epochs import check_epochs, request_for_epochs
     from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
     from evener.core.base.errors import UsageError
     from evener.core.cluster.fleet_file import fleet_flag
+    from evener.core.model.corpus import load_corpus
+    from evener.core.model.fine_tuning import FineTuning
     from evener.core.model.gradients import ProgramModel
     from evener.core.run.roster import requested_sync
-    from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
+    from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec, with_absolute_model
     from evener.plan.choice.plan_request import PlanRequest, answer_request
 
     of_what, machines, of_bill, of_scale = (
@@ -112,16 +118,23 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     if paths and source_run:
         raise UsageError(f"--from {source_run} has its own data; so does {paths[0]}", hint="one of them")
     check_names_data_once(paths, texts)
+    epochs = of_bill.pop("epochs")
     budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], given_fields(file, texts))
     useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
     if given_machines and useless:
         raise UsageError(f"{useless[0]}: not for machines that are only described",
                          hint="--per-node sets the ranks of each")  # fmt: skip
-    if paths:
-        from evener.cli.text_data import prepared_folder
+    wanted = make_spec(file, texts)
+    if source_run is None:
+        check_epochs(wanted, epochs, is_resumed=False)
+    if paths or ("data" in texts and wanted.model.pretrained is not None):
+        from evener.cli.text_data import prepared_folder, prepared_samples
 
-        requested_sync(make_spec(file, texts))  # reports mistakes before a long preparation
-        texts["data"] = prepared_folder(paths)
+        requested_sync(wanted)  # reports mistakes before a long preparation
+        if wanted.model.pretrained is None:
+            texts["data"] = prepared_folder(paths)
+        else:
+            texts["data"] = prepared_samples(paths or [texts["data"]], wanted, None, None, None)
     given = given_fields(file, texts)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
@@ -130,10 +143,15 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
             if budget is not None or meaningless:
                 flag = meaningless[0] if meaningless else "--for"
                 raise UsageError(f"{flag}: {request.job.model} decides itself how long it trains")
-        if budget is not None:
+        if isinstance(request.job.shape, FineTuning):
+            if budget is not None or epochs is not None:
+                request = request_for_epochs(request, load_corpus(request.job.spec.data.data), given, budget, epochs)
+        elif epochs is not None:
+            raise UsageError(f"--epochs {epochs:g}: {source_run} is no fine-tuning", hint="--steps N")
+        elif budget is not None:
             request = request_for_budget(lambda _: request, request.job.spec, set(FLAGS), None, budget)
     else:
-        spec = make_spec(file, texts)
+        spec = with_absolute_model(make_spec(file, texts))
         machines |= {"nodes": 2} if scale is not None else {}
 
         def make_request(spec: RunSpec) -> PlanRequest:
@@ -141,7 +159,10 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
                 return plan_output.make_machines_request(machines, of_what, spec, "data" in texts)
             return plan_output.load_fleet_request(of_what, spec, "data" in texts)
 
-        if budget is None:
+        if spec.model.pretrained is not None:
+            request = make_request(spec)
+            request = request_for_epochs(request, load_corpus(spec.data.data), given, budget, epochs)
+        elif budget is None:
             request = make_request(spec)
         else:
             given |= {"model"} if of_what["params"] or machines["rates"] else set()

@@ -24,7 +24,7 @@ EXAMPLES = (
     "evener train --data data/verbs --ranks 2 --steps 100 --out runs/mine\n"
     "evener train --resume runs/mine --steps 200\n"
     "evener train my.txt --on local,laptop\n"
-    "evener train chats.jsonl --model hf:./some-model --lora 16"
+    "evener train chats.jsonl --model hf:./some-model --lora 16 --for 30min"
 )
 
 MIN_SAMPLED_S = 20.0  # a shorter run ends without a text by its model: that takes seconds
@@ -43,7 +43,8 @@ VOCAB_SIZE = typer.Option(None, "--vocab-size", help="of --tokenizer bpe [by the
 COLUMN = typer.Option(None, "--column", metavar="NAME", help=COLUMN_HELP)
 FOR = typer.Option(
     None, "--for", metavar="TIME", help="train for 30min, 8h or 2d; model, batch and steps that no flag sets are "
-    "chosen so that the loss at the end is lowest [3min, without --steps and --tokens]",
+    "chosen so that the loss at the end is lowest [3min, without --steps and --tokens]; with hf:FOLDER for at most "
+    "--epochs",
 )  # fmt: skip
 TOKENS = typer.Option(None, "--tokens", metavar="N", help="train on so many tokens, such as 20M")
 EPOCHS = typer.Option(
@@ -125,12 +126,15 @@ def train(arguments: list[str] | None, tokenizer: str | None, vocab_size: int | 
             check_token_ids(resolved.corpus)
             if on is not None:
                 models = models_to_measure(spec, given)
-                machines = fleet_of_machines(
-                    on, models, packages=resolved.packages, trust=trust, may_install=yes, is_dry=dry_run
-                )
+                pretrained = spec.model if spec.model.pretrained is not None else None
+                machines = fleet_of_machines(on, models, packages=resolved.packages, trust=trust, may_install=yes,
+                                             pretrained=pretrained, is_dry=dry_run)  # fmt: skip
                 chosen = choose_fleet(machines, None, None)
             if resumed is None and isinstance(resolved.shape, PretrainedModel):
-                resolved = resolve(spec_for_epochs(resolved, given, budget, epochs))
+                spec, length = spec_for_epochs(resolved, given, budget, epochs, chosen, is_dry=dry_run)
+                if length:
+                    run_output.print_status(length)
+                resolved = resolve(spec)
             elif resumed is None:
                 resolved = resolve(spec_for_budget(spec, given, budget, chosen, is_dry=dry_run))
             resolved = _with_run_path(resolved)
