@@ -1,0 +1,179 @@
+"""What does a second host gain a fine-tuning? Emulated hosts of 1 and 1/2 core with a link of 100 Mbit/s.
+
+    python bench/finetune.py [--methods lora,full] [--seeds 0,1,2] [--steps 10] [--rate 100Mbit] [--cpus 1,0.5]
+    python bench/finetune.py --report
+
+A Llama of 31M parameters with random weights is trained on Python's standard library, cut into prompts with
+completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16. "alone" is the faster host, "both"
+leaves shares and strategy to `--shares auto --sync auto --loss-budget 0`. A cell, of one method, seed and set-up, is
+one run, which takes one to four minutes; the two set-ups of a seed follow each other. Each adds a line to
+bench/finetune.jsonl, and a cell that is there, measured in the same way, is not measured again. A step is the median of
+those after the first two.
+--report prints the ratios with their intervals. Needs Linux and root, and nothing else running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import median_interval
+from scaling_efficiency import run_evener
+
+from evener.core.run.rundir import RunDir
+from evener.corpus.stdlib_source import stdlib_documents
+from evener.lab.emulated_lab import EmulatedLab
+from evener.lab.lab_spec import HostSpec, LabSpec
+from evener.report.read.run_summary import summarize_run
+
+RESULTS = Path(__file__).with_name("finetune.jsonl")
+VOCAB_SIZE, BLOCK_SIZE, BATCH, LORA_RANK = 8000, 512, 16, 16
+NUM_ROWS, NUM_SETTLING = 400, 2
+METHODS = {"lora": ["--lora", str(LORA_RANK)], "full": []}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default="lora,full")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rate", default="100Mbit")
+    parser.add_argument("--cpus", default="1,0.5", help="processor of each host, in cores")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args()
+    if not options.report:
+        measure(options)
+    report()
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Measure the cells that are missing."""
+    conditions = {"rate": options.rate, "cpus": options.cpus, "steps": options.steps}
+    wanted = [{"method": method, "seed": int(seed), "setup": setup, **conditions}
+              for seed in options.seeds.split(",") for method in options.methods.split(",")
+              for setup in ("alone", "both")]  # fmt: skip
+    missing = [cell for cell in wanted if not any(cell.items() <= row.items() for row in read_rows())]
+    if not missing:
+        return
+    cpus = [float(word) for word in options.cpus.split(",")]
+    hosts = {name: HostSpec(rate=options.rate, cpus=cpu if cpu < 1 else None, cores=(core % (os.cpu_count() or 1),))
+             for core, (name, cpu) in enumerate(zip("ab", cpus, strict=True))}  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="evener-finetune-") as temporary:
+        folder, fleet = Path(temporary), Path(temporary) / "fleet.toml"
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # of the encoded samples
+        make_model(folder / "llama")
+        make_data(folder / "data.jsonl")
+        lab = EmulatedLab.up(LabSpec(name="tune", hosts=hosts), out=fleet)
+        try:
+            run_evener(folder, "probe", "wire", "--fleet", str(fleet), "--no-iperf3", "--no-trials")
+            for method in dict.fromkeys(cell["method"] for cell in missing):
+                run_evener(folder, "probe", "host", "--fleet", str(fleet), "--model", "hf:llama", *METHODS[method],
+                           "--block-size", str(BLOCK_SIZE))  # fmt: skip
+            for cell in missing:
+                row = cell | measure_cell(folder, fleet, cell)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+        finally:
+            lab.down()
+
+
+def measure_cell(folder: Path, fleet: Path, cell: dict[str, Any]) -> dict[str, Any]:
+    """Train once, and return what the run recorded, and what was predicted for it."""
+    run = RunDir(folder / f"{cell['method']}-{cell['setup']}-{cell['seed']}")
+    flags = ["--steps", cell["steps"], "--batch", BATCH, "--block-size", BLOCK_SIZE, "--seed", cell["seed"],
+             "--eval-every", 0, "--checkpoint-every", 0, "--loss-budget", 0, "--sync", "auto", "--out", run,
+             "--shares", "auto", *(["--hosts", "a"] if cell["setup"] == "alone" else [])]  # fmt: skip
+    run_evener(folder, "train", "data.jsonl", "--model", "hf:llama", *METHODS[cell["method"]], "--fleet", str(fleet),
+               *map(str, flags))  # fmt: skip
+    summary, records = summarize_run(run), run.records(0)
+    result = summary.manifest.result
+    walls = [record.wall_s for record in records[NUM_SETTLING:]]
+    peaks = result.peak_memory_bytes if result else []
+    needs = [rank.memory_bytes for rank in summary.predicted.ranks] if summary.predicted else []
+    return {
+        "step_s": statistics.median(walls),
+        "steps_s": [round(wall_s, 3) for wall_s in walls],
+        "predicted_s": summary.predicted.step_s if summary.predicted else None,
+        "predicted_gain": summary.predicted.speedup_vs_best_host if summary.predicted else None,
+        "val_loss": result.val_loss if result else None,
+        "sync": str(summary.manifest.roster.sync),
+        "shares": summary.manifest.roster.shares,
+        "hosts": summary.manifest.roster.hosts,
+        "sent_bytes": summary.ranks[0].bytes,
+        "peak_bytes": peaks,
+        "predicted_peak_bytes": needs,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def read_rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def report() -> None:
+    """Print for each method the gain of both hosts, the errors of the predictions, and the change of the loss."""
+    rows = read_rows()
+    for conditions in dict.fromkeys((row["rate"], row["cpus"], row["steps"], row["method"]) for row in rows):
+        cells = {(row["seed"], row["setup"]): row for row in rows
+                 if (row["rate"], row["cpus"], row["steps"], row["method"]) == conditions}  # fmt: skip
+        pairs = [(cells[seed, "alone"], cells[seed, "both"]) for seed, setup in cells
+                 if setup == "both" and (seed, "alone") in cells]  # fmt: skip
+        if not pairs:
+            continue
+        gains = [alone["step_s"] / both["step_s"] for alone, both in pairs]
+        losses = [both["val_loss"] / alone["val_loss"] - 1 for alone, both in pairs]
+        errors = [row["predicted_s"] / row["step_s"] - 1 for pair in pairs for row in pair if row["predicted_s"]]
+        low, high = median_interval(gains)
+        rate, cpus, steps, method = conditions
+        print(f"{method}, {cpus} cores, {rate}, {steps} steps, {len(pairs)} seeds: both hosts "
+              f"{statistics.median(gains):.2f} times the faster alone (90 % interval {low:.2f} to {high:.2f}); "
+              f"predicted steps off by {', '.join(f'{error:+.1%}' for error in errors)}; validation loss "
+              f"{', '.join(f'{loss:+.3%}' for loss in losses)}")  # fmt: skip
+
+
+def make_model(folder: Path) -> None:
+    """Write a Llama of 31M parameters with random weights, and a byte-level BPE tokenizer of the library's source."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB_SIZE, max_position_embeddings=BLOCK_SIZE, hidden_size=512, intermediate_size=1376,
+        num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    engine.train_from_iterator(source_texts(), trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|endoftext|>").save_pretrained(folder)
+
+
+def make_data(path: Path) -> None:
+    """Write prompts with completions: pieces of the library's source, most of them longer than a sequence."""
+    rows = []
+    for i, text in enumerate(source_texts()):
+        size = (1200, 2400, 3600, 4800)[i % 4]
+        if len(text) >= size:
+            rows.append(json.dumps({"prompt": text[: size // 6], "completion": text[size // 6 : size]}))
+    path.write_text("\n".join(rows[:NUM_ROWS]) + "\n")
+
+
+def source_texts() -> list[str]:
+    documents, _ = stdlib_documents()
+    paths = [document.source for document in documents]
+    return [path.read_text() for path in sorted(path for path in paths if isinstance(path, Path))]
+
+
+if __name__ == "__main__":
+    main()
