@@ -121,17 +121,18 @@ def _measure(path: Path, known: Fleet, models: Sequence[str], pretrained: ModelS
     if pretrained is not None and not _is_measured(known, _rate_name(pretrained)):
         flags = {"--model": pretrained.model, "--lora": pretrained.lora, "--block-size": pretrained.block_size}
         given = " ".join(f"{flag} {quote_word(str(value))}" for flag, value in flags.items() if value is not None)
+        given += " --dora" if pretrained.dora else ""
         _show(f"probe host {fleet_flag(path)} {given} --seconds {HOST_SECONDS:g}")
         if not is_dry:
             with _quiet():
-                probe.host(fleet=str(path), model=pretrained.model, lora=pretrained.lora,
+                probe.host(fleet=str(path), model=pretrained.model, lora=pretrained.lora, dora=pretrained.dora,
                            block_size=pretrained.block_size, seconds=HOST_SECONDS)  # fmt: skip
 
 
 def _rate_name(model: ModelSpec) -> str:
     """Return the name under which a fleet file keeps the rate of a pretrained model."""
     assert model.pretrained is not None
-    return rate_name(read_pretrained(model.pretrained, model.block_size, model.lora))
+    return rate_name(read_pretrained(model.pretrained, model.block_size, model.lora, has_dora=model.dora))
 
 
 def _is_measured(known: Fleet, model: str) -> bool:

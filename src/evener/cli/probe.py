@@ -215,6 +215,7 @@ def host(
         str, typer.Option(metavar="NAME,…|hf:FOLDER", help="models to train, one after the other; or a pretrained one")
     ] = "char",
     lora: Annotated[int | None, typer.Option(min=1, help="with hf:FOLDER: rank of LoRA adapters, as for train")] = None,
+    dora: Annotated[bool, typer.Option("--dora", help="with --lora, as for train")] = False,
     block_size: Annotated[
         int | None, typer.Option(min=2, help="with hf:FOLDER: tokens of a sequence, as for train")
     ] = None,
@@ -251,8 +252,10 @@ def host(
 
     pretrained = None
     models = list(dict.fromkeys(name.strip() for name in model.split(",")))
+    if dora and lora is None:
+        raise UsageError("--dora: it needs the rank of its adapters", hint="--lora 16 --dora")
     if model.startswith(PRETRAINED_PREFIX):
-        pretrained = describe_pretrained(Path(model.removeprefix(PRETRAINED_PREFIX)), block_size, lora)
+        pretrained = describe_pretrained(Path(model.removeprefix(PRETRAINED_PREFIX)), block_size, lora, has_dora=dora)
         models = [pretrained.name]
     elif lora is not None or block_size is not None:
         raise UsageError(f"--{'lora' if lora is not None else 'block-size'}: only with --model hf:FOLDER")

@@ -73,13 +73,15 @@ def probe_devices(
                     yield names[name], message
 
 
-def describe_pretrained(folder: Path, block_size: int | None, lora_rank: int | None) -> PretrainedProbe:
+def describe_pretrained(
+    folder: Path, block_size: int | None, lora_rank: int | None, *, has_dora: bool
+) -> PretrainedProbe:
     """Return what hosts need to build the model of a folder, as a run with these flags would train it.
 
     Raise UsageError if the folder holds no model, or one whose layers are not known.
     """
     require_libraries()
-    model = read_pretrained(folder.expanduser(), block_size, lora_rank)
+    model = read_pretrained(folder.expanduser(), block_size, lora_rank, has_dora=has_dora)
     if model.layers is None:
         raise UsageError(f"{folder}: evener does not know the layers of a {model.architecture}")
     full = FineTuning(model=model, lengths=SequenceLengths.full(model.block_size))
@@ -89,6 +91,7 @@ def describe_pretrained(folder: Path, block_size: int | None, lora_rank: int | N
         vocab_size=model.vocab_size,
         block_size=model.block_size,
         lora_rank=lora_rank,
+        has_dora=has_dora,
         num_trained=model.num_params(),
         flops_per_token=full.flops_per_token(),
     )

@@ -190,7 +190,9 @@ class Rates(FleetSection, frozen=True, kw_only=True):
     loopback_Bps: Rate | None = None  # bytes that each of two ranks on the host sends per second of an all-reduce
     coding_Bps: dict[str, Rate] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
     memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # total memory of the device
-    models: dict[str, ModelRate] = {}  # by preset, or "hf:NAME" and "hf:NAME+lora16" of a pretrained model
+    models: dict[
+        str, ModelRate
+    ] = {}  # by preset, or "hf:NAME", "hf:NAME+lora16" or "hf:NAME+dora16" of a pretrained model
     shares_cores_with: list[str] = []  # hosts that are on the same machine and compute on the same cores
     measured: str = ""
 

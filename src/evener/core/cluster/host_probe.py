@@ -22,6 +22,7 @@ class PretrainedProbe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     vocab_size: int
     block_size: int  # all sequences are this long, and all of their tokens carry loss
     lora_rank: int | None
+    has_dora: bool
     num_trained: int
     flops_per_token: float
 

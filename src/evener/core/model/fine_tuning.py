@@ -132,7 +132,8 @@ class FineTuning(msgspec.Struct, frozen=True, kw_only=True, tag="fine_tuning"):
 
 
 def rate_name(model: PretrainedModel) -> str:
-    return f"hf:{model.name}" + ("" if model.lora_rank is None else f"+lora{model.lora_rank}")
+    adapters = "dora" if model.has_dora else "lora"
+    return f"hf:{model.name}" + ("" if model.lora_rank is None else f"+{adapters}{model.lora_rank}")
 
 
 ModelShape = GPTShape | FineTuning | ProgramModel

@@ -274,8 +274,9 @@ def _not_measured_error(name: str, what: str, job: Job, flag: str) -> NotMeasure
 def _how_to_measure(job: Job, flag: str) -> str:
     """Return the command that measures the job's model; `flag` selects the fleet, see `Fleet.cli_flag`."""
     if isinstance(job.shape, FineTuning):
-        lora = "" if job.spec.model.lora is None else f" --lora {job.spec.model.lora}"
-        return f"evener probe host{flag} --model {quote_word(job.spec.model.model)}{lora} measures it"
+        model = job.spec.model
+        lora = ("" if model.lora is None else f" --lora {model.lora}") + (" --dora" if model.dora else "")
+        return f"evener probe host{flag} --model {quote_word(model.model)}{lora} measures it"
     return f"evener probe host{flag} --model {_nearest_preset(job)} measures it"
 
 

@@ -99,12 +99,12 @@ def build_pretrained(
     return model
 
 
-def build_from_config(config: str, lora_rank: int | None, dtype: Dtype) -> FineTunedModel:
+def build_from_config(config: str, lora_rank: int | None, dtype: Dtype, *, has_dora: bool) -> FineTunedModel:
     """Return the model of a config.json with random weights, to measure how fast it trains."""
     has_bf16_base = lora_rank is not None and dtype == "bf16"
     base = load_random_model(config, torch.bfloat16 if has_bf16_base else torch.float32)
     if lora_rank is not None:
-        base = add_adapters(base, lora_rank)
+        base = add_adapters(base, lora_rank, has_dora=has_dora)
     base.train()
     return FineTunedModel(base)
 

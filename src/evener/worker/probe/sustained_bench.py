@@ -53,7 +53,9 @@ class SustainedTrainer:
             module: nn.Module = GPT(shape)
         else:
             self.block_size, vocab_size = spec.pretrained.block_size, spec.pretrained.vocab_size
-            module = build_from_config(spec.pretrained.config, spec.pretrained.lora_rank, self.dtype)
+            module = build_from_config(
+                spec.pretrained.config, spec.pretrained.lora_rank, self.dtype, has_dora=spec.pretrained.has_dora
+            )
         self._module = module.to(device)
         self._optimizer = adamw(self._module, self._spec)
         self.max_sequences = max(1, MICRO_BATCH_TOKENS // self.block_size)  # in sequences, as in a run
