@@ -30,34 +30,44 @@ NUM_SAVED_STATES = 2  # the newest ones: one more than needed, since a rank may 
 
 def save_rank_state(rundir: RunDir, rank: int, step: int, state: dict[str, Any]) -> None:
     """Save this rank's state of a step; raise RunError if the disk refuses."""
-    folder = _folder(rundir, rank)
-    tree, tensors = flatten_state(state, "own")
-    path = _path(folder, step)
-    unfinished = path.with_suffix(".unfinished")
+    folder = rank_folder(rundir, rank)
     try:
-        make_folder(folder)
-        write_safetensors(unfinished, tensors, {"state": msgspec.json.encode(tree).decode()})
-        fsync_path(unfinished)
-        rename_durably(unfinished, path)
+        write_state_file(_path(folder, step), state)
         for old in sorted(folder.glob("step-*.safetensors"))[:-NUM_SAVED_STATES]:
             old.unlink()
     except (OSError, SafetensorError) as error:  # a full disk raises either
-        unfinished.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else str(error)
         hint = "the last complete checkpoint is untouched; --resume continues from it"
         raise RunError(f"{folder}: {why}", hint=hint) from None
 
 
+def write_state_file(path: Path, state: dict[str, Any]) -> None:
+    """Write a state atomically and durably. Raise OSError or SafetensorError if the disk refuses."""
+    tree, tensors = flatten_state(state, "own")
+    unfinished = path.with_suffix(".unfinished")
+    make_folder(path.parent)
+    try:
+        write_safetensors(unfinished, tensors, {"state": msgspec.json.encode(tree).decode()})
+        fsync_path(unfinished)
+        rename_durably(unfinished, path)
+    except (OSError, SafetensorError):
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
 def load_rank_state(rundir: RunDir, rank: int, step: int) -> dict[str, Any] | None:
     """Load a rank's state after `step` steps; return None if this host has none."""
-    path = _path(_folder(rundir, rank), step)
-    if not path.is_file():
-        return None
+    path = _path(rank_folder(rundir, rank), step)
+    return read_state_file(path) if path.is_file() else None
+
+
+def read_state_file(path: Path) -> dict[str, Any]:
+    """Read what `write_state_file` wrote. CheckpointError if it is damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
             state: dict[str, Any] = unflatten_state(from_json(file.metadata()["state"], dict[str, Any]), tensors)
-    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (SafetensorError, msgspec.MsgspecError, LookupError, TypeError, ValueError, AssertionError) as error:
         raise CheckpointError(f"{path}: damaged: {error}", hint="delete it, and the run resumes without it") from None
     return state
 
@@ -94,7 +104,8 @@ def assign_orphaned_states(member_ranks: Sequence[int], available: Sequence[Sequ
     return assigned
 
 
-def _folder(rundir: RunDir, rank: int) -> Path:
+def rank_folder(rundir: RunDir, rank: int) -> Path:
+    """Return the folder of a rank's own state."""
     return rundir.inside("own", f"rank-{rank}")
 
 
