@@ -157,6 +157,15 @@ def test_run_that_is_active_or_not_all_here_stays(host: Host, name: str) -> None
     assert why in host.kept()["run"]
 
 
+def test_sync_state_of_launched_program_is_removed_with_its_run(host: Host) -> None:
+    there = host.add_run("run")
+    write(there / "own/rank-0/sync-0-00ff.safetensors", b"x" * 1000)
+    assert "run" in host.prunable()
+    freed, _ = prune_hosts.prune(host.session, str(host.workdir), host.plan().prunable)
+    assert freed > 1000
+    assert not there.exists()
+
+
 def test_newer_checkpoint_here_replaces_the_one_there(host: Host) -> None:
     host.add_run("run")
     save_checkpoint(host.runs / "run/checkpoints/step-000020", 1.2)

@@ -18,6 +18,7 @@ from evener.node.remote.run_control import is_supervised, list_checkpoints, list
 
 TREE_PATH = re.compile(r"/trees/([0-9a-f]{32})\b")
 MEASURE_TIMEOUT_S = 0.3
+SYNC_STATE_PREFIX = "sync-"  # of a launched program, which resumes without it, too: it goes with the run
 SPEC_FILES = ("host/spec.json", "host/agent.json")  # they name the trees that a run reads
 
 DAMAGED = (OSError, LookupError, TypeError, ValueError, AttributeError)  # what files of a damaged run cause
@@ -114,7 +115,11 @@ def _describe_run(folder: str) -> Entry:
             {"step": entry["step"], "val_loss": entry["val_loss"], "digest": _state_digest(entry["folder"])}
             for entry in list_checkpoints(folder)
         ],
-        "has_rank_state": any(names for _, _, names in os.walk(os.path.join(folder, "own"))),
+        "has_rank_state": any(
+            not name.startswith(SYNC_STATE_PREFIX)
+            for _, _, names in os.walk(os.path.join(folder, "own"))
+            for name in names
+        ),
         "trees": sorted(_trees_of_run(folder)),
     }  # fmt: skip
 
