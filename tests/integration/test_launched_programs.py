@@ -186,6 +186,39 @@ for step in range(24):
 torch.save(net.state_dict(), f"end-{rank}.pt")
 dist.destroy_process_group()
 """
+RESUMES = """
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+first, last = map(int, sys.argv[1:])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 12))
+weights = net.state_dict()
+if first and os.path.exists("w.pt"):
+    weights = torch.load("w.pt")
+elif first and os.path.exists("w.st"):
+    weights = load_file("w.st")
+elif first:
+    dcp.load(weights, checkpoint_id="w.dcp")
+net.load_state_dict(weights)
+model = DistributedDataParallel(net)
+draw = torch.Generator().manual_seed(rank)
+optimizer = SGD(net.parameters(), 0.05)
+for step in range(last):
+    x = torch.randn(8, 12, generator=draw)
+    if step < first:
+        continue
+    optimizer.zero_grad()
+    (model(x) - x.cumsum(1).sin()).square().mean().backward()
+    optimizer.step()
+    if step == 7:
+        weights = net.state_dict()
+        SAVE
+if rank == 0:
+    torch.save(net.state_dict(), "end.pt")
+dist.destroy_process_group()
+"""
 
 
 class Launch:
@@ -346,6 +379,29 @@ def test_gradients_of_unchanged_program_are_compressed(launch: Launch) -> None:
     assert str(rundir.manifest().roster.sync) == "int8"
     exchanges = rundir.spans(0)[-1].exchanges
     assert sum(bucket.sent_bytes for bucket in exchanges) == records[-1].bytes
+    # the program may have saved its model at its end
+    assert [path.parent.name for path in rundir.glob("own/*/sync-0-*.safetensors")] == ["rank-0", "rank-1"]
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    "save",
+    [
+        "torch.save(weights, 'w.pt') if rank == 0 else None",
+        "save_file(weights, 'w.st') if rank == 0 else None",
+        "dcp.save(weights, checkpoint_id='w.dcp')",
+    ],
+)
+def test_state_of_strategy_survives_the_resume_of_unchanged_program(launch: Launch, save: str) -> None:
+    """PowerSGD's residuals and factors, whichever way the program saves: its losses are those without a break."""
+    ended = []
+    for words in (("0", "20"), ("8", "20")):
+        flags = ("--ranks", "2", "--sync", "powersgd:4", "--out", f"runs/{words[0]}")
+        status, text = launch.run("x.py", *words, program=RESUMES.replace("SAVE", save), flags=flags)
+        assert status == 0, text
+        assert ("continues with the state that an earlier run kept" in text) == (words[0] == "8")
+        ended.append(torch.load(launch.folder / "end.pt"))
+    assert all(torch.equal(value, ended[1][name]) for name, value in ended[0].items())
 
 
 def test_unchanged_program_takes_local_steps_between_exchanges(launch: Launch) -> None:

@@ -46,6 +46,7 @@ HEALTH_EVENTS = (
     "supervisor.lost",
     "program.warning",
     "program.waiting",
+    "program.note",
 )
 
 
@@ -157,6 +158,8 @@ def format_health_event(event: dict[str, Any]) -> str:
         return f"recovered {format_seconds(event['after_s'])} after that was reported"
     if event["event"] == "program.waiting":
         return f"waiting for rank {event['rank']}, which is in {event['where']}"
+    if event["event"] == "program.note":
+        return str(event["text"])
     if event["event"] == "program.warning":
         return f"warning: rank {event['rank']} on {event['host']}: {event['error']}\nhint:  {event['hint']}"
     return f"warning: {event['event']}: {event['error']}\nhint:  {event['hint']}"

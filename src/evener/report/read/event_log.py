@@ -147,6 +147,8 @@ def _describe(event: dict[str, Any], roster: Roster) -> str:
             return f"recovered {format_seconds(event.get('after_s'))} after the hang was reported"
         case "program.waiting":
             return f"the others wait for rank {event.get('rank')}, which is in {event.get('where')}"
+        case "program.note":
+            return str(event.get("text"))
         case "collectives":
             return "the newest collectives of its ranks, before the run failed"
         case "own.dropped":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -24,7 +25,7 @@ from evener.worker.script.step_measurement import StepMeasurement
 from evener.worker.script.training_checks import TrainingChecks
 
 if TYPE_CHECKING:
-    from evener.worker.script.program_sync import LocalSteps
+    from evener.worker.script.program_sync import CompressionHook, LocalSteps
 
 # Operations that exchange tensors, and the positions of the tensor, or list of tensors, whose size is recorded.
 COLLECTIVES = {
@@ -170,12 +171,14 @@ class ProgramSync:
 
     def __init__(self, sync: SyncSpec, measurement: StepMeasurement | None) -> None:
         self._sync, self._measurement = sync, measurement
-        self._local_steps: weakref.WeakKeyDictionary[Any, LocalSteps] = weakref.WeakKeyDictionary()  # by DDP model
+        # by DDP model; as it is released, the state of its synchronizer is kept
+        self._synchronizers: dict[weakref.ref[Any], CompressionHook | LocalSteps] = {}
+        self._num_synchronizers = 0  # that were made
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._zero_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def update_changes(self) -> dict[str, ModuleChange]:
-        """Return what to change in the modules of torch that update a model, when each is imported."""
+    def changes(self) -> dict[str, list[ModuleChange]]:
+        """Return what to change in modules that update or save a model, when each is imported."""
 
         def change_optimizer(optimizer: ModuleType) -> None:
             optimizer.register_optimizer_step_post_hook(self._after_update)
@@ -188,19 +191,45 @@ class ProgramSync:
             optimizer = zero.ZeroRedundancyOptimizer
             optimizer.__init__ = collect_instances(optimizer.__init__, self._zero_optimizers)
 
-        if not self._sync.drifts:
+        if self._sync.is_exact:
             return {}
-        return {
-            "torch.optim.optimizer": change_optimizer,
-            "torch.amp.grad_scaler": change_scaler,
-            "torch.distributed.optim.zero_redundancy_optimizer": change_zero,
+        changes: dict[str, list[ModuleChange]] = {
+            "torch.optim.optimizer": [change_optimizer],
+            "torch.serialization": [self._note_saves("save")],
+            "safetensors.torch": [self._note_saves("save_file")],
+            # its `save` calls torch.save in this thread
+            "torch.distributed.checkpoint.state_dict_saver": [self._note_saves("async_save")],
         }
+        if self._sync.drifts:
+            changes["torch.amp.grad_scaler"] = [change_scaler]
+            changes["torch.distributed.optim.zero_redundancy_optimizer"] = [change_zero]
+        return changes
+
+    def _note_saves(self, name: str) -> ModuleChange:
+        """Return the change of a module whose function of this name saves its first argument."""
+
+        def change(module: ModuleType) -> None:
+            save = getattr(module, name)
+
+            @functools.wraps(save)
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                # What other threads save belongs to an earlier step.
+                if self._synchronizers and threading.current_thread() is threading.main_thread():
+                    from evener.worker.script.program_sync import count_elements
+
+                    num_elements = count_elements([*args[:1], *kwargs.values()])
+                    for synchronizer in list(self._synchronizers.values()):
+                        synchronizer.note_save(num_elements)
+                return save(*args, **kwargs)
+
+            setattr(module, name, noted)
+
+        return change
 
     def change_ddp(self, distributed: ModuleType) -> None:
         """Have DDP models of torch.nn.parallel.distributed make their hook before their first pass in training."""
         ddp = distributed.DistributedDataParallel
         forward, register = ddp.forward, ddp._register_builtin_comm_hook
-        drifts = self._sync.drifts
 
         @functools.wraps(register)
         def register_builtin(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,43 +250,63 @@ class ProgramSync:
                         model.register_comm_hook(None if is_world else model.process_group, allreduce_hook)
                     else:
                         model.register_comm_hook(None, hook)
-            if drifts and model.training and (steps := self._local_steps.get(model)) is not None:
-                steps.end_step()
+            is_traced = sys.modules["torch"].compiler.is_compiling() and not self._sync.drifts
+            if self._synchronizers and model.training and not is_traced:
+                synchronizer = self._synchronizers.get(weakref.ref(model))
+                if synchronizer is not None:
+                    synchronizer.before_forward(model)
             return forward(model, *args, **kwargs)
 
         ddp._register_builtin_comm_hook, ddp.forward = register_builtin, hooked_forward
 
     def are_replicas_equal(self) -> bool:
         """Return whether the weights of all models are those that the ranks last exchanged."""
-        return all(steps.is_synced() for steps in self._local_steps.values())
+        return all(synchronizer.is_synced() for synchronizer in list(self._synchronizers.values()))
 
-    def close(self) -> None:
-        """Say so if the program ends with weights that are not those of all ranks."""
-        if not self.are_replicas_equal() and launched_rank() == 0:
+    def close(self, *, is_finished: bool) -> None:
+        """End: keep the states of a program that has finished.
+
+        Say so if it ends with weights that are not those of all ranks.
+        """
+        are_equal = self.are_replicas_equal()
+        synchronizers, self._synchronizers = list(self._synchronizers.values()), {}
+        if not is_finished:
+            return
+        for synchronizer in synchronizers:
+            synchronizer.keep_after_update()
+        if not are_equal and launched_rank() == 0:
             warn(
                 f"the program has ended between two exchanges of {self._sync}: what rank 0 saved last is its own model",
                 hint=f"a number of updates that {self._sync.every} divides, also between two checkpoints",
             )
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
-        for steps in list(self._local_steps.values()):
-            steps.after_update(optimizer)
+        for synchronizer in list(self._synchronizers.values()):
+            synchronizer.after_update(optimizer)
+
+    def _release(self, model: weakref.ref[Any]) -> None:
+        """Keep the state of a model that the program has released, which it may have saved."""
+        if (synchronizer := self._synchronizers.pop(model, None)) is not None:
+            synchronizer.keep_after_update()
 
     def _make_hook(self, model: Any) -> Any:
         """Return the hook of a strategy for a model; None: torch's own."""
         if self._sync == DDP:
             return None
-        from evener.worker.script.program_sync import LocalSteps, as_function, make_synchronizer
+        from evener.worker.script.program_sync import as_function, make_synchronizer
 
         why_not_local = ""
         if any(scaler.is_enabled() for scaler in self._scalers):
             why_not_local = "the program's GradScaler would skip updates on one rank and not on another"
         elif self._zero_optimizers:
             why_not_local = "the program's ZeroRedundancyOptimizer updates each tensor with the gradients of one rank"
-        made = make_synchronizer(model, self._sync, self._measurement, why_not_local=why_not_local)
-        if isinstance(made, LocalSteps):
-            self._local_steps[model] = made
-        return made and as_function(made)
+        number = self._num_synchronizers
+        made = make_synchronizer(model, self._sync, self._measurement, number, why_not_local=why_not_local)
+        if made is None:
+            return None
+        self._num_synchronizers += 1
+        self._synchronizers[weakref.ref(model, self._release)] = made
+        return as_function(made)
 
 
 def _may_hook(model: Any, distributed: ModuleType) -> bool:

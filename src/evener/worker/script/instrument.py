@@ -95,8 +95,9 @@ def _record(
         exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
         measurement = StepMeasurement(exchange, RunWriter(folder), training.models)
     program_sync = ProgramSync(parse_sync(sync), measurement)
-    for name, change in program_sync.update_changes().items():  # before the measurement takes an update for ended
-        changer.add(name, change)
+    for name, changes in program_sync.changes().items():  # before the measurement takes an update for ended
+        for change in changes:
+            changer.add(name, change)
     if measurement is not None and training is not None:
         training.are_replicas_equal = program_sync.are_replicas_equal
         exchanges.timed = measurement.blocked
@@ -120,7 +121,7 @@ def _record(
         has_failed = hasattr(sys, "last_value") or (exit_codes and exit_codes[-1] not in (None, 0))
         if not has_failed:
             ring.close()
-            program_sync.close()
+        program_sync.close(is_finished=not has_failed)
         if measurement is not None:
             measurement.close()
             exchange.close(is_finished=not has_failed)

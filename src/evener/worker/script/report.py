@@ -38,12 +38,17 @@ def run_rank() -> int:
 
 def warn(error: str, hint: str) -> None:
     """Report a probable mistake: the launcher prints it."""
-    _add_event("program.warning", error, hint)
+    _add_event("program.warning", error=error, hint=hint)
+
+
+def note(text: str) -> None:
+    """Report a fact: the launcher prints it."""
+    _add_event("program.note", text=text)
 
 
 def end_program(error: str, hint: str) -> NoReturn:
     """Report a mistake that makes the run useless, and end this process at once; callable from any thread."""
-    _add_event("failure", error, hint, kind="UsageError")
+    _add_event("failure", error=error, hint=hint, kind="UsageError")
     print(f"error: {error}\nhint:  {hint}", file=sys.stderr)
     with contextlib.suppress(Exception):  # the program may have closed or replaced it
         sys.stdout.flush()
@@ -51,9 +56,9 @@ def end_program(error: str, hint: str) -> NoReturn:
     os._exit(EXIT_RUN_FAILED if has_dynamic_membership() else EXIT_STATUS)
 
 
-def _add_event(event: str, error: str, hint: str, **facts: str) -> None:
+def _add_event(event: str, **facts: str) -> None:
     folder, rank = run_folder(), run_rank()
     if folder is not None:
         host = os.environ.get("EVENER_HOST", "")
         with contextlib.suppress(OSError):  # a full disk
-            RunWriter(folder).add_event(event, rank=rank, host=host, error=error, hint=hint, **facts)
+            RunWriter(folder).add_event(event, rank=rank, host=host, **facts)

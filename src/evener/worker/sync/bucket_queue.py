@@ -9,7 +9,7 @@ ranks. Backward continues meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -140,6 +140,10 @@ class BucketQueue:
 
         self._pending.append(self._comm_thread.submit(job))
         return self._pending[-1]
+
+    def run_before_next(self, job: Callable[[], None]) -> Future[None]:
+        """Run a job on the communication thread before the buckets that are submitted later."""
+        return self._comm_thread.submit(job)
 
     def _run_algorithm(self, grads: GradBucketSlice, sample_gradients: bool) -> int:
         """Run the algorithm; return the bytes that this rank sent.

@@ -388,6 +388,20 @@ class DiLoCo:
                 [state["left"]], {name: parameter for parameter, name in self._names.items()}
             )
 
+    @torch.no_grad()
+    def adopt_outer_state(self) -> None:
+        """Take over rank 0's global weights, momentum and progress since the last exchange; all ranks call it."""
+        for fragment in self._fragments:
+            progress = fragment.global_params.new_tensor(
+                [fragment.num_outer_steps, fragment.tokens_since_sync, fragment.has_unsynced_updates]
+            )
+            for tensor in (fragment.global_params, fragment.momentum, progress):
+                if tensor is not None:
+                    dist.broadcast(tensor, src=0, group=self._group.gradient_group)
+            rounds, tokens, is_behind = progress.tolist()
+            fragment.num_outer_steps, fragment.tokens_since_sync = int(rounds), tokens
+            fragment.has_unsynced_updates = bool(is_behind)
+
     def _split_fragments(self, parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, ...]]:
         return split_into_fragments(
             parameters, fragment_bytes(self.spec, sum(parameter.nbytes for parameter in parameters))
