@@ -32,7 +32,7 @@ def make_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_model(folder: Path, architecture: str = "llama", seed: int = 0) -> Path:
+def make_model(folder: Path, architecture: str = "llama", seed: int = 0, width: int = 32) -> Path:
     """Write a causal language model of two layers with random weights, large enough to matter, and its tokenizer."""
     import torch
     import transformers
@@ -40,12 +40,12 @@ def make_model(folder: Path, architecture: str = "llama", seed: int = 0) -> Path
     torch.manual_seed(seed)
     sizes = {"vocab_size": 304, "max_position_embeddings": 128}
     if architecture == "gpt2":
-        config = transformers.GPT2Config(vocab_size=304, n_positions=128, n_embd=32, n_layer=2, n_head=2,
+        config = transformers.GPT2Config(vocab_size=304, n_positions=128, n_embd=width, n_layer=2, n_head=2,
                                          initializer_range=0.2)  # fmt: skip
     else:
         kind = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[architecture]
-        config = kind(**sizes, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                      num_key_value_heads=2, tie_word_embeddings=architecture == "qwen2",
+        config = kind(**sizes, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+                      num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=architecture == "qwen2",
                       initializer_range=0.2)  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     make_tokenizer(folder)

@@ -17,7 +17,7 @@ import pytest
 
 from evener.core.base.errors import EvenerError, HostError, UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig
-from evener.core.model.pretrained import FINE_TUNING_PACKAGES
+from evener.core.model.pretrained import fine_tuning_packages
 from evener.node.remote import facts
 from evener.node.remote import venv_setup as remote
 from evener.ssh.session import Session, open_session
@@ -106,7 +106,7 @@ def test_dependency_versions_equal_constraints_file(wheel):
     assert not {"pytest", "ruff", "pip", "evener"} & set(found)
     assert {name: canonical.get(name) for name in found} == found
     fine_tuning = dependency_closure(wheel, here, ["hf"])  # evener setup --extra hf
-    assert {*FINE_TUNING_PACKAGES, "accelerate", *found} <= set(fine_tuning)
+    assert {*fine_tuning_packages("nf4"), "accelerate", *found} <= set(fine_tuning)
     assert not {"transformers", "pytest"} & set(found)
     assert {name: canonical.get(name) for name in fine_tuning} == fine_tuning
 

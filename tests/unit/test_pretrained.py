@@ -62,6 +62,13 @@ def test_experts_in_one_tensor_are_counted(folder):
     assert (experts.rows, experts.columns, experts.is_linear) == (4, WIDTH * HIDDEN, False)
 
 
+def test_rows_that_bitsandbytes_decodes_wrongly_are_refused(folder):
+    with pytest.raises(UsageError, match=r"q_proj\.weight in .* has rows of 8 weights.* multiples of 64") as raised:
+        read_pretrained(folder, None, RANK, quantization="nf4")
+    assert raised.value.hint == "--quantize int8"
+    assert read_pretrained(folder, None, RANK, quantization="int8").num_params() > 0
+
+
 def test_changed_weights_have_another_hash(folder):
     before = read_pretrained(folder, None, None).weights_hash
     content = bytearray((folder / "model.safetensors").read_bytes())
@@ -132,6 +139,20 @@ def test_folder_that_cannot_be_fine_tuned_is_refused(folder, break_it, error, hi
 def test_block_longer_than_positions_is_refused(folder):
     with pytest.raises(UsageError, match="has 256 positions"):
         read_pretrained(folder, 257, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "hint"),
+    [
+        (["--dora"], "--dora: it needs the rank of its adapters", "--lora 16 --dora"),
+        (["--quantize=nf4"], "--quantize nf4: quantized weights cannot be trained", "--lora 16 --quantize nf4"),
+        (["--lora=4", "--dora", "--quantize=int8"], "peft has no DoRA of 8-bit layers", "--dora --quantize nf4"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(flags, error, hint):
+    with pytest.raises(UsageError, match=error) as raised:
+        parse_args(["--model=hf:llama", *flags])
+    assert raised.value.hint == hint
 
 
 @pytest.mark.parametrize("flag", ["--lora=4", "--packing"])

@@ -69,7 +69,7 @@ def prepared_samples(paths: Sequence[str], spec: RunSpec, tokenizer: str | None,
             raise UsageError(
                 f"{flag} {value}: --model {spec.model.model} has its own tokenizer", hint=f"without {flag}"
             )
-    require_libraries()
+    require_libraries(spec.model.quantize)
     shape = read_pretrained(model, spec.model.block_size, spec.model.lora, has_dora=spec.model.dora)
     if len(paths) == 1 and is_prepared(Path(paths[0])):
         folder = Path(paths[0])

@@ -15,7 +15,7 @@ from evener.core.base.errors import HostError, RunError, UsageError
 from evener.core.base.shell import quote_word
 from evener.core.cluster.fleet_file import Fleet
 from evener.core.model.corpus import load_corpus
-from evener.core.model.pretrained import FINE_TUNING_PACKAGES
+from evener.core.model.pretrained import fine_tuning_packages
 from evener.core.run.resolve import find_weights_file
 from evener.core.run.run_plan import Plan, read_plan, write_plan
 from evener.core.run.rundir import RunDir
@@ -194,7 +194,8 @@ def _preflight_newcomer(rundir: RunDir, plan: Plan, whole: Fleet, sessions: Sess
     reached = msgspec.structs.replace(whole, hosts={name: whole.hosts[name] for name in sessions})
     # The run's port is in use on the others: check the connection on another one.
     probe_port = _find_free_port(sessions[present[0].name], present[0].address, plan.port + 1)
-    packages = () if plan.spec.model.pretrained is None else FINE_TUNING_PACKAGES
+    model = plan.spec.model
+    packages = () if model.pretrained is None else fine_tuning_packages(model.quantize)
     prepared = prepare_hosts(
         ConnectedHosts(fleet=reached, sessions=sessions, errors={}), rundir, plan.spec.machine, run_id=plan.id,
         port=probe_port, packages=packages,

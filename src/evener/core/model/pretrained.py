@@ -29,9 +29,11 @@ from evener.core.model.gradients import GradientTensor
 from evener.core.model.shape import GPTShape
 
 DEFAULT_BLOCK_SIZE = 1024  # TRL's max_length (SFTConfig)
-FINE_TUNING_EXTRA, FINE_TUNING_PACKAGES = "hf", ("transformers", "peft")  # as in pyproject.toml
+FINE_TUNING_EXTRA = "hf"  # of pyproject.toml, with the packages of `fine_tuning_packages`
 EXTRA_HINT = "pip install 'evener[hf]'; for the hosts of a fleet: evener setup --extra hf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+Quantization = Literal["off", "nf4", "int8"]  # 4 bits a weight, in blocks of 64 [QLoRA]; 8 bits, a scale for each row
+NF4_BLOCK = 64  # weights that share a scale
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TRANSPOSED = ("gpt2", "openai-gpt")  # architectures whose linear layers transformers stores as (in, out)
@@ -60,6 +62,7 @@ class PretrainedModel(msgspec.Struct, frozen=True, kw_only=True, tag="pretrained
     block_size: int  # the longest sequence of the run, in tokens
     lora_rank: int | None  # None: all weights are trained
     has_dora: bool = False  # of the adapters
+    quantization: Quantization = "off"  # of the frozen weights
     num_frozen: int  # parameters that no step changes
     num_linear: int  # parameters of the linear layers in its blocks, frozen or not
     layers: Layers | None  # None: of a kind that evener does not know, such as a mixture of experts
@@ -106,15 +109,25 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
     data_offsets: tuple[int, int]  # in the file, behind the header
 
 
-def require_libraries() -> None:
-    """Raise UsageError if transformers or peft is not installed."""
-    for name in FINE_TUNING_PACKAGES:
+def fine_tuning_packages(quantization: Quantization) -> tuple[str, ...]:
+    """Return what a rank that fine-tunes imports besides evener's own dependencies."""
+    return ("transformers", "peft", *["bitsandbytes"] * (quantization != "off"))
+
+
+def require_libraries(quantization: Quantization = "off") -> None:
+    """Raise UsageError if a package that fine-tuning needs is not installed."""
+    for name in fine_tuning_packages(quantization):
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
 
 
 def read_pretrained(
-    folder: Path, block_size: int | None, lora_rank: int | None, *, has_dora: bool = False
+    folder: Path,
+    block_size: int | None,
+    lora_rank: int | None,
+    *,
+    has_dora: bool = False,
+    quantization: Quantization = "off",
 ) -> PretrainedModel:
     """Read a model's folder. Raise UsageError if it holds no causal language model in safetensors with a tokenizer."""
     config = _read_config(folder)
@@ -125,6 +138,8 @@ def read_pretrained(
     assert config.vocab_size is not None
     tensors = {name: tensor.shape for file in files for name, tensor in _read_header(file).items()
                if tensor.dtype.startswith(("F", "BF")) and tensor.shape}  # fmt: skip
+    if quantization == "nf4":
+        _check_blocks(folder, tensors, is_transposed=config.model_type in TRANSPOSED)
     num_params = sum(math.prod(shape) for shape in tensors.values())
     return PretrainedModel(
         name=folder.absolute().name,
@@ -135,6 +150,7 @@ def read_pretrained(
         block_size=block_size or min(DEFAULT_BLOCK_SIZE, longest or DEFAULT_BLOCK_SIZE),
         lora_rank=lora_rank,
         has_dora=has_dora,
+        quantization=quantization,
         num_frozen=0 if lora_rank is None else num_params,
         num_linear=sum(math.prod(shape) for name, shape in tensors.items() if _is_linear(name, shape)),
         layers=_read_layers(config, tensors),
@@ -278,6 +294,21 @@ def _read_layers(config: PretrainedConfig, tensors: dict[str, list[int]]) -> Lay
 
 def _gradient(name: str, rows: int, columns: int, ready: float, kind: Literal["linear", "other"]) -> GradientTensor:
     return GradientTensor(name=name, rows=rows, columns=columns, ready=ready, is_linear=kind == "linear")
+
+
+def _check_blocks(folder: Path, tensors: dict[str, list[int]], *, is_transposed: bool) -> None:
+    """Raise UsageError if bitsandbytes would decode a layer wrongly.
+
+    On a processor 0.50.2 takes another block's scale in rows of 32, 96 or 160 weights. *Measured on x86-64 (2026-11)*
+    """
+    for name, shape in tensors.items():
+        width = shape[0 if is_transposed else -1]
+        if _is_linear(name, shape) and width % NF4_BLOCK:
+            raise UsageError(
+                f"--quantize nf4: {name} in {folder} has rows of {width} weights, and on processors "
+                f"bitsandbytes decodes only multiples of {NF4_BLOCK} correctly",
+                hint="--quantize int8",
+            )
 
 
 def _full_gradients(tensors: dict[str, list[int]]) -> tuple[GradientTensor, ...]:

@@ -15,7 +15,7 @@ from evener.core.base.shell import quote_word
 from evener.core.model.corpus import Corpus, check_block_size, load_corpus, mean_distinct_tokens
 from evener.core.model.fine_tuning import FineTuning, ModelShape, read_lengths
 from evener.core.model.gradients import ProgramModel
-from evener.core.model.pretrained import FINE_TUNING_PACKAGES, PretrainedModel, TrainedModel, read_pretrained
+from evener.core.model.pretrained import PretrainedModel, TrainedModel, fine_tuning_packages, read_pretrained
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
 from evener.core.run.prediction import Job
 from evener.core.run.roster import (
@@ -66,7 +66,7 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def packages(self) -> tuple[str, ...]:
         """What its ranks import besides evener's own dependencies."""
-        return FINE_TUNING_PACKAGES if isinstance(self.shape, PretrainedModel) else ()
+        return fine_tuning_packages(self.shape.quantization) if isinstance(self.shape, PretrainedModel) else ()
 
     @property
     def step_size(self) -> tuple[int, str]:
@@ -128,7 +128,9 @@ def trained_model(spec: RunSpec, corpus: Corpus) -> TrainedModel:
             raise UsageError(f"{flag}: --model {spec.model.model} has its own config.json", hint=f"without {flag}")
     if spec.model.compile == "on":
         raise UsageError("--compile on: each length of a pretrained model's sequences would be compiled anew")
-    model = read_pretrained(folder, spec.model.block_size, spec.model.lora, has_dora=spec.model.dora)
+    model = read_pretrained(
+        folder, spec.model.block_size, spec.model.lora, has_dora=spec.model.dora, quantization=spec.model.quantize
+    )
     if not corpus.is_samples or corpus.tokenizer_hash != model.tokenizer_hash:
         why = (
             f"encoded with another tokenizer than {folder} has" if corpus.is_samples else "has no samples, but one text"
@@ -185,7 +187,9 @@ def pretrained_of_run(rundir: RunDir) -> tuple[Path, PretrainedModel] | None:
     if folder is None:
         raise CheckpointError(f"{rundir}: damaged: its model is pretrained, and its spec names no folder of one")
     shape = manifest.shape
-    now = read_pretrained(folder, shape.block_size, shape.lora_rank, has_dora=shape.has_dora)
+    now = read_pretrained(
+        folder, shape.block_size, shape.lora_rank, has_dora=shape.has_dora, quantization=shape.quantization
+    )
     if not _is_same_model(now, shape):
         raise UsageError(f"{folder}: not the model any more that {rundir} fine-tuned", hint="the model as it was then")
     return folder, shape

@@ -54,6 +54,10 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
     dora: Annotated[
         bool, Meta(description="with --lora: DoRA: the magnitude of each adapted row is trained as well, apart from it")
     ] = False
+    quantize: Annotated[
+        Literal["off", "nf4", "int8"],
+        Meta(description="with --lora: frozen weights in 4 bits (nf4, as QLoRA) or 8 (int8), by bitsandbytes"),
+    ] = "off"
     block_size: Annotated[Count | None, Meta(description="tokens of context [preset's]")] = None
     num_layers: Annotated[Count | None, Meta(description="transformer blocks [preset's]")] = None
     num_heads: Annotated[Count | None, Meta(description="attention heads [preset's]")] = None
@@ -214,6 +218,13 @@ class RunSpec(SpecSection, frozen=True, kw_only=True):
         if self.model.pretrained is None and (self.model.lora or train.packing):
             what = f"--lora {self.model.lora}" if self.model.lora else "--packing"
             raise UsageError(f"{what}: --model {self.model.model} is not pretrained", hint="--model hf:FOLDER")
+        if self.model.quantize != "off" and not self.model.lora:
+            raise UsageError(
+                f"--quantize {self.model.quantize}: quantized weights cannot be trained",
+                hint=f"--lora 16 --quantize {self.model.quantize}",
+            )
+        if self.model.quantize == "int8" and self.model.dora:
+            raise UsageError("--dora --quantize int8: peft has no DoRA of 8-bit layers", hint="--dora --quantize nf4")
         if self.model.dora and not self.model.lora:
             raise UsageError("--dora: it needs the rank of its adapters", hint="--lora 16 --dora")
         if machine.backend == "nccl" and machine.device == "cpu":

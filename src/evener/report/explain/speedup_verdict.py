@@ -185,6 +185,8 @@ def _single_host_verdict(summary: RunSummary, trained: str) -> SpeedupVerdict:
     if isinstance(manifest.shape, PretrainedModel):
         rank = manifest.shape.lora_rank
         adapters = [] if rank is None else ["--lora", str(rank), *["--dora"] * manifest.shape.has_dora]
+        if manifest.shape.quantization != "off":
+            adapters += ["--quantize", manifest.shape.quantization]
         words = ["evener", "train", data, "--model", model, *adapters,
                  "--batch", str(batch), "--steps", str(manifest.spec.train.steps)]  # fmt: skip
         return SpeedupVerdict(verdict, "To measure it", quote_command(words) + on_host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging as standard_logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from evener.core.base.errors import UsageError
-from evener.core.model.pretrained import require_libraries
+from evener.core.model.pretrained import Quantization, require_libraries
 
 
 def _prepare_import() -> None:
@@ -22,6 +23,8 @@ def _prepare_import() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    # It warns that faster kernels are not installed.
+    standard_logging.getLogger("bitsandbytes").setLevel(standard_logging.ERROR)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -38,8 +41,12 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the causal language model of a folder, with dropout off. UsageError if there is none."""
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, quantization: Quantization = "off") -> Any:
+    """Return the causal language model of a folder, with dropout off. UsageError if there is none.
+
+    With `quantization` the linear layers but the head are bitsandbytes', and compute in `dtype`. They are quantized on
+    the processor, so that their bits are the same on all ranks.
+    """
     _prepare_import()
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -47,7 +54,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         config = _without_dropout(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,
-            output_loading_info=True,
+            output_loading_info=True, **_quantized(quantization, dtype),
         )  # fmt: skip
     except Exception as error:  # so is a damaged safetensors file
         raise UsageError(f"--model hf:{folder}: transformers cannot load it: {_first_line(error)}") from None
@@ -62,6 +69,20 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
+
+
+def _quantized(quantization: Quantization, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what tells transformers to quantize a model while it is loaded, tensor by tensor."""
+    from transformers import BitsAndBytesConfig
+
+    if quantization == "off":
+        return {}
+    if quantization == "nf4":  # QLoRA's: the scales of the blocks are quantized, too   [Dettmers et al. 2023]
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                                    bnb_4bit_compute_dtype=dtype)  # fmt: skip
+    else:  # no columns of activations apart: which ones are depends on the other samples of the micro-batch
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 
 def _first_line(error: BaseException) -> str:

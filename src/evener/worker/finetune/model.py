@@ -35,6 +35,7 @@ class FineTunedModel(nn.Module):
         self.base_models = (base,)  # a tuple: the base is not registered, nor are its frozen weights
         inner = base.get_base_model() if hasattr(base, "get_base_model") else base
         self._accepted = inspect.signature(inner.forward).parameters
+        self._quantized = [part for part in base.modules() if type(part).__module__.startswith("bitsandbytes.")]
         for name, parameter in base.named_parameters():
             if parameter.requires_grad:
                 _register(self, name, parameter)
@@ -59,6 +60,8 @@ class FineTunedModel(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         self.base_models[0].train(mode)
+        for layer in self._quantized:  # outside of training they compute in another, less exact way
+            layer.train()
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -72,11 +75,11 @@ def build_pretrained(
 ) -> FineTunedModel:
     """Load a model, and add LoRA adapters if the shape has them; A is drawn from torch's generator, B is 0.
 
-    What is trained is in fp32. Frozen weights are in bf16 where the rank computes in it: half the memory. Raise
-    UsageError if samples that are packed into one sequence would attend to each other.
+    What is trained is in fp32. Frozen weights are quantized if the shape says so, else in bf16 where the rank computes
+    in it: half the memory. Raise UsageError if samples that are packed into one sequence would attend to each other.
     """
     has_bf16_base = shape.lora_rank is not None and dtype == "bf16"
-    base = load_model(folder, torch.bfloat16 if has_bf16_base else torch.float32)
+    base = load_model(folder, torch.bfloat16 if has_bf16_base else torch.float32, shape.quantization)
     if shape.lora_rank is not None:
         base = add_adapters(base, shape.lora_rank, has_dora=shape.has_dora)
     if recompute:
