@@ -140,3 +140,15 @@ def test_memory_is_that_of_frozen_weights_adapters_and_their_optimizer():
     full = peak_memory(tuning(), roster, 0)
     assert full.weights == 4 * tuning().num_params() + 2 * LINEAR  # autocast keeps the casts for backward
     assert peak_memory(tuning(), roster, 0, recompute=True).activations < 0.5 * full.activations
+
+
+def test_quantized_linear_layers_take_half_a_byte_a_weight():
+    """QLoRA's figure: 4 bits and 0.127 of scales."""
+    shape = tuning(RANK, quantization="nf4")
+    roster = Roster(members=[Member(rank=0, host="a", device="cpu", dtype="bf16", share=4, micro_batch=4)], sync=DDP,
+                    backend="none")  # fmt: skip
+    frozen = 2 * 2 * VOCAB * WIDTH + LINEAR * 4.127 / 8  # embeddings and head stay in bf16
+    assert peak_memory(shape, roster, 0).weights == pytest.approx(4 * ADAPTERS + frozen, rel=1e-6)
+    rates = Rates(models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, dtype="bf16")})
+    cluster = build_cluster(fleet_of(rates, "a"), job_of(shape, "--lora=8", "--quantize=nf4"))
+    assert any("decoding the nf4 weights" in text for text in cluster.assumed)

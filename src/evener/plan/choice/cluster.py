@@ -442,6 +442,8 @@ def _fine_tuning_rate(
     """Return the device's rates for a fine-tuning, in tokens that carry loss: by FLOPs from the model as it was probed,
     or else from the measured preset with the nearest number of them.
     """
+    if shape.model.quantization != "off":
+        assumed.append(f"decoding the {shape.model.quantization} weights is assumed to take no time")
     flops, rate = shape.flops_per_token(), rates.models.get(shape.rate_name)
     if rate is not None:
         speed = _dtype_speed(rates, rate, dtype, assumed)

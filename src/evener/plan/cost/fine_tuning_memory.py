@@ -12,6 +12,7 @@ from __future__ import annotations
 from evener.core.model.fine_tuning import FineTuning
 
 FP32, BF16 = 4, 2
+QUANTIZED_BYTES = {"nf4": 4.127 / 8, "int8": 1.0}  # of a weight, with its part of a block's scale [QLoRA, section 3]
 # Resident bytes of a process once it has imported transformers and peft, beyond those of evener's own worker.
 # *Measured*, as above.
 LIBRARY_BYTES = 190_000_000
@@ -29,12 +30,14 @@ def heap_fragmentation(shape: FineTuning, element_bytes: int) -> float:
 
 
 def base_bytes(shape: FineTuning, element_bytes: int) -> int:
-    """Return the bytes of the frozen weights, which a rank that computes in bf16 holds in bf16; and where all weights
-    are trained in bf16, those of their casts.
+    """Return the bytes of the frozen weights, which a rank that computes in bf16 holds in bf16, and those of linear
+    layers quantized if the run says so; and where all weights are trained in bf16, those of their casts.
     """
     if shape.model.lora_rank is None:
         return BF16 * shape.model.num_linear if element_bytes < FP32 else 0
-    return element_bytes * shape.model.num_frozen
+    model = shape.model
+    linear_bytes = element_bytes if model.quantization == "off" else QUANTIZED_BYTES[model.quantization]
+    return round(element_bytes * (model.num_frozen - model.num_linear) + linear_bytes * model.num_linear)
 
 
 def activation_bytes(shape: FineTuning, sequences: int, element_bytes: int, *, recompute: bool) -> list[int]:
