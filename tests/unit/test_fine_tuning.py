@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from evener.core.base.errors import UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, ModelRate, Rates
 from evener.core.model.fine_tuning import FineTuning, SequenceLengths
 from evener.core.model.gradients import GradientTensor
 from evener.core.model.pretrained import Layers, PretrainedModel
 from evener.core.model.shape import PRESETS
-from evener.core.run.prediction import Job
+from evener.core.run.prediction import Job, Prediction
 from evener.core.run.roster import DDP, Member, Roster
 from evener.core.run.run_spec import parse_args
+from evener.core.run.rundir import Manifest
+from evener.core.run.step_cost import StepRecord
 from evener.plan.choice.cluster import NotMeasuredError, build_cluster
-from evener.plan.choice.plan_request import predict_launch
+from evener.plan.choice.plan_request import answer_request, change_request, predict_launch, request_from_run
 from evener.plan.cost.cost_model import predict_step
 from evener.plan.cost.memory import peak_memory
+
+from ..sample_runs import write_run
 
 WIDTH, LAYERS, MLP, VOCAB, BLOCK, RANK = 256, 6, 768, 1000, 128, 8
 KV = WIDTH // 2
@@ -74,6 +80,16 @@ def test_probed_rate_is_converted_by_flops():
         cluster = build_cluster(fleet_of(rates, "a"), job)
         assert cluster.hosts["a"].tokens_per_s["fp32"] == pytest.approx(expected)
         assert cluster.hosts["a"].basis == "measured"
+
+
+def test_rate_of_another_lora_rank_is_converted_by_flops():
+    full = tuning(RANK).flops_per_token()
+    rates = Rates(measured="now", models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, flops_per_token=full)})
+    wide = (GradientTensor(name="all", rows=2 * ADAPTERS, columns=1, ready=1.0),)
+    job = job_of(tuning(2 * RANK, gradients=wide), "--lora=16")
+    host = build_cluster(fleet_of(rates, "a"), job).hosts["a"]
+    assert host.tokens_per_s["fp32"] == pytest.approx(1000.0 * full / (full + 6 * ADAPTERS))
+    assert host.basis == "derived"
 
 
 def test_rate_of_a_preset_stands_in_with_a_measured_factor_and_the_command_to_measure():
@@ -152,3 +168,41 @@ def test_quantized_linear_layers_take_half_a_byte_a_weight():
     rates = Rates(models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, dtype="bf16")})
     cluster = build_cluster(fleet_of(rates, "a"), job_of(shape, "--lora=8", "--quantize=nf4"))
     assert any("decoding the nf4 weights" in text for text in cluster.assumed)
+
+
+def run_of_two_hosts(folder: Path) -> tuple[Manifest, list[list[StepRecord]], Prediction]:
+    """Return a run on a and b that took 1.5 times as long to compute as predicted, and its prediction."""
+    rates = Rates(models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, dtype="fp32")}, copy_Bps=1e10)
+    job = job_of(tuning(RANK), "--sync=ddp")
+    prediction = predict_launch(fleet_of(rates, "a", "b"), job, may_leave_out=False)
+    option = prediction.option(prediction.chosen)
+    computed_s = 1.5 * (option.ranks[0].cost.compute_s or 0.0)
+    tokens = [share * BLOCK for share in option.roster.shares]
+    cost = {"data_s": 0.0, "compute_s": computed_s, "exposed_sync_s": 0.01, "wait_s": 0.0, "optimizer_s": 0.0}
+    run = write_run(folder, [dict(cost), dict(cost)], tokens=tokens, sync_s=0.4)
+    manifest = msgspec.structs.replace(run.manifest(), shape=llama(RANK), spec=job.spec, roster=option.roster)
+    return manifest, [run.records(rank) for rank in range(2)], prediction
+
+
+def test_run_says_whether_the_second_host_was_worth_it(tmp_path):
+    manifest, records, prediction = run_of_two_hosts(tmp_path / "run")
+    request = request_from_run("run", manifest, records, prediction)
+    answered = answer_request(request)
+    both, alone = answered.option(answered.chosen), answered.option("a alone")
+    assert both.step_s == pytest.approx(records[0][0].wall_s)
+    assert alone.step_s == pytest.approx(2 * 1.5 * (prediction.option(prediction.chosen).ranks[0].cost.compute_s or 0),
+                                         rel=0.02)  # fmt: skip
+    assert 1.9 < (both.speedup_vs_best_host or 0) < 2.0
+    slower = change_request(request, {}, "1Mbit")  # 1.2 MB of adapters take 10 s
+    assert answer_request(slower).recommended == "a alone"
+    with pytest.raises(UsageError, match="--lora: the run shows how fast its own model is"):
+        change_request(request, {"lora": "4"}, None)
+
+
+def test_run_without_prediction_or_samples_is_refused(tmp_path):
+    manifest, records, _ = run_of_two_hosts(tmp_path / "run")
+    with pytest.raises(UsageError, match="its samples data/verbs are not here"):
+        request_from_run("run", manifest, records, None)
+    unknown = msgspec.structs.replace(manifest, shape=llama(RANK, layers=None))
+    with pytest.raises(UsageError, match="does not know the layers of a llama"):
+        request_from_run("run", unknown, records, None)

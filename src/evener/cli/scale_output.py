@@ -102,7 +102,7 @@ def _print_table(
     what = (
         f"{job.model}: {format_count(job.shape.num_params())} parameters, "
         f"{format_bytes(scenario.gradient_bytes)} of gradients, "
-        f"{pluralize(scenario.sequences, 'sequence')} of {job.shape.block_size} tokens {share}; simulated"
+        f"{pluralize(scenario.sequences, 'sequence')} of {scenario.sequence_tokens} tokens {share}; simulated"
     )
     print_text(screen, verdict, style="bold")
     print_text(screen, what, style="dim")

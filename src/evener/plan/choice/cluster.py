@@ -18,7 +18,7 @@ from evener.core.base.units import format_bit_rate, join_names, median, parse_by
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.hardware import Hardware, parse_hardware
 from evener.core.cluster.link import LinkModel, parse_link
-from evener.core.model.fine_tuning import FineTuning
+from evener.core.model.fine_tuning import FineTuning, rate_name
 from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import PRESETS, GPTShape
 from evener.core.run.prediction import Cluster, HostRates, Job, RateBasis
@@ -445,6 +445,10 @@ def _fine_tuning_rate(
     if shape.model.quantization != "off":
         assumed.append(f"decoding the {shape.model.quantization} weights is assumed to take no time")
     flops, rate = shape.flops_per_token(), rates.models.get(shape.rate_name)
+    if rate is None and (others := _rates_of_other_ranks(rates, shape)):
+        other, rate = next(iter(others.items()))
+        assumed.append(f"its rate of {shape.rate_name} follows from that of {other}, by FLOPs; "
+                       f"{_how_to_measure(job, flag)}")  # fmt: skip
     if rate is not None:
         speed = _dtype_speed(rates, rate, dtype, assumed)
         work = flops / rate.flops_per_token if rate.flops_per_token else 1.0
@@ -481,6 +485,14 @@ def _dtype_speed(rates: Rates, rate: ModelRate, dtype: Dtype, assumed: list[str]
     speed = own_flops / other_flops if own_flops and other_flops else 0.5 if dtype == "fp32" else 1.0
     assumed.append(f"was measured in {rate.dtype}; {dtype} is taken to run at {speed:.0%} of that")
     return speed
+
+
+def _rates_of_other_ranks(rates: Rates, shape: FineTuning) -> dict[str, ModelRate]:
+    """Return what was probed of the same model with LoRA adapters of other ranks."""
+    if shape.model.lora_rank is None:
+        return {}
+    prefix = rate_name(msgspec.structs.replace(shape.model, lora_rank=None)) + "+lora"
+    return {name: rate for name, rate in rates.models.items() if name.startswith(prefix) and rate.flops_per_token}
 
 
 def _rates_of_own_models(rates: Rates) -> dict[str, ModelRate]:

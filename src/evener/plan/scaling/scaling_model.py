@@ -195,14 +195,15 @@ def build_scenario(
     single = job.initial_roster(cluster.slots[:1])
     (first,), names = single.members, cluster.host_names
     host, outer = cluster.hosts[names[0]], cluster.link_between(names[0], names[1])
+    micro_batch = min(first.micro_batch, first.share)
+    alone_s = job.padding_factor(micro_batch) * job.tokens / cluster.tokens_per_s(first)
     jitter, mtbf_days = cluster.jitter if jitter is None else jitter, MTBF_DAYS if mtbf_days is None else mtbf_days
     return ScalingScenario(
-        compute_s=recompute_factor(job)
-        * (job.tokens / cluster.tokens_per_s(first) + host.pass_s * first.num_micro_batches),
+        compute_s=recompute_factor(job) * (alone_s + host.pass_s * first.num_micro_batches),
         backward_share=backward_fraction(job),
         update_s=host.update_s,
         sequences=first.share,
-        micro_batch=min(first.micro_batch, first.share),
+        micro_batch=micro_batch,
         sequence_tokens=round(job.shape.block_size),
         gradient_bytes=GRADIENT_BYTES * job.shape.num_params(),
         buckets=bucket_sizes(gradient_tensors(job.shape)),
