@@ -109,7 +109,7 @@ def test_plan_and_train_end_with_the_budget(tmp_path):
     assert "carry loss and count, a step" in planned
     assert "18 steps" in sentences(1e4, "--epochs", "2")[0]
     slow, _ = sentences(0.1)  # a step takes longer, so that not all fit
-    found = re.fullmatch(r"one epoch takes about .*; 30min end after (\S+): (\d+) steps of 6 sequences", slow)
+    found = re.fullmatch(r"one epoch takes about .*; 30min end after (\S+) epochs: (\d+) steps of 6 sequences", slow)
     assert found is not None, slow
     assert float(found[1]) == pytest.approx(6 * int(found[2]) / 54, rel=0.06)
     (tmp_path / "fleet.toml").write_text(FLEET.format(1e-4))

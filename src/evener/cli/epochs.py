@@ -100,5 +100,5 @@ def _with_steps(
     else:
         part, steps = possible * spec.train.batch / num_rows, possible
         take = "takes" if wanted == 1 else "take"
-        text = f"{whole} {take} about {took}; {budget.text} end after {part:.2g}: {steps:,} steps of {batch}"
+        text = f"{whole} {take} about {took}; {budget.text} end after {part:.2g} epochs: {steps:,} steps of {batch}"
     return with_train(spec, steps=steps, max_s=budget.seconds), text
