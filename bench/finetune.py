@@ -1,12 +1,13 @@
 """What does a second host gain a fine-tuning? Emulated hosts of 1 and 1/2 core with a link of 100 Mbit/s.
 
-    python bench/finetune.py [--methods lora,full] [--seeds 0,1,2] [--steps 10] [--rate 100Mbit] [--cpus 1,0.5]
+    python bench/finetune.py [--methods lora,full] [--syncs auto] [--seeds 0,1,2] [--steps 12] [--rate 100Mbit]
+                             [--cpus 1,0.5]
     python bench/finetune.py --report
 
 A Llama of 31M parameters with random weights is trained on Python's standard library, cut into prompts with
-completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16. "alone" is the faster host, "both"
-leaves shares and strategy to `--shares auto --sync auto --loss-budget 0`. A cell, of one method, seed and set-up, is
-one run, which takes one to four minutes; the two set-ups of a seed follow each other. Each adds a line to
+completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16. "alone" is the faster host; on both,
+shares are left to `--shares auto`, and --syncs are compared: auto takes exact strategies. A cell, of one method, seed
+and set-up, is one run, which takes one to four minutes; the set-ups of a seed follow each other. Each adds a line to
 bench/finetune.jsonl, and a cell that is there, measured in the same way, is not measured again. A step is the median of
 those after the first two.
 --report prints the ratios with their intervals. Needs Linux and root, and nothing else running.
@@ -17,9 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
+import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from evener.report.read.run_summary import summarize_run
 RESULTS = Path(__file__).with_name("finetune.jsonl")
 VOCAB_SIZE, BLOCK_SIZE, BATCH, LORA_RANK = 8000, 512, 16, 16
 NUM_ROWS, NUM_SETTLING = 400, 2
+ALONE = "alone"
 METHODS = {"lora": ["--lora", str(LORA_RANK)], "full": []}
 
 
@@ -42,11 +47,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default="lora,full")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--syncs", default="auto")
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rate", default="100Mbit")
     parser.add_argument("--cpus", default="1,0.5", help="processor of each host, in cores")
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the lab is taken down
     if not options.report:
         measure(options)
     report()
@@ -57,7 +64,7 @@ def measure(options: argparse.Namespace) -> None:
     conditions = {"rate": options.rate, "cpus": options.cpus, "steps": options.steps}
     wanted = [{"method": method, "seed": int(seed), "setup": setup, **conditions}
               for seed in options.seeds.split(",") for method in options.methods.split(",")
-              for setup in ("alone", "both")]  # fmt: skip
+              for setup in (ALONE, *options.syncs.split(","))]  # fmt: skip
     missing = [cell for cell in wanted if not any(cell.items() <= row.items() for row in read_rows())]
     if not missing:
         return
@@ -88,8 +95,8 @@ def measure_cell(folder: Path, fleet: Path, cell: dict[str, Any]) -> dict[str, A
     """Train once, and return what the run recorded, and what was predicted for it."""
     run = RunDir(folder / f"{cell['method']}-{cell['setup']}-{cell['seed']}")
     flags = ["--steps", cell["steps"], "--batch", BATCH, "--block-size", BLOCK_SIZE, "--seed", cell["seed"],
-             "--eval-every", 0, "--checkpoint-every", 0, "--loss-budget", 0, "--sync", "auto", "--out", run,
-             "--shares", "auto", *(["--hosts", "a"] if cell["setup"] == "alone" else [])]  # fmt: skip
+             "--eval-every", 0, "--checkpoint-every", 0, "--out", run, "--shares", "auto",
+             *(["--hosts", "a"] if cell["setup"] == ALONE else ["--sync", cell["setup"]])]  # fmt: skip
     run_evener(folder, "train", "data.jsonl", "--model", "hf:llama", *METHODS[cell["method"]], "--fleet", str(fleet),
                *map(str, flags))  # fmt: skip
     summary, records = summarize_run(run), run.records(0)
@@ -119,20 +126,21 @@ def read_rows() -> list[dict[str, Any]]:
 
 def report() -> None:
     """Print for each method the gain of both hosts, the errors of the predictions, and the change of the loss."""
-    rows = read_rows()
-    for conditions in dict.fromkeys((row["rate"], row["cpus"], row["steps"], row["method"]) for row in rows):
-        cells = {(row["seed"], row["setup"]): row for row in rows
-                 if (row["rate"], row["cpus"], row["steps"], row["method"]) == conditions}  # fmt: skip
-        pairs = [(cells[seed, "alone"], cells[seed, "both"]) for seed, setup in cells
-                 if setup == "both" and (seed, "alone") in cells]  # fmt: skip
+    names, cells = ("rate", "cpus", "steps", "method"), defaultdict[tuple[Any, ...], dict[str, Any]](dict)
+    for row in read_rows():
+        cells[*(row[name] for name in names), row["seed"]][row["setup"]] = row
+    setups = dict.fromkeys((*key[:-1], setup) for key, of_seed in cells.items() for setup in of_seed if setup != ALONE)
+    for rate, cpus, steps, method, setup in setups:
+        pairs = [(of_seed[ALONE], of_seed[setup]) for key, of_seed in cells.items()
+                 if key[:-1] == (rate, cpus, steps, method) and {ALONE, setup} <= of_seed.keys()]  # fmt: skip
         if not pairs:
             continue
         gains = [alone["step_s"] / both["step_s"] for alone, both in pairs]
         losses = [both["val_loss"] / alone["val_loss"] - 1 for alone, both in pairs]
         errors = [row["predicted_s"] / row["step_s"] - 1 for pair in pairs for row in pair if row["predicted_s"]]
         low, high = median_interval(gains)
-        rate, cpus, steps, method = conditions
-        print(f"{method}, {cpus} cores, {rate}, {steps} steps, {len(pairs)} seeds: both hosts "
+        taken = ", ".join(dict.fromkeys(both["sync"] for _, both in pairs))
+        print(f"{method}, {setup} ({taken}), {cpus} cores, {rate}, {steps} steps, {len(pairs)} seeds: both hosts "
               f"{statistics.median(gains):.2f} times the faster alone (90 % interval {low:.2f} to {high:.2f}); "
               f"predicted steps off by {', '.join(f'{error:+.1%}' for error in errors)}; validation loss "
               f"{', '.join(f'{loss:+.3%}' for loss in losses)}")  # fmt: skip
