@@ -105,8 +105,8 @@ def continue_texts(
                 raise UsageError("--prompt: is empty")
             yield json.dumps({"prompt": ids, **how})
 
-    model = {"checkpoint": str(checkpoint), "shape": msgspec.to_builtins(manifest.shape)}
-    for line in program_lines("evener.worker.generate", json.dumps(model), inputs=requests()):
+    own = {"checkpoint": str(checkpoint), "shape": msgspec.to_builtins(manifest.shape)}
+    for line in program_lines("evener.worker.generate", json.dumps(own), inputs=requests()):
         if line:
             ids.append(int(line))
         yield tokenizer.decode(ids), not line

@@ -18,7 +18,7 @@ from evener.core.base.units import format_bit_rate, join_names, median, parse_by
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.hardware import Hardware, parse_hardware
 from evener.core.cluster.link import LinkModel, parse_link
-from evener.core.model.fine_tuning import FineTuning, rate_name
+from evener.core.model.fine_tuning import FineTuning
 from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import PRESETS, GPTShape
 from evener.core.run.prediction import Cluster, HostRates, Job, RateBasis
@@ -491,7 +491,7 @@ def _rates_of_other_ranks(rates: Rates, shape: FineTuning) -> dict[str, ModelRat
     """Return what was probed of the same model with LoRA adapters of other ranks."""
     if shape.model.lora_rank is None:
         return {}
-    prefix = rate_name(msgspec.structs.replace(shape.model, lora_rank=None)) + "+lora"
+    prefix = shape.rate_name.removesuffix(str(shape.model.lora_rank))
     return {name: rate for name, rate in rates.models.items() if name.startswith(prefix) and rate.flops_per_token}
 
 
