@@ -188,6 +188,7 @@ def test_newest_two_states_are_kept_and_only_of_saved_models(train: Run, tmp_pat
     assert not (tmp_path / "runs" / "exact" / "own").exists()
 
 
+@exhaustive
 def test_disk_that_refuses_ends_the_keeping_with_a_warning(train: Run, tmp_path: Path) -> None:
     (tmp_path / "runs" / "full" / "own").mkdir(parents=True)
     (tmp_path / "runs" / "full" / "own" / "rank-0").touch()  # a file where the folder should be
