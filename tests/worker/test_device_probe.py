@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from evener.core.cluster.host_probe import HostProbeSpec, model_rate
+from evener.core.model.pretrained import read_pretrained
 from evener.core.model.shape import PRESETS
 from evener.core.run.roster import MICRO_BATCH_TOKENS
+from evener.launch.probe_hosts import describe_pretrained
+from evener.worker.finetune.model import build_from_config
 from evener.worker.probe import sustained_bench
 from evener.worker.probe.loopback_bench import INTERFACE_ENV, SIZE_BYTES, loopback_rates_Bps
+
+from ..pretrained import make_model
 
 CPU = torch.device("cpu")
 UPDATE_S = 0.002
@@ -34,7 +39,8 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
     num_steps = itertools.count()
 
     class Trainer:
-        shape, dtype, max_sequences = PRESETS["char"], "fp32", MICRO_BATCH_TOKENS // PRESETS["char"].block_size
+        block_size, dtype = PRESETS["char"].block_size, "fp32"
+        max_sequences = MICRO_BATCH_TOKENS // block_size
 
         def __init__(self, *_: object) -> None: ...
 
@@ -43,7 +49,7 @@ def device_of(monkeypatch: Any, *, pass_s: float, sequence_s: float, first_s: fl
             clock[0] += took_s + UPDATE_S
             return took_s, 1.5 * took_s, UPDATE_S
 
-    monkeypatch.setattr(sustained_bench, "PresetTrainer", Trainer)
+    monkeypatch.setattr(sustained_bench, "SustainedTrainer", Trainer)
     monkeypatch.setattr(sustained_bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     return []
 
@@ -93,6 +99,23 @@ def test_probing_a_preset_measures_rate_update_and_cpus():
     assert rate.tokens_per_s > 100
     assert 0 < (rate.update_s or 0) < 1
     assert 0 < (rate.cpus or 0) < 1.5
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_pretrained_model_is_probed_from_its_config_alone(tmp_path, lora):
+    """Without its weights; the rate counts positions, and says how many FLOPs each has."""
+    make_model(tmp_path / "llama")
+    model = read_pretrained(tmp_path / "llama", 64, lora)
+    described = describe_pretrained(tmp_path / "llama", 64, lora)
+    assert described.num_trained == model.num_params()
+    spec = HostProbeSpec(host="h", seconds=1.0, pretrained=described, dtype="fp32")
+    built = build_from_config(described.config, lora, "fp32")
+    assert sum(parameter.numel() for parameter in built.parameters()) == described.num_trained
+    found = sustained_bench.train_sustained(spec, described.name, CPU, print)
+    rate = model_rate(found, described.flops_per_token)
+    assert found.large.tokens == found.large.micro_batch * 64
+    assert rate.tokens_per_s > 100
+    assert rate.flops_per_token == described.flops_per_token
 
 
 def test_loopback_rates_are_plausible_and_interface_setting_is_kept(monkeypatch):
