@@ -118,14 +118,6 @@ def test_plan_and_train_end_with_the_budget(tmp_path):
     assert "smaller --batch" in hint
 
 
-def test_two_lengths_are_refused(tmp_path):
-    words = ("chats.jsonl", "--model", "hf:llama", "--epochs", "2")
-    for other in ("--tokens=1M", "--steps=3"):
-        error, _ = refused(tmp_path, *words, other)
-        assert f"--epochs 2: {other.split('=')[0]}" in error
-        assert "says how long the run is, too" in error
-
-
 @exhaustive
 def test_trained_tokens_are_those_that_carry_loss(tmp_path):
     out = tmp_path / "run"
@@ -180,13 +172,13 @@ def test_corpus_of_another_tokenizer_is_refused(tmp_path, cache):
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["--for", "1h"], "1h: how fast llama is, only a run of it shows"),
         (["--num-layers", "2"], "--num-layers: --model hf:"),
         (["--tokenizer", "byte"], "--tokenizer byte: "),
         (["--compile", "on"], "--compile on"),
         (["--block-size", "4096"], "has 128 positions"),
         (["--sync", "int8+sparse"], "no lookup-only embedding table"),
         (["--epochs", "2", "--steps", "3"], "--epochs 2: --steps says"),
+        (["--epochs", "2", "--tokens", "1M"], "--epochs 2: --tokens 1M says"),
         (["--init-from", "x"], "--init-from: --model hf:"),
         (["--ranks", "2", "--sync", "fsdp"], "--sync fsdp: a model that is fine-tuned is whole on every rank"),
     ],
