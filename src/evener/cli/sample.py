@@ -78,9 +78,9 @@ def continue_texts(
         raise UsageError(f"{rundir}: not one of evener's models", hint="load its weights.safetensors in your program")
     how = {"num_tokens": num_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     if (pretrained := pretrained_of_run(rundir)) is not None:
-        model, shape = pretrained
-        trained = {"checkpoint": str(checkpoint), "model": str(model), "lora_rank": shape.lora_rank,
-                   "has_dora": shape.has_dora}  # fmt: skip
+        source, tuned = pretrained
+        trained = {"checkpoint": str(checkpoint), "model": str(source), "lora_rank": tuned.lora_rank,
+                   "has_dora": tuned.has_dora}  # fmt: skip
         is_chat = manifest.corpus.is_chat
 
         def lines() -> Iterator[str]:

@@ -165,7 +165,7 @@ def gguf_tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, np
     kind = config["model_type"]
     num_layers = config["n_layer" if kind == "gpt2" else "num_hidden_layers"]
     names = gguf.get_tensor_name_map(ARCHITECTURES[kind], num_layers)
-    heads = {"q_proj": config.get("num_attention_heads")}
+    heads: dict[str, Any] = {"q_proj": config.get("num_attention_heads")}
     heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
     for file in sorted(folder.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
