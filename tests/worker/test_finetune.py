@@ -361,6 +361,19 @@ def test_dora_begins_with_the_pretrained_model_and_trains_magnitudes(places, arc
     assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_A" not in name)
 
 
+def test_frozen_weights_are_pages_of_the_file_which_ranks_of_a_host_share(places):
+    """A private mapping of the file: the kernel holds its pages once, however many processes read them."""
+    folder = places / "llama"
+    model = build_pretrained(folder, read_pretrained(folder, None, 4), "fp32", recompute=False, packing=True)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ranges = [[int(end, 16) for end in line[0].split("-")] for line in maps
+              if line[-1] == str((folder / "model.safetensors").resolve()) and line[1].endswith("p")]  # fmt: skip
+    frozen = [parameter for parameter in model.base_models[0].parameters() if not parameter.requires_grad]
+    assert len(frozen) == len(load_file(folder / "model.safetensors"))
+    for parameter in frozen:
+        assert any(low <= parameter.data_ptr() < high for low, high in ranges)
+
+
 def frozen_weights(model: FineTunedModel) -> torch.Tensor:
     """Return the weights with which the adapted layers compute: (N) fp32, what they make of unit vectors."""
     layers = [layer for _, layer in sorted(model.base_models[0].named_modules()) if hasattr(layer, "lora_A")]

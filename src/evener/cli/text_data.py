@@ -70,7 +70,8 @@ def prepared_samples(paths: Sequence[str], spec: RunSpec, tokenizer: str | None,
                 f"{flag} {value}: --model {spec.model.model} has its own tokenizer", hint=f"without {flag}"
             )
     require_libraries(spec.model.quantize)
-    shape = read_pretrained(model, spec.model.block_size, spec.model.lora, has_dora=spec.model.dora)
+    chosen = spec.model
+    shape = read_pretrained(model, chosen.block_size, chosen.lora, has_dora=chosen.dora, quantization=chosen.quantize)
     if len(paths) == 1 and is_prepared(Path(paths[0])):
         folder = Path(paths[0])
     else:

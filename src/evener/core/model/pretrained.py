@@ -331,7 +331,7 @@ def _adapter_gradients(
     names = sorted((name for name in tensors if _is_linear(name, tensors[name])), key=_layer_order, reverse=True)
     gradients = []
     for i, name in enumerate(names):
-        out, width = reversed(tensors[name]) if is_transposed else tensors[name]
+        out, width = tensors[name][::-1] if is_transposed else tensors[name]
         ready, layer = (i + 1) / len(names), name.removesuffix(".weight")
         gradients += [_gradient(f"{layer}.lora_magnitude_vector", out, 1, ready, "other")] * has_dora
         gradients += [_gradient(f"{layer}.lora_B", out, rank, ready, "linear"),
