@@ -331,6 +331,9 @@ def test_steps_of_unchanged_program_are_measured(launch: Launch) -> None:
     )  # fmt: skip
     assert reported.returncode == 0, reported.stderr
     check_timeline(rundir, num_params)
+    # of one step of 8 samples: the gradient of the first layer's input is not computed
+    assert [one.by_dtype for one in manifest.flops] == 2 * [{"fp32": 8 * (4 * 256 * 2048 + 6 * 2048 * 8)}]
+    assert [(one.num_samples, one.missing) for one in manifest.flops] == 2 * [(8.0, "")]
     again, text = launch.run(program=MEASURED, flags=("--ranks", "2", "--sync", "int8", "--dry-run"))
     assert again == 0, text
     assert f"predicted from runs/{rundir.path.name}: a step of " in text

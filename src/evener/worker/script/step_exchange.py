@@ -6,6 +6,7 @@ of the others, and writes each step once those of all ranks are known:
     evener/steps/RANK/N      the N-th list of (blocked seconds, loss, tokens) of a rank's steps, in order
     evener/rank/RANK         its process, host and model, which rank 0 writes into the manifest
     evener/facts/RANK        what its first steps trained with, which rank 0 compares
+    evener/flops/RANK        the FLOPs of one of its steps, which rank 0 writes into the manifest
     evener/batch_norms/RANK  batch normalization when it first evaluated, which rank 0 compares
     evener/replicas/RANK/N   the N-th sample of its DDP models, which rank 0 compares
 
@@ -34,6 +35,7 @@ from evener.core.base.errors import EvenerError
 from evener.core.base.file_io import LineFile
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, local_host_info, peak_memory_bytes
+from evener.core.model.flops import StepFlops
 from evener.core.model.gradients import GradientTensor
 from evener.core.run.membership_epoch import has_dynamic_membership, read_rendezvous
 from evener.core.run.roster import NO_SYNC, Backend, Dtype, Member, Roster, parse_sync
@@ -84,11 +86,14 @@ class StepExchange:
         """`sync`: how gradients of DDP models are summed."""
         self._started = time.time()  # of the program
         self._checks = checks
-        # By attribute of `checks`: what each rank states once, and is yet to be compared on rank 0.
-        self._to_compare: dict[str, Callable[[Sequence[Any]], list[TrainingMistake]]] = {
-            "facts": compare_facts,
-            "batch_norms": compare_batch_norms,
+        # What each rank states once, and what rank 0, which is yet to have it of all, does with it.
+        self._statements: dict[str, tuple[Callable[[], Any], Callable[[Sequence[Any]], list[TrainingMistake]]]] = {
+            "facts": (lambda: checks.facts, compare_facts),
+            "batch_norms": (lambda: checks.batch_norms, compare_batch_norms),
+            "flops": (lambda: self._flops, self._keep_flops),
         }
+        self._flops: StepFlops | None = None  # of this rank; None: not yet counted
+        self._flops_by_rank: list[StepFlops] = []  # on rank 0
         self._num_samples = self._num_compared = 0  # of replicas
         self._replicas_agree: bool | None = None  # None: not compared
         self._sync = parse_sync(sync)
@@ -144,6 +149,14 @@ class StepExchange:
         """Take the gradients of a step, in the order in which backward completed them, for the manifest."""
         self._gradients = gradients
 
+    def set_flops(self, flops: StepFlops) -> None:
+        """Take the FLOPs of a step of this rank."""
+        self._flops = flops
+
+    def _keep_flops(self, ranks: Sequence[StepFlops]) -> list[TrainingMistake]:
+        self._flops_by_rank = list(ranks)
+        return []
+
     def step_number(self, step: int) -> int:
         """Return the number in the run of a step that this start of the program has counted."""
         if self._first_step is None and self._about is not None:  # not all ranks are known yet
@@ -193,21 +206,21 @@ class StepExchange:
             while not self._ending.wait(interval_s):
                 self._learn_ranks(store)
                 self._exchange(store)
-                self._compare_facts(store)
+                self._exchange_statements(store)
                 self._compare_replicas(store)
-                self._write_gradients()
+                self._update_manifest()
             deadline = time.monotonic() + LAST_STEPS_S
             self._learn_ranks(store)
             self._exchange(store)
-            self._write_gradients()
             self._checks.close()
-            self._compare_facts(store)
+            self._exchange_statements(store)
             self._compare_replicas(store)
-            while (self._pending or self._misses_facts()) and time.monotonic() < deadline:
+            while (self._pending or self._misses_statements()) and time.monotonic() < deadline:
                 time.sleep(INTERVAL_S / 20)
                 self._exchange(store)
-                self._compare_facts(store)
+                self._exchange_statements(store)
                 self._compare_replicas(store)
+            self._update_manifest()
             while self._pending:
                 self._write(self._pending.popleft())
             self._file.close()
@@ -219,11 +232,14 @@ class StepExchange:
             self._added.clear()
             self._pending.clear()
 
-    def _write_gradients(self) -> None:
-        """Add the gradients to the manifest, once they are known."""
-        if self._manifest is not None and self._manifest.gradients != self._gradients:
-            self._manifest = msgspec.structs.replace(self._manifest, gradients=self._gradients)
-            self._dir.write_manifest(self._manifest)
+    def _update_manifest(self) -> None:
+        """Add the gradients and FLOPs to the manifest, once they are known."""
+        if self._manifest is None:
+            return
+        manifest = msgspec.structs.replace(self._manifest, gradients=self._gradients, flops=self._flops_by_rank)
+        if manifest != self._manifest:
+            self._manifest = manifest
+            self._dir.write_manifest(manifest)
 
     def _exchange_peaks(self, store: Any, deadline: float) -> list[int]:
         """Return the peak memory of each rank, or [] if not all have ended in time."""
@@ -238,18 +254,18 @@ class StepExchange:
             time.sleep(INTERVAL_S / 20)
         return [int(store.get(key)) for key in keys]
 
-    def _compare_facts(self, store: Any) -> None:
-        """Publish what this rank has stated; on rank 0 compare it with what the others have."""
-        for name, compare in list(self._to_compare.items()):
-            facts = getattr(self._checks, name)
+    def _exchange_statements(self, store: Any) -> None:
+        """Publish what this rank has stated; on rank 0 use it with what the others have."""
+        for name, (state, use) in list(self._statements.items()):
+            stated = state()
             others = [f"{name}/{rank}" for rank in range(1, self._world_size)]
-            if facts is None or (self._rank == 0 and others and not store.check(others)):
+            if stated is None or (self._rank == 0 and others and not store.check(others)):
                 continue
-            del self._to_compare[name]
+            del self._statements[name]
             if self._rank > 0:
-                store.set(f"{name}/{self._rank}", msgspec.json.encode(facts).decode())
+                store.set(f"{name}/{self._rank}", msgspec.json.encode(stated).decode())
                 continue
-            for mistake in compare([facts, *(from_json(store.get(key), type(facts)) for key in others)]):
+            for mistake in use([stated, *(from_json(store.get(key), type(stated)) for key in others)]):
                 warn(mistake.error, mistake.hint)
 
     def _compare_replicas(self, store: Any) -> None:
@@ -271,10 +287,10 @@ class StepExchange:
             for key in keys:
                 store.delete_key(key)
 
-    def _misses_facts(self) -> bool:
-        """Return whether rank 0 has yet to compare what the ranks trained with."""
+    def _misses_statements(self) -> bool:
+        """Return whether rank 0 has yet to compare what the ranks trained with, or another has yet to publish it."""
         is_sampled = self._rank == 0 and self._num_compared < self._num_samples
-        return is_sampled or any(getattr(self._checks, name) is not None for name in self._to_compare)
+        return is_sampled or any(state() is not None for state, _ in self._statements.values())
 
     def _connect(self) -> Any:
         """Return a connection of this thread to the launcher's store; None for a single rank."""
@@ -347,6 +363,7 @@ class StepExchange:
             ranks=[one.process for one in ranks],
             can_divide=all(one.can_divide for one in ranks),
             gradients=self._gradients,
+            flops=self._flops_by_rank,
         )
         self._dir.write_manifest(self._manifest)
         if first_step == 0:

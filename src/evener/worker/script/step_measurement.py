@@ -37,10 +37,12 @@ from evener.worker.script.module_changer import ModuleChange
 from evener.worker.script.step_exchange import StepExchange
 
 if TYPE_CHECKING:
+    from evener.worker.record.flop_counter import FlopCounter
     from evener.worker.script.step_timeline import StepTimeline
 
 BACKWARD = "compute_s"  # of laps: computing that is not FORWARD
 MAX_LAPS, MAX_BUCKETS = 10_000, 1_000  # of a step that are kept: a program may never update
+COUNTED_STEP = 1  # whose FLOPs are counted: the first one may make a model, and rates leave out both
 OTHERS_UNTIL_NEW_LEADER = 8  # updates by another optimizer after which the one that ended steps has been replaced
 
 
@@ -70,6 +72,7 @@ class StepMeasurement:
         self._after_backward: list[weakref.WeakMethod[Callable[[], None]]] = []  # to be called then
         self._timeline: StepTimeline | None = None  # from the first update on, when torch is there
         self._buckets: list[BucketCommEvent] = []  # of the current step
+        self._flop_counter: FlopCounter | None = None  # until it has left no trace
         self._clear(time.perf_counter())
 
     def _clear(self, now: float) -> None:
@@ -125,6 +128,8 @@ class StepMeasurement:
 
     def close(self) -> None:
         """Hand over the last step, and write the timelines that are in memory."""
+        if self._flop_counter is not None:
+            self._flop_counter.stop()
         self._hand_over()
         if self._timeline is not None:
             self._timeline.close()
@@ -285,6 +290,27 @@ class StepMeasurement:
         self._exchange.describe_model(optimizer, self._samples, can_divide=self._can_divide)
         return True
 
+    def _count_flops(self, num_samples: float) -> None:
+        """Count the FLOPs of one step, but not of its updates; `num_samples`: of the step that has ended.
+
+        The program goes on, whatever is odd.
+        """
+        with contextlib.suppress(Exception):
+            self._change_count(num_samples)
+
+    def _change_count(self, num_samples: float) -> None:
+        if self._step == COUNTED_STEP and threading.get_ident() == self._thread:
+            from evener.worker.record.flop_counter import FlopCounter
+
+            self._flop_counter = FlopCounter(lambda: self._activity in (FORWARD, BACKWARD))
+            self._flop_counter.start()
+        elif self._flop_counter is not None:
+            has_left = self._flop_counter.stop()
+            if self._step == COUNTED_STEP + 1:
+                self._exchange.set_flops(self._flop_counter.flops(num_samples))
+            if has_left:
+                self._flop_counter = None
+
     def after_update(self, optimizer: Any, *_: Any) -> None:
         """End an update, and with that of the first optimizer the step."""
         self._update_depth -= 1
@@ -326,6 +352,7 @@ class StepMeasurement:
             is_whole = not self._folded_s
             self._timeline.end_step(self._exchange.step_number(self._step), laps if is_whole else [], self._buckets)
         self._step += 1
+        self._count_flops(record.tokens)
         self._loss, self._has_backward, self._has_batch = None, False, False
         self._clear(ended)
 
