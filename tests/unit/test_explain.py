@@ -297,11 +297,12 @@ def test_unequal_thread_counts_of_ranks_are_summed(tmp_path, write_run, one):
 
 def test_single_rank_run_is_explained(one):
     story = explain_run(one())
-    assert len(story) == 4
+    assert len(story) == 5
     assert story[0] == "h alone trained 9.8k tokens/s; no other machine took part."
     assert "105 ms (p50; p95 105 ms): 9.8k tokens/s" in story[1]
     assert "100 ms forward and backward (95%), 4 ms the update of the weights (4%)" in story[2]
     assert "1 process with 1 thread on 2 cores: while it had work, a rank ran on 0.99 cores" in story[3]
+    assert story[4].startswith("Forward and backward compute 7.7GFLOP/s, over the whole step.")
     assert explain_bottleneck(one()) == "Limited by computing: forward and backward are 95% of each step."
 
 

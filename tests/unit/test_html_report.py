@@ -366,7 +366,7 @@ def test_report_json_has_path_and_figures(tmp_path, run, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["page"] == f"{rundir}/report.html"
     assert found["replicas_agree"] is True
-    assert len(found["explanation"]) == 6
+    assert len(found["explanation"]) == 7
     write_atomic(tmp_path / "bench.json", json.dumps({"format": 1, "series": {"verbs": ["verbs-2"]}}).encode())
     report([str(tmp_path)], kind="html", out=None, log=None, as_json=True)
     found = json.loads(capsys.readouterr().out)

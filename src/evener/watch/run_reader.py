@@ -24,8 +24,9 @@ from evener.core.base.decoding import from_json, from_msgpack, json_decoder
 from evener.core.base.errors import CheckpointError, EvenerError
 from evener.core.base.file_io import LineReader, open_file, read_file, read_lines, write_atomic
 from evener.core.base.json_files import read_json_lines
+from evener.core.cluster.fleet_file import Fleet
 from evener.core.cluster.host_vitals import Vitals
-from evener.core.run.run_plan import Plan, read_plan_if_present
+from evener.core.run.run_plan import Plan, fleet_of_run, read_plan_if_present
 from evener.core.run.rundir import Manifest, RunDir, parse_event
 from evener.core.run.step_cost import StepRecord
 from evener.core.run.step_statistics import StepWallTime, median_step_s
@@ -67,6 +68,7 @@ class RunReader:
         self.rundir = rundir
         self.manifest: Manifest | None = None  # None: missing or unreadable
         self.plan: Plan | None = None
+        self.fleet: Fleet | None = None  # its hosts, and what probing them found
         self.is_foreign = False  # it came from elsewhere, so its hosts are not contacted
         self.events: list[dict[str, Any]] = []  # by time
         self.vitals: dict[str, Vitals] = {}  # by host, the newest
@@ -211,11 +213,12 @@ class RunReader:
         """Read each small file that changed."""
         if self._has_changed(self.rundir.manifest_path):
             self.manifest = _read_or_previous(self.rundir.manifest, self.manifest)
+            hosts = self.manifest.roster.hosts if self.manifest else []
+            self.fleet = _read_or_previous(lambda: fleet_of_run(self.rundir, hosts), self.fleet)
         if self._has_changed(self.rundir.inside("plan.json")):
             self.plan = _read_or_previous(lambda: read_plan_if_present(self.rundir), self.plan)
             self.is_foreign = _read_or_previous(lambda: is_foreign_run(self.rundir), True)
-        hosts = self.plan.hosts if self.plan else []
-        for host in hosts:
+        for host in self.plan.hosts if self.plan else []:
             path = host.supervisor_state_path(self.rundir)
             if self._has_changed(path):
                 with contextlib.suppress(OSError, msgspec.MsgspecError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from evener.core.base.units import format_bytes, format_count, format_seconds, median, pluralize
+from evener.core.base.units import format_bytes, format_count, format_seconds, format_si, median, pluralize
 from evener.core.cluster.host_info import HostInfo
 from evener.core.model.shape import GPTShape
 from evener.core.run.progress import WINDOW_STEPS, seconds_left, window_steps
@@ -16,6 +16,7 @@ from evener.report.explain.predicted_vs_measured import format_relative_differen
 from evener.report.pages.host_vitals_table import host_table
 from evener.report.pages.html_template import KeyFigure
 from evener.report.read.event_log import EventText, describe_event
+from evener.report.read.flop_rates import flop_rates, mfu_text
 from evener.report.read.recorded_run import RecordedRun, val_losses
 from evener.report.read.run_summary import RunSummary
 from evener.watch.run_health import RunHealth, current_prediction
@@ -106,6 +107,7 @@ def recorded_run(reader: RunReader, state: str) -> RecordedRun | None:
     if manifest is None:
         return None
     losses = val_losses(manifest, reader.events)
+    ranks = [_rank_summary(reader, index, member.rank) for index, member in enumerate(manifest.roster.members)]
     tokens, syncs_s = tokens_per_step(reader) or 0.0, [min_sync_s(by_rank) for by_rank in align_steps(curves.newest)]
     summary = RunSummary(
         run_dir=str(reader.rundir),
@@ -118,7 +120,8 @@ def recorded_run(reader: RunReader, state: str) -> RecordedRun | None:
         tokens_per_s=tokens / step_s if tokens and step_s else None,
         sync_p50_s=median([sync_s for sync_s in syncs_s if sync_s is not None]),
         sync_p95_s=None,
-        ranks=[_rank_summary(reader, index, member.rank) for index, member in enumerate(manifest.roster.members)],
+        ranks=ranks,
+        flop_rates=flop_rates(manifest, ranks, step_s, reader.fleet),
         losses={curves.steps_done - 1: newest_loss(reader)},
         val_loss=losses[-1][1] if losses else None,
         prediction=reader.plan.prediction if reader.plan else None,
@@ -127,10 +130,11 @@ def recorded_run(reader: RunReader, state: str) -> RecordedRun | None:
 
 
 def _rank_summary(reader: RunReader, index: int, rank: int) -> RankSummary:
-    sent_bytes = [record.bytes for record in reader.curves.newest.get(rank, ())]
+    newest = reader.curves.newest.get(rank, ())
+    sent_bytes = [record.bytes for record in newest]
     return RankSummary(
         rank=index,
-        tokens=None,
+        tokens=median([record.tokens for record in newest]),
         typical=rank_cost(reader, rank),
         bytes=round(sum(sent_bytes) / len(sent_bytes)) if sent_bytes else None,
         sync_s=None,
@@ -189,6 +193,9 @@ def key_figures(reader: RunReader, health: RunHealth) -> list[KeyFigure]:
             f"{of_what}, waiting included" + _bytes_sent(reader),
         ),
     ]
+    if known := [rate.flops_per_s for rate in run.summary.flop_rates if rate is not None]:
+        mfu = f"MFU {mfu_text(run.summary.flop_rates)}" + (", of all ranks together" if len(known) > 1 else "")
+        shown.append(KeyFigure("FLOP/s", format_si(sum(known)), mfu))
     if health.is_over:
         took = None if manifest.ended is None else format_seconds(manifest.ended - manifest.started)
         shown.append(KeyFigure("took", took))

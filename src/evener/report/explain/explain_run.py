@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from evener.core.base.units import format_bytes, format_count, format_seconds, pluralize
+from evener.core.base.units import format_bytes, format_count, format_seconds, format_si, pluralize
 from evener.core.run.step_cost import token_multiplier
 from evener.core.run.step_statistics import RankSummary
 from evener.plan.cost.penalty import max_compression_error
@@ -17,6 +17,7 @@ from evener.report.explain.scaling_breakdown import ScalingComparison, scaling_c
 from evener.report.explain.speedup_verdict import MIN_SPEEDUP, speedup_verdict
 from evener.report.explain.what_if import predict_alternatives
 from evener.report.read import membership_changes
+from evener.report.read.flop_rates import mfu_text
 from evener.report.read.run_summary import RunSummary
 from evener.report.read.stragglers import (
     busy_cpus,
@@ -65,6 +66,8 @@ def explain_measurements(summary: RunSummary) -> list[str]:
         paragraphs += [_explain_waiting(summary), _explain_all_reduce(summary)]
     if is_on_cpus(summary):
         paragraphs.append(_explain_cores(summary))
+    if any(summary.flop_rates) or summary.manifest.program is not None:
+        paragraphs.append(_explain_flops(summary))
     if summary.noise_scale_tokens or summary.fidelity:
         paragraphs.append(_explain_gradients(summary))
     if summary.comparisons:
@@ -229,6 +232,22 @@ def _explain_all_reduce(summary: RunSummary) -> str:
         f"{text}. They begin while backward still computes the gradients of earlier layers, which hides {hidden:.0%} "
         f"of their time; in the rest {blocked}."
     )
+
+
+def _explain_flops(summary: RunSummary) -> str:
+    """Explain how fast the ranks compute, and as what share of their hosts' matrix products."""
+    counted = summary.manifest.flops
+    missing = dict.fromkeys(one.missing for one in counted if one.missing)
+    if not (known := [rate for rate in summary.flop_rates if rate is not None]):
+        return f"FLOPs: not counted, {', '.join(missing)}." if missing else "FLOPs: not measured."
+    rates = sorted(rate.flops_per_s for rate in known)
+    each = " to ".join(dict.fromkeys(f"{format_si(rate)}FLOP/s" for rate in (rates[0], rates[-1])))
+    text = f"Forward and backward compute {each}{' on each rank' if len(rates) > 1 else ''}, over the whole step. "
+    if (mfu := mfu_text(summary.flop_rates)) == "not measured":
+        text += "Their share of what the hosts can do was not measured: evener probe host does."
+    else:
+        text += f"That is {mfu} of the matrix products that probing the hosts found, the MFU."
+    return text + "".join(f" FLOPs: {one}." for one in missing)
 
 
 def _explain_uneven_cores(summary: RunSummary) -> str:

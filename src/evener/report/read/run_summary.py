@@ -11,12 +11,13 @@ import msgspec
 from evener.core.base.units import median
 from evener.core.cluster.finding import Finding
 from evener.core.run.prediction import PlanOption, Prediction
-from evener.core.run.run_plan import read_prediction
+from evener.core.run.run_plan import fleet_of_run, read_prediction
 from evener.core.run.rundir import Manifest, RunDir
 from evener.core.run.step_cost import Fidelity, StepRecord, align_steps, first_rank_record, noise_scale
 from evener.core.run.step_statistics import RankSummary, summarize_steps
 from evener.plan.choice.strategy_trial import StrategyComparison
 from evener.report.read.event_log import describe_event, evaluations, first_failure
+from evener.report.read.flop_rates import FlopRate, flop_rates
 from evener.report.read.membership_changes import MembershipChange, membership_changes, split_brains
 from evener.report.read.strategy_comparisons import strategy_comparisons
 
@@ -38,6 +39,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     sync_p50_s: float | None  # collectives of one step in flight, without waiting for the last rank
     sync_p95_s: float | None
     ranks: list[RankSummary]
+    flop_rates: list[FlopRate | None] = []  # by rank
     losses: dict[int, float | None]  # by step
     val_loss: float | None = None  # at the end, else of the last evaluation
     prediction: Prediction | None = None  # None: nothing was predicted
@@ -129,6 +131,7 @@ def summarize_records(
         sync_p50_s=medians.sync_p50_s,
         sync_p95_s=medians.sync_p95_s,
         ranks=medians.ranks,
+        flop_rates=flop_rates(manifest, medians.ranks, medians.step_p50_s, fleet_of_run(rundir, manifest.roster.hosts)),
         losses={record.step: record.loss for record in map(first_rank_record, steps)},
         val_loss=_val_loss(manifest, events),
         prediction=read_prediction(rundir),
@@ -217,8 +220,10 @@ def summary_json(summary: RunSummary) -> dict[str, Any]:
                 "rank": summary.manifest.roster.members[rank.rank].rank,
                 "cost": msgspec.to_builtins(rank.typical),
                 "bytes": rank.bytes,
+                "flops_per_s": None if rate is None else rate.flops_per_s,
+                "mfu": None if rate is None else rate.mfu,
             }
-            for rank in summary.ranks
+            for rank, rate in zip(summary.ranks, summary.flop_rates, strict=True)
         ],
         "predicted": _prediction_json(summary),
         "changes": msgspec.to_builtins(summary.membership_changes),
