@@ -10,6 +10,7 @@ import pytest
 from evener.core.base.errors import UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.host_info import HostInfo
+from evener.core.model.flops import StepFlops
 from evener.core.model.gradients import GradientTensor, ProgramModel
 from evener.core.run.roster import Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
@@ -118,6 +119,24 @@ def test_a_host_that_never_ran_the_program_is_as_fast_as_probing_found_it():
     assert option.step_s == pytest.approx(16 * SAMPLE_S["a"] / 0.8 + 0.1, rel=0.01)
     assert job.spec.train.batch == 32
     assert any("0.80 times as fast as a" in text for text in cluster.assumed)
+
+
+def test_a_host_s_speed_is_that_in_the_dtypes_of_the_program():
+    """Probed in bf16, c has 0.8 of a's speed. In fp32 its products are 0.75 of that, and a's are a half: 1.2."""
+    rates = {
+        name: {"cpu": Rates(models={"char": ModelRate(tokens_per_s=rate, dtype="bf16")},
+                            matmul_flops={"fp32": fp32, "bf16": 1e12})}
+        for name, rate, fp32 in (("a", 3000.0, 0.5e12), ("c", 2400.0, 0.75e12))
+    }  # fmt: skip
+    fleet = msgspec.structs.replace(FLEET, rates=FLEET.rates | rates)
+    speeds = []
+    for by_dtype in ({"fp32": 8}, {"bf16": 8}, {"fp32": 4, "bf16": 4}, {}):
+        counted = [StepFlops(by_dtype=by_dtype)] * 2 if by_dtype else []
+        asked = request_from_run("run", manifest(flops=counted), records(), None)
+        _, cluster = move_program(asked.job, asked.cluster, fleet, [("a", 1), ("c", 1)])
+        speeds.append(cluster.hosts["c"].tokens_per_s["fp32"] / cluster.hosts["a"].tokens_per_s["fp32"])
+    mixed = 0.8 * (1 + 1 / 0.5) / (1 + 1 / 0.75)
+    assert speeds == [pytest.approx(1.2), pytest.approx(0.8), pytest.approx(mixed), pytest.approx(0.8)]
 
 
 def test_more_ranks_divide_a_host():

@@ -33,6 +33,7 @@ class ProgramModel(msgspec.Struct, frozen=True, kw_only=True, tag="program"):
     gradients: tuple[GradientTensor, ...]  # in the order in which backward completes them
     can_divide: bool = False  # whether `evener launch --shares` can divide its batches
     peak_memory_bytes: int | None = None  # of the rank that needed most
+    flops: tuple[tuple[str, float], ...] = ()  # of one of the unit by dtype, on the first rank; (): not counted
 
     block_size: ClassVar[int] = 1  # a sample counts once
     has_sparse_embeddings: ClassVar[bool] = False  # all gradients are sent whole

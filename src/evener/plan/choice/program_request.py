@@ -7,15 +7,16 @@ part of a step counts as one batch. A step is one forward and backward: how a ra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes, join_names
-from evener.core.cluster.fleet_file import Fleet, select_hosts
+from evener.core.cluster.fleet_file import Fleet, Rates, select_hosts
 from evener.core.cluster.link import LinkModel
+from evener.core.model.flops import roof_s
 from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, Prediction
 from evener.core.run.roster import DDP, NO_SYNC, Member, Roster
@@ -74,6 +75,7 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
         gradients=tuple(manifest.gradients),
         can_divide=manifest.can_divide,
         peak_memory_bytes=max(peaks, default=None),
+        flops=tuple(manifest.flops[0].per_sample.items()) if manifest.flops else (),
     )
     spec = manifest.spec
     sync = DDP if roster.sync == NO_SYNC else roster.sync
@@ -94,8 +96,9 @@ def move_program(job: Job, cluster: Cluster, fleet: Fleet, hosts: Sequence[tuple
     """Return a program's job and the cluster of other hosts than those of the run that `cluster` is calibrated to.
 
     `hosts`: names and numbers of ranks. A host that the run did not have is as much faster or slower than one that it
-    had as probing both has found, and a rank takes as many samples of a step as the mean rank of the run. Raise
-    UsageError that names what nobody measured.
+    had as probing both has found: training one of evener's models, in the dtypes of the program's FLOPs. That ratio
+    holds memory traffic and overhead, too, which FLOPs over a rate of matrix products would leave out. A rank takes as
+    many samples of a step as the mean rank of the run. Raise UsageError that names what nobody measured.
     """
     flag, assumed = fleet.cli_flag, AssumptionLog()
     known = [name for name in cluster.host_names if "cpu" in fleet.rates.get(name, {})]
@@ -111,7 +114,8 @@ def move_program(job: Job, cluster: Cluster, fleet: Fleet, hosts: Sequence[tuple
     slots, rates = [], {}
     for name, num_ranks in hosts:
         like = name if name in cluster.hosts else known[0]
-        speed = _relative_speed(fleet, name, like, assumed) if name != like else 1.0
+        flops = dict(job.shape.flops) if isinstance(job.shape, ProgramModel) else {}
+        speed = _relative_speed(fleet, name, like, flops, assumed) if name != like else 1.0
         of_rank = speed * ranks_before[like] / num_ranks
         slot = next(slot for slot in cluster.slots if slot.host == like)
         slots += [msgspec.structs.replace(slot, host=name)] * num_ranks
@@ -142,18 +146,37 @@ def move_program(job: Job, cluster: Cluster, fleet: Fleet, hosts: Sequence[tuple
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train, machine=machine)), moved
 
 
-def _relative_speed(fleet: Fleet, name: str, reference: str, assumed: AssumptionLog) -> float:
-    """Return how many times as fast as the reference a host trains, by the same probe of both."""
+def _relative_speed(
+    fleet: Fleet, name: str, reference: str, flops: Mapping[str, float], assumed: AssumptionLog
+) -> float:
+    """Return how many times as fast as the reference a host trains, by the same probe of both.
+
+    Where a model was probed in other dtypes than those of the program's FLOPs, its rate is scaled by that of matrix
+    products: a processor may have bf16 in hardware, and another not.
+    """
     host, other = (fleet.rates.get(one, {}).get("cpu") for one in (name, reference))
     for what in other.models if host and other else ():
         if host and other and what in host.models:
             speed = host.models[what].tokens_per_s / other.models[what].tokens_per_s
-            assumed.add(f"it is taken to train {speed:.2f} times as fast as {reference}, as it does with {what}", name)
+            factors = [_dtype_factor(one, what, flops) for one in (host, other)]
+            how = f"as it does with {what}"
+            if None not in factors and factors[0] != factors[1]:
+                speed *= (factors[0] or 1.0) / (factors[1] or 1.0)
+                how += f" and, by matrix products, in {' and '.join(sorted(flops))}"
+            assumed.add(f"it is taken to train {speed:.2f} times as fast as {reference}, {how}", name)
             return speed
     raise UsageError(
         f"nobody has compared {name} with {reference}, where it ran",
         hint=f"evener probe host{fleet.cli_flag} measures both, with one model",
     )
+
+
+def _dtype_factor(rates: Rates, model: str, flops: Mapping[str, float]) -> float | None:
+    """Return how many times as fast matrix products are in the dtypes of these FLOPs as in that of a probed model; None
+    if that was not measured.
+    """
+    probed, own_s = rates.matmul_flops.get(rates.models[model].dtype), roof_s(flops, rates.matmul_flops)
+    return sum(flops.values()) / own_s / probed if own_s and probed else None
 
 
 def _scaled_rates(rates: HostRates, factor: float) -> HostRates:
