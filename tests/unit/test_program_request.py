@@ -11,7 +11,7 @@ from evener.core.base.errors import UsageError
 from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRate, Rates
 from evener.core.cluster.host_info import HostInfo
 from evener.core.model.flops import StepFlops
-from evener.core.model.gradients import GradientTensor, ProgramModel
+from evener.core.model.gradients import GradientTensor, OwnCollective, OwnCollectives, ProgramModel
 from evener.core.run.roster import Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult
@@ -178,9 +178,45 @@ def test_what_the_program_decides_is_refused(flags, why):
         change_request(asked, flags, None)
 
 
+OWN = OwnCollectives(calls=tuple(OwnCollective(collective="all_reduce", size_bytes=2.0 * SIZE) for _ in range(2)))
+OWN_RECORDS = [
+    [
+        msgspec.structs.replace(
+            record,
+            wall_s=16 * SAMPLE_S["b"] + SENDING_S,
+            cost=msgspec.structs.replace(record.cost, exposed_sync_s=SENDING_S),
+            sync_s=SENDING_S + (record.cost.wait_s or 0.0),
+        )
+        for record in of_rank
+    ]
+    for of_rank in records()
+]
+
+
+def test_program_without_ddp_takes_its_collectives_longer_than_backward():
+    """Two all-reduces of 8 MB after backward take 0.4 s over 40 MB/s, and longer over the 17 MB/s of 160 Mbit."""
+    asked = request_from_run("run", manifest(gradients=[], collectives=OWN), OWN_RECORDS, None)
+    compute_s = 16 * SAMPLE_S["b"]
+    options = predict(asked.job, asked.cluster)
+    own = options.option("its own collectives")
+    assert asked.job.shape.num_params() == SIZE
+    assert {one.name for one in options.options} == {own.name, "a alone"}
+    assert own.step_s == pytest.approx(compute_s + SENDING_S, rel=0.01)
+    slower = change_request(asked, {}, "160Mbit")
+    assert answer_request(slower).option(own.name).step_s == pytest.approx(compute_s + 4 * SIZE / 17e6, rel=0.001)
+    with pytest.raises(UsageError, match=r"--sync int8: train\.py sums gradients itself"):
+        change_request(asked, {"sync": "int8"}, None)
+    roster = msgspec.structs.replace(manifest().roster, sync=parse_sync("int8"))
+    with pytest.raises(UsageError, match=r"--sync int8: train\.py sums gradients itself"):
+        request_from_run("run", manifest(gradients=[], collectives=OWN, roster=roster), OWN_RECORDS, None)
+
+
 def test_runs_that_show_too_little_are_refused():
-    with pytest.raises(UsageError, match=r"does not show which gradients train\.py exchanges"):
+    with pytest.raises(UsageError, match="it shows no exchange of gradients"):
         request_from_run("run", manifest(gradients=[]), records(), None)
+    own = OwnCollectives(obstacle="it calls all_reduce with async_op=True")
+    with pytest.raises(UsageError, match=r"train\.py cannot be predicted otherwise: it calls all_reduce with async_op"):
+        request_from_run("run", manifest(gradients=[], collectives=own), records(), None)
     with pytest.raises(UsageError, match="not every rank has trained on samples"):
         request_from_run("run", manifest(), records(tokens=0.0), None)
 

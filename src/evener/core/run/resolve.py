@@ -238,6 +238,9 @@ def check_sync_for_shape(sync: SyncSpec, shape: ModelShape | TrainedModel) -> No
     """Raise UsageError if a sync strategy would save nothing in a model of this shape, or is none for a program."""
     if isinstance(shape, ProgramModel):
         check_sync_of_program(sync)
+        if shape.collectives and sync.kind not in ("none", "ddp"):
+            raise UsageError(f"--sync {sync}: {shape.name} sums gradients itself, and so it is not predicted with it",
+                             hint="--link, or other hosts")  # fmt: skip
     if isinstance(shape, (PretrainedModel, FineTuning)) and sync.is_sharded:
         raise UsageError(
             f"--sync {sync}: a model that is fine-tuned is whole on every rank", hint="--sync ddp, or auto"

@@ -33,7 +33,7 @@ from evener.core.cluster.host_info import HostInfo
 from evener.core.cluster.host_vitals import Vitals
 from evener.core.model.corpus import Corpus
 from evener.core.model.flops import StepFlops
-from evener.core.model.gradients import GradientTensor
+from evener.core.model.gradients import GradientTensor, OwnCollectives
 from evener.core.model.pretrained import TrainedModel
 from evener.core.run.roster import NO_SYNC, Roster, SyncSpec
 from evener.core.run.run_spec import RunSpec
@@ -114,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     result: RunResult | None = None
     can_divide: bool = False  # of a user's program: whether its batches come from where --shares can divide them
     gradients: list[GradientTensor] = []  # of a user's program, in the order in which backward completes them
+    collectives: OwnCollectives = OwnCollectives()  # of a user's program, besides those of DDP
     flops: list[StepFlops] = []  # of a user's program: of one step of each rank
 
     @property

@@ -74,6 +74,8 @@ def with_best_bucket_size(job: Job, cluster: Cluster, roster: Roster, name: str 
 def option_name(job: Job, roster: Roster) -> str:
     if roster.world_size == 1:
         return f"{roster.hosts[0]} alone"
+    if isinstance(job.shape, ProgramModel) and job.shape.collectives:
+        return "its own collectives"
     if roster.has_equal_shares:
         return str(roster.sync)
     summary = "as asked" if job.spec.machine.has_explicit_shares else "by speed"

@@ -19,6 +19,7 @@ from evener.core.cluster.link import LinkModel
 from evener.core.model.flops import roof_s
 from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, Prediction
+from evener.core.run.resolve import check_sync_for_shape
 from evener.core.run.roster import DDP, NO_SYNC, Member, Roster
 from evener.core.run.rundir import Manifest
 from evener.core.run.step_cost import StepRecord, align_steps
@@ -50,9 +51,10 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
     roster, report = manifest.roster, f"evener report {quote_word(run)}"
     if any(member.is_gpu for member in roster.members):
         raise UsageError(f"{run}: what a step waits for on a GPU is not measured of a user's program", hint=report)
-    if not manifest.gradients:
-        raise UsageError(f"{run}: it does not show which gradients {manifest.program} exchanges, and in which order",
-                         hint=f"a run of more than 3 steps with DistributedDataParallel does; {report}")  # fmt: skip
+    own = manifest.collectives
+    if not manifest.gradients and (own.obstacle or not own.calls):
+        why = own.obstacle or "it shows no exchange of gradients, as a run of more than 3 steps does"
+        raise UsageError(f"{run}: {manifest.program} cannot be predicted otherwise: {why}", hint=report)
     steps = align_steps(dict(zip((member.rank for member in roster.members), records, strict=True)))
     ranks = summarize_steps(steps, manifest).ranks
     samples = [round(rank.tokens or 0.0) for rank in ranks]
@@ -61,7 +63,7 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
     once = sent_bytes("all_reduce", GRADIENT_BYTES * sum(tensor.num_params for tensor in manifest.gradients),
                       roster.world_size, roster.backend)  # fmt: skip
     sent = max(rank.bytes or 0 for rank in ranks)
-    if roster.sync == DDP and sent > MAX_EXCHANGES * once:
+    if manifest.gradients and roster.sync == DDP and sent > MAX_EXCHANGES * once:
         raise UsageError(
             f"{run}: a rank sends {format_bytes(sent)} a step, and its gradients once are {format_bytes(once)}",
             hint="only one exchange of DDP's gradients in a step can be predicted: accumulate under no_sync()",
@@ -73,12 +75,15 @@ def program_job(run: str, manifest: Manifest, records: Sequence[Sequence[StepRec
         name=manifest.program or "program",
         unit="batches" if manifest.unit == "batches" else "samples",
         gradients=tuple(manifest.gradients),
-        can_divide=manifest.can_divide,
+        collectives=() if manifest.gradients else own.calls,
+        num_updated=manifest.num_params,
+        can_divide=manifest.can_divide and bool(manifest.gradients),
         peak_memory_bytes=max(peaks, default=None),
         flops=tuple(manifest.flops[0].per_sample.items()) if manifest.flops else (),
     )
     spec = manifest.spec
     sync = DDP if roster.sync == NO_SYNC else roster.sync
+    check_sync_for_shape(sync, shape)
     train = msgspec.structs.replace(spec.train, batch=sum(samples), micro_batch=sum(samples), sync=str(sync))
     shares = "equal" if len(set(samples)) == 1 else ":".join(map(str, samples))
     dtypes = {member.dtype for member in members}

@@ -234,6 +234,11 @@ def _all_reduces(sizes: Sequence[tuple[int, float]], factor: float = 1.0) -> lis
 
 
 def _ddp(shape: ModelShape, roster: Roster) -> SyncWorkload:
+    if isinstance(shape, ProgramModel) and shape.collectives:
+        calls = [
+            CollectiveCall(collective=one.collective, size_bytes=one.size_bytes, ready=1.0) for one in shape.collectives
+        ]
+        return SyncWorkload(transfers=calls)
     return SyncWorkload(
         transfers=_all_reduces(_roster_bucket_sizes(shape, roster)), copied_bytes=_bucket_copy_bytes(shape)
     )

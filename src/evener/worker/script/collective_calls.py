@@ -10,6 +10,7 @@ import contextlib
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -82,16 +83,30 @@ def _recorded(
         if checks is not None and name.startswith("all_reduce") and not caller.startswith(("torch.", "evener.")):
             checks.see_all_reduce(tensors, group, frame)
         place = ring.begin(names.group_key(c10d, group, tensors), operation, num_elements, dtype, current_line(frame))
+        began = time.perf_counter()
         try:
             result = collective(*args, **kwargs)
         finally:
             ring.end(place)
         if measurement is not None:
-            sent = exchanges.take_sent() or sent_bytes(name, num_bytes, c10d.get_world_size(group))
+            num_ranks, in_pairs = c10d.get_world_size(group), exchanges.take_sent()
+            sent = in_pairs or sent_bytes(name, num_bytes, num_ranks)
             if not caller.startswith("evener."):  # a strategy counts what it sends itself
                 measurement.add_sent(sent)
             if operation != name:
                 measurement.time_bucket(result if tensors[0].device.type == "cpu" else None, num_bytes, int(sent))
+            elif num_bytes and not caller.startswith("evener."):
+                obstacle = ""
+                if hasattr(result, "wait"):
+                    obstacle = (
+                        f"it calls {name} with async_op=True, and what it computes until it waits is not recorded"
+                    )
+                elif num_ranks < c10d.get_world_size():
+                    obstacle = f"it calls {name} in a group of some ranks"
+                took_s = time.perf_counter() - began
+                measurement.collectives.add(
+                    name, num_bytes, num_ranks, took_s, sent_in_pairs=in_pairs, obstacle=obstacle
+                )
         return result
 
     return call

@@ -36,7 +36,7 @@ from evener.core.base.file_io import LineFile
 from evener.core.base.version import __version__
 from evener.core.cluster.host_info import HostInfo, local_host_info, peak_memory_bytes
 from evener.core.model.flops import StepFlops
-from evener.core.model.gradients import GradientTensor
+from evener.core.model.gradients import GradientTensor, OwnCollectives
 from evener.core.run.membership_epoch import has_dynamic_membership, read_rendezvous
 from evener.core.run.roster import NO_SYNC, Backend, Dtype, Member, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
@@ -92,6 +92,7 @@ class StepExchange:
             "batch_norms": (lambda: checks.batch_norms, compare_batch_norms),
             "flops": (lambda: self._flops, self._keep_flops),
         }
+        self._collectives = OwnCollectives()
         self._flops: StepFlops | None = None  # of this rank; None: not yet counted
         self._flops_by_rank: list[StepFlops] = []  # on rank 0
         self._num_samples = self._num_compared = 0  # of replicas
@@ -148,6 +149,10 @@ class StepExchange:
     def set_gradients(self, gradients: list[GradientTensor]) -> None:
         """Take the gradients of a step, in the order in which backward completed them, for the manifest."""
         self._gradients = gradients
+
+    def set_collectives(self, collectives: OwnCollectives) -> None:
+        """Take the collectives that the program itself called in a step, for the manifest."""
+        self._collectives = collectives
 
     def set_flops(self, flops: StepFlops) -> None:
         """Take the FLOPs of a step of this rank."""
@@ -233,10 +238,12 @@ class StepExchange:
             self._pending.clear()
 
     def _update_manifest(self) -> None:
-        """Add the gradients and FLOPs to the manifest, once they are known."""
+        """Add the gradients, collectives and FLOPs to the manifest, once they are known."""
         if self._manifest is None:
             return
-        manifest = msgspec.structs.replace(self._manifest, gradients=self._gradients, flops=self._flops_by_rank)
+        manifest = msgspec.structs.replace(
+            self._manifest, gradients=self._gradients, collectives=self._collectives, flops=self._flops_by_rank
+        )
         if manifest != self._manifest:
             self._manifest = manifest
             self._dir.write_manifest(manifest)
@@ -363,6 +370,7 @@ class StepExchange:
             ranks=[one.process for one in ranks],
             can_divide=all(one.can_divide for one in ranks),
             gradients=self._gradients,
+            collectives=self._collectives,
             flops=self._flops_by_rank,
         )
         self._dir.write_manifest(self._manifest)

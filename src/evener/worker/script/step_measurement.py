@@ -33,6 +33,7 @@ import msgspec
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import BLOCKED, PHASES, Fidelity, StepCost, StepRecord
 from evener.core.run.step_spans import FORWARD, BucketCommEvent, phase_of
+from evener.worker.record.step_collectives import StepCollectives
 from evener.worker.script.module_changer import ModuleChange
 from evener.worker.script.step_exchange import StepExchange
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 BACKWARD = "compute_s"  # of laps: computing that is not FORWARD
 MAX_LAPS, MAX_BUCKETS = 10_000, 1_000  # of a step that are kept: a program may never update
+COLLECTIVES_STEP = 2  # whose own collectives are kept: before, a program may send its weights to all ranks
 COUNTED_STEP = 1  # whose FLOPs are counted: the first one may make a model, and rates leave out both
 OTHERS_UNTIL_NEW_LEADER = 8  # updates by another optimizer after which the one that ended steps has been replaced
 
@@ -72,6 +74,7 @@ class StepMeasurement:
         self._after_backward: list[weakref.WeakMethod[Callable[[], None]]] = []  # to be called then
         self._timeline: StepTimeline | None = None  # from the first update on, when torch is there
         self._buckets: list[BucketCommEvent] = []  # of the current step
+        self.collectives = StepCollectives()  # of the current step
         self._flop_counter: FlopCounter | None = None  # until it has left no trace
         self._clear(time.perf_counter())
 
@@ -209,6 +212,7 @@ class StepMeasurement:
                     self._timeline.end_backward(began, self._ready_at or time.perf_counter())
                 self._leave(interrupted)
             self._has_backward = True
+            self.collectives.end_backward()
             self._after_backward = [method for method in self._after_backward if method() is not None]
             for method in self._after_backward:
                 if (call_after := method()) is not None:
@@ -324,6 +328,9 @@ class StepMeasurement:
         lr = optimizer.param_groups[0].get("lr")
         laps = _after_last_backward(self._laps)
         seconds, ended = self._phase_times_s(laps), laps[-1][1]
+        own, own_s = self.collectives.end_step()
+        if self._step == COLLECTIVES_STEP:
+            self._exchange.set_collectives(own)
         # The first step also holds what the program did before it.
         record = StepRecord(
             step=self._step,
@@ -337,7 +344,7 @@ class StepMeasurement:
                 exposed_sync_s=seconds[BLOCKED],  # until the other ranks' are known
                 optimizer_s=seconds["optimizer_s"],
             ),
-            sync_s=_union_s(self._buckets),
+            sync_s=_union_s(self._buckets) or own_s,
             cpu_s=time.process_time() - self._cpu_began,
             bytes=self._sent_bytes,
             members=self._world_size,
