@@ -123,6 +123,13 @@ def test_sent_bytes_of_each_strategy_match_formulas():
     assert found["powersgd:4"] < 0.02 * ring
 
 
+def test_sharded_weights_are_gathered_in_half_the_bytes_where_all_ranks_compute_in_bf16():
+    """Gradients are summed in fp32."""
+    P, n = 4 * SHAPE.num_params(), 3
+    mixed = changed(JOB, dtype="bf16")
+    assert priced(mixed, cluster(1.0, 1.0, 1.0), "zero1").bytes_per_rank == pytest.approx((n - 1) / n * (P / 2 + P))
+
+
 def test_fsdp_gathers_for_every_micro_batch():
     few = priced(JOB, cluster(1.0, 1.0), "fsdp").bytes_per_rank
     many = priced(changed(JOB, micro_batch=3), cluster(1.0, 1.0), "fsdp").bytes_per_rank

@@ -107,7 +107,9 @@ def test_eight_h100_nodes_with_eight_adapters_get_correct_advice():
     rented_nodes = MachineFlags(nodes=8, per_node=8, gpus="h100", link="8x400Gbit")
     found = answer_request(asked(rented_nodes, "--model=gpt2-xl", "--batch=1024", "--loss-budget=0"))
     assert found.verdict == "Train on all 8 hosts with ddp: 2.8M tokens/s, 7.44 times the fastest host alone."
-    large = answer_request(asked(rented_nodes, "--batch=512", "--loss-budget=0", params="13b"))
+    sharded = answer_request(asked(rented_nodes, "--batch=512", "--loss-budget=0", params="13b"))
+    assert sharded.verdict.startswith("Train on all 8 hosts with fsdp: ")
+    large = answer_request(asked(rented_nodes, "--batch=512", "--sync=ddp", params="13b"))
     assert large.verdict.startswith(
         "This cannot be trained here: does not fit: node1 has 80.0 GB, a run may fill 72.0 GB"
     )

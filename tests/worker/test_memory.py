@@ -189,6 +189,8 @@ RUNS = [
     (f"{DEEP} --batch 4 --sync zero1", 4096, 2),
     (f"{DEEP} --batch 8 --sync fsdp", 4096, 2),  # two micro-batches
     (f"{DEEP} --batch 8 --sync zero1", 4096, 2),
+    (f"{DEEP} --dtype bf16 --batch 4 --sync fsdp", 4096, 2),
+    (f"{DEEP} --dtype bf16 --batch 4 --sync zero1", 4096, 2),
 ]
 
 

@@ -60,6 +60,17 @@ def test_sharded_ranks_with_unequal_shares_match_one_process(tmp_path, train, sh
     assert run.manifest().result.replicas_agree is True
 
 
+@pytest.mark.parametrize("sync", ["fsdp", *exhaustively("zero1")])
+def test_weights_gathered_in_bf16_train_as_one_process_in_bf16(tmp_path, train, shared_train, sync):
+    """What one process computes in fp32 of embeddings and norms, and rounded weights, is all that differs."""
+    flags = (*STEPS, "--eval-every", "0", "--dtype", "bf16")
+    alone = shared_train(*flags)
+    run = train(tmp_path / "run", *flags, "--sync", sync, "--shares", "3:1", "--micro-batch", "2", ranks=2)
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-3)
+    assert run.manifest().result.replicas_agree is True
+    assert {weight.dtype for weight in weights(run).values()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     "chain", ["fsdp:3 ddp:2 ddp:1 zero1:3 fsdp:2", *exhaustively("zero1:2 fsdp:3 fsdp:1 ddp:3 zero1:2")]
 )
@@ -111,16 +122,19 @@ def test_replica_check_finds_a_changed_shard(tmp_path, corpus, run_script, sync)
 
 def test_sent_bytes_have_closed_forms(tmp_path, train):
     """Of P bytes in n ranks: zero1 2(n-1)/n · P a step; fsdp once more, but for the root, which backward needs at once.
+    In bf16 each gathering takes half of that.
 
     [Rajbhandari et al. 2020, section 7; torch, reshard_after_forward]
     """
     shape = preset_shape("tiny", 256)
     root = 4 * sum(shape.params_by_group()[name] for name in ("token embeddings", "position embeddings", "head"))
     norm, whole = 4 * shape.width, 4 * shape.num_params()  # the last norm is in the root, too
-    for sync, stated in (("zero1", 2 * whole / 2), ("fsdp", (3 * whole - root - norm) / 2)):
-        run = train(tmp_path / sync, *STEPS, "--eval-every", "0", "--sync", sync, ranks=2)
+    gathered = {"zero1": whole, "fsdp": 2 * whole - root - norm}
+    for sync, dtype in (("zero1", "fp32"), ("fsdp", "fp32"), ("fsdp", "bf16")):
+        flags = (*STEPS, "--eval-every", "0", "--sync", sync, "--dtype", dtype)
+        run = train(tmp_path / f"{sync}-{dtype}", *flags, ranks=2)
         sent = {record.bytes for rank in range(2) for record in run.records(rank)}
-        assert sent == {stated}
+        assert sent == {(gathered[sync] / (2 if dtype == "bf16" else 1) + whole) / 2}
 
 
 @exhaustive

@@ -127,6 +127,7 @@ def sent(server: Server) -> tuple[int, int]:
             ("bf16+sparse", 2, TABLES),
             ("diloco:5:int8", 3, WIDE),
             ("fsdp", 2, WIDE),
+            ("fsdp", 3, f"{WIDE} --dtype bf16"),
             ("zero1", 3, WIDE),
         ),
     ],

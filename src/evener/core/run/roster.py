@@ -111,8 +111,8 @@ SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse",
 _PARAMETER_HINTS = {
     "powersgd": "powersgd:R of rank R, from 1 to 999999",
     "diloco": "diloco:H, synchronizing every H steps, H from 1 to 999999; optionally :int8 or :int4, then :streamed",
-    "fsdp": "fsdp, without more: it sends weights and gradients in fp32, in every step",
-    "zero1": "zero1, without more: it sends weights and gradients in fp32, in every step",
+    "fsdp": "fsdp, without more: it sends weights and gradients exactly, in every step",
+    "zero1": "zero1, without more: it sends weights and gradients exactly, in every step",
 }
 
 
@@ -474,6 +474,11 @@ def check_sync_supported(spec: RunSpec) -> None:
         raise UsageError(f"--sync {sync}: sharded weights are not compiled", hint="--compile off, or --sync ddp")
     if spec.machine.contention:
         raise UsageError(f"--contention: with --sync {sync} no rank can compute alone", hint="--sync ddp measures it")
+
+
+def gather_dtype(roster: Roster) -> Dtype:
+    """Return the dtype in which sharded weights are gathered: bf16 if all ranks compute in it, else fp32."""
+    return "bf16" if all(member.dtype == "bf16" for member in roster.members) else "fp32"
 
 
 def why_unsafe_in_fp16(roster: Roster) -> str:

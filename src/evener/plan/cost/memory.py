@@ -24,7 +24,7 @@ import msgspec
 from evener.core.model.fine_tuning import FineTuning, ModelShape
 from evener.core.model.gradients import ProgramModel
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
-from evener.core.run.roster import Roster
+from evener.core.run.roster import Roster, gather_dtype
 from evener.plan.cost.fine_tuning_memory import LIBRARY_BYTES, activation_bytes, base_bytes, heap_fragmentation
 from evener.plan.cost.sync_traffic import (
     QUANTIZATION_BLOCK,
@@ -106,6 +106,7 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
     sequences = -(-member.share // num_passes) if num_passes else 0
     gradients_held = num_passes > 1 or sync.kind not in ("none", "fsdp", "hsdp", "zero1", "diloco")
     element_bytes, held_weights, libraries = 4 if member.dtype == "fp32" else 2, weights, 0
+    gathered_bytes = 2 if gather_dtype(roster) == "bf16" else FP32
     fragmentation = HEAP_FRAGMENTATION
     if isinstance(shape, FineTuning):
         held_weights, libraries = weights + base_bytes(shape, element_bytes), LIBRARY_BYTES
@@ -113,7 +114,10 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
         candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute)
         moments = [_MemoryMoment(_gradient_bytes(shape), activations) for activations in candidates]
     else:
-        moments = _MicroBatchMemory(shape, sequences, element_bytes, device).moments(recompute, gradients_held)
+        # weights gathered in bf16 need no cast copies
+        casts_weights = member.dtype != "fp32" and not (sync.is_sharded and gathered_bytes < FP32)
+        micro_batch = _MicroBatchMemory(shape, sequences, element_bytes, device, casts_weights)
+        moments = micro_batch.moments(recompute, gradients_held)
     if sync.is_sharded and not gradients_held:  # a block's gradients are scattered as soon as they are complete
         parts = _num_parts(roster)
         moments = [_MemoryMoment(moment.gradients // parts, moment.activations) for moment in moments]
@@ -148,8 +152,10 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
     elif sync.is_sharded and isinstance(shape, GPTShape):
         # the last has a table if any has
         root, block = _root_bytes(shape), _block_gradient_bytes(shape, shape.num_layers - 1)
-        # Weights gathered: all, and one block on its way; or one block ahead, and gradients before they are scattered.
-        extra = weights + root + block if sync.kind == "zero1" else 2 * root + 3 * block
+        # Weights gathered: all, and one block on its way; or the root, a block and one ahead. Gradients before they are
+        # scattered: the root's; or a block's, too.
+        whole = weights + block if sync.kind == "zero1" else root + 2 * block
+        extra = whole * gathered_bytes // FP32 + root + (block if sync.kind != "zero1" else 0)
         held_weights, optimizer = weights // _num_parts(roster), optimizer // _num_parts(roster)
     if sync.sparse and isinstance(shape, GPTShape):
         tables = 1 + shape.num_value_embeddings(shape.num_layers)
@@ -220,8 +226,9 @@ class _MemoryMoment(msgspec.Struct, frozen=True):
 class _MicroBatchMemory:
     """The memory of forward and backward of one micro-batch."""
 
-    def __init__(self, shape: GPTShape, sequences: int, element_bytes: int, device: str) -> None:
+    def __init__(self, shape: GPTShape, sequences: int, element_bytes: int, device: str, casts_weights: bool) -> None:
         self.shape, self.N, self.e, self.device = shape, sequences * shape.block_size, element_bytes, device
+        self.casts_weights = casts_weights  # autocast keeps copies of them in the dtype of the arithmetic
 
     def moments(self, recompute: bool, gradients_held: bool) -> list[_MemoryMoment]:
         """Return the candidates for the worst moment, in order; `gradients_held`: gradients exist before this backward.
@@ -232,9 +239,9 @@ class _MicroBatchMemory:
         shape, N, e = self.shape, self.N, self.e
         C, V, num_layers = shape.width, shape.vocab_size, shape.num_layers
         stream, logits, table = FP32 * N * C, FP32 * N * V, FP32 * V * C
-        casts = e * (3 + 1 + 2 * MLP_EXPANSION) * C * C if e < FP32 else 0
+        casts = e * (3 + 1 + 2 * MLP_EXPANSION) * C * C if self.casts_weights else 0
         start = stream * ((shape.norm == "rmsnorm") + (shape.dropout > 0))
-        head = stream + e * N * C + (e * V * C if e < FP32 else 0)
+        head = stream + e * N * C + (e * V * C if self.casts_weights else 0)
         held = _gradient_bytes(shape) if gradients_held else 0
 
         def inside(layer: int) -> int:
@@ -254,7 +261,7 @@ class _MicroBatchMemory:
         if self.device == "cpu":  # the loss comes with its gradients, chunk by chunk
             rows = min(N, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // V))
             chunk = (FP32 + (e if e < FP32 else 0)) * rows * V
-            of_loss = start + during + 3 * stream + chunk + (2 * e * V * C if e < FP32 else 0)
+            of_loss = start + during + 3 * stream + chunk + e * V * C * ((e < FP32) + self.casts_weights)
             moments = [_MemoryMoment(held or table, of_loss + (table if held else 0))]
         else:
             end_of_forward = start + during + head + e * N * V + (logits if e < FP32 else 0) + logits

@@ -17,11 +17,12 @@ from evener.core.model.fine_tuning import ModelShape
 from evener.core.model.gradients import GradientTensor, ProgramModel
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.prediction import Job
-from evener.core.run.roster import Member, Roster, SyncKind, SyncSpec
+from evener.core.run.roster import Member, Roster, SyncKind, SyncSpec, gather_dtype
 from evener.plan.cost.collective_cost import protocol_overhead_bytes, ring_all_reduce_bytes
 
 INDEX_BYTES = 4  # index of a row of a table
 GRADIENT_BYTES = 4  # fp32 in any arithmetic: weights and gradients are fp32
+SUMMED_BYTES = 4  # of an element of sharded gradients on the wire; published runs summed them in bf16
 BUCKET_BYTES = 25 << 20  # DDP's bucket_cap_mb; the first bucket closes at 1 MiB, so that sending starts early
 FIRST_BUCKET_BYTES = 1 << 20
 # Compressed strategies: nothing hides the last bucket, so all of them are small.
@@ -395,7 +396,7 @@ def _hsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     """
     assert isinstance(shape, GPTShape), "the layers of a program are not known"
     ranks_per_host = roster.world_size // len(roster.hosts)
-    size = _wire_element_bytes(roster) * shape.num_params()
+    size = SUMMED_BYTES * shape.num_params()
     layers, passes = shape.num_layers + 1, roster.num_passes(0, roster.shares)
     # All ranks of a host reduce their shards at the same time over its network link: as if one reduced the whole.
     between = [CollectiveCall(collective="all_reduce", size_bytes=size / layers, ready=(i + 1) / layers, scope="hosts")
@@ -424,10 +425,10 @@ def _sharded(
     On Gloo both are exchanged in pairs (worker/sync/pairwise.py).
     """
     assert isinstance(shape, GPTShape), "the layers of a program are not known"
-    element, layers = _wire_element_bytes(roster), shape.num_layers
-    groups = shape.params_by_group()
-    root = element * (groups["token embeddings"] + groups["position embeddings"] + groups["head"])
-    block = (element * shape.num_params() - root) / layers
+    layers, groups = shape.num_layers, shape.params_by_group()
+    root = groups["token embeddings"] + groups["position embeddings"] + groups["head"]
+    block = (shape.num_params() - root) / layers
+    gathered = 2 if gather_dtype(roster) == "bf16" else GRADIENT_BYTES
     is_gloo = roster.backend == "gloo"
     gather: Collective = "swap" if is_gloo else "all_gather"
     reduce: Collective = "swap" if is_gloo else "reduce_scatter"
@@ -436,20 +437,16 @@ def _sharded(
         return CollectiveCall(collective=collective, size_bytes=size, ready=ready, num=num, scope=scope)
 
     transfers = [
-        call(gather, root, -1.0, root_gathers),
-        call(gather, block, -1.0, block_gathers * layers),
-        *(call(reduce, block, (i + 1) / (layers + 1)) for i in range(layers)),
-        call(reduce, root, 1.0),
+        call(gather, gathered * root, -1.0, root_gathers),
+        call(gather, gathered * block, -1.0, block_gathers * layers),
+        *(call(reduce, SUMMED_BYTES * block, (i + 1) / (layers + 1)) for i in range(layers)),
+        call(reduce, SUMMED_BYTES * root, 1.0),
         *between,
     ]
-    copied = 2.0 * ((root_gathers + 1) * root + (block_gathers + 1) * layers * block)  # out of and into its buffers
+    gathered_elements = root_gathers * root + block_gathers * layers * block
+    copied = 2.0 * (gathered * gathered_elements + SUMMED_BYTES * shape.num_params())  # out of and into its buffers
     return SyncWorkload(transfers=sorted(transfers, key=lambda transfer: transfer.ready), update_fraction=1 / num_parts,
                     copied_bytes=copied if is_gloo else 0.0, is_interleaved=True)  # fmt: skip
-
-
-def _wire_element_bytes(roster: Roster) -> float:
-    """Return the bytes of an element on the wire: 4 on Gloo or if any rank computes in fp32, else 2."""
-    return 4.0 if roster.backend == "gloo" or any(member.dtype == "fp32" for member in roster.members) else 2.0
 
 
 def _diloco(shape: ModelShape, roster: Roster) -> SyncWorkload:

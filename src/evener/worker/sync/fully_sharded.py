@@ -10,9 +10,13 @@ next block's meanwhile, and its gradients are summed and scattered as soon as it
 Of P bytes of parameters in n ranks and m micro-batches a rank sends (n-1)/n · P a gathering or scattering: zero1 two of
 them a step; fsdp 2m + 1 of the blocks, and m + 1 of the root, which its backward needs at once.
 
-Gloo exchanges in pairs (pairwise.py), on a thread beside the computation. All is sent in fp32, whatever the arithmetic:
-gradients are the sums that DDP computes. With several micro-batches each rank accumulates whole gradients, which are
-scattered once a step.
+Keeping the weights from forward to backward would save fsdp a gathering: that is zero1, so it is no option of fsdp.
+
+Gloo exchanges in pairs (pairwise.py), on a thread beside the computation. Where all ranks compute in bf16, weights are
+gathered in bf16, in half the bytes: autocast would round those of matrix products anyway, and the modules compute in
+fp32 with those of embeddings and norms, rounded. Each rank's part, and with it AdamW's, stays fp32. Gradients are sent
+and summed in fp32, whatever the arithmetic, as DDP does. With several micro-batches each rank accumulates whole
+gradients in fp32, which are scattered once a step.
 """
 
 from __future__ import annotations
@@ -28,14 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from evener.core.base.errors import UsageError
-from evener.core.run.roster import Roster
+from evener.core.run.roster import Roster, gather_dtype
 from evener.core.run.step_cost import BLOCKED
 from evener.core.run.step_spans import FORWARD, BucketCommEvent
 from evener.worker.rank.clock import Clock
+from evener.worker.rank.precision import TORCH_DTYPES
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.rank.sharded_tensors import local_part
 from evener.worker.rank.torch_private import AllGather, ReduceScatter, broadcast_module
@@ -58,9 +63,12 @@ def shard_module(module: nn.Module, group: ProcessGroups, roster: Roster) -> Non
     broadcast_module(module, group.gradient_group)
     mesh = DeviceMesh.from_group(group.gradient_group, group.device.type)
     frees = roster.sync.kind == "fsdp"
+    precision = MixedPrecisionPolicy(
+        TORCH_DTYPES[gather_dtype(roster)], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
-    sharded = [fully_shard(block, mesh=mesh, reshard_after_forward=frees) for block in blocks]
-    root = fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    sharded = [fully_shard(block, mesh=mesh, reshard_after_forward=frees, mp_policy=precision) for block in blocks]
+    root = fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=precision)
     for this, following in zip([root, *sharded], sharded, strict=False):
         this.set_modules_to_forward_prefetch([following])
 
@@ -158,8 +166,8 @@ class FullyShardedSync(EqualReplicas):
                         parts = gathered.detach().chunk(self._group.world_size)
                         for rank in range(self._group.world_size):
                             received = parts[rank] if rank < len(parts) else gathered.detach()[:0]
-                            is_own = rank == self._group.rank
-                            yield f"{name} (rank {rank}'s part)", local_part(weights[name]) if is_own else received
+                            own = local_part(weights[name]).to(received.dtype)
+                            yield f"{name} (rank {rank}'s part)", own if rank == self._group.rank else received
                 part.reshard()
         finally:
             self._is_between_steps = False

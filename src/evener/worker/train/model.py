@@ -41,7 +41,7 @@ class GPT(nn.Module):
         self.checkpoint_activations = checkpoint_activations
         device = torch.get_default_device()
         with torch.device("meta"):  # not initialized by the modules but once, by init_weights
-            self.token_embedding = nn.Embedding(shape.vocab_size, shape.width)
+            self.token_embedding = Fp32Embedding(shape.vocab_size, shape.width)
             learned = shape.positions == "learned"
             self.position_embedding = nn.Embedding(shape.block_size, shape.width) if learned else None
             self.dropout = FastCpuDropout(shape.dropout)
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         self.qk_norm = shape.qk_norm
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
         has_value_embedding = shape.has_value_embedding(layer)
-        self.value_embedding = nn.Embedding(shape.vocab_size, shape.width) if has_value_embedding else None
+        self.value_embedding = Fp32Embedding(shape.vocab_size, shape.width) if has_value_embedding else None
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
         self.dropout = FastCpuDropout(shape.dropout)
 
@@ -203,8 +203,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def make_norm(shape: GPTShape) -> nn.Module:
     if shape.norm == "layernorm":
-        return nn.LayerNorm(shape.width, bias=shape.bias)
+        return Fp32LayerNorm(shape.width, bias=shape.bias)
     return nn.RMSNorm(shape.width, elementwise_affine=False)
+
+
+class Fp32Embedding(nn.Embedding):
+    """An embedding that sums gradients in fp32, as autocast leaves it, also if its weight was gathered in bf16."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight.float())
+
+
+class Fp32LayerNorm(nn.LayerNorm):
+    """LayerNorm in fp32, as autocast leaves it on a CPU, also if its weight and bias were gathered in bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x, self.normalized_shape, self.weight.float(), bias, self.eps)
 
 
 def rotary_angles(num_positions: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
