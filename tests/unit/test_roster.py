@@ -29,6 +29,7 @@ from evener.core.run.roster import (
     rank_devices,
     step_shares,
     weighted_shares,
+    why_not_hsdp,
 )
 from evener.core.run.run_spec import MachineSpec, RunSpec, TrainSpec, parse_args
 
@@ -73,7 +74,20 @@ def test_unknown_strategy_is_refused(text):
         text.partition(":")[0], 'did you mean "ddp"?' if text == "ddp:2" else "known: auto, bf16, ddp, "
     )
     assert caught.value.hint.startswith(expected)
-    assert not {"hsdp", "none"} & set(re.findall(r"\w+", caught.value.hint))  # train cannot run them
+    assert "none" not in re.findall(r"\w+", caught.value.hint)  # for several ranks
+
+
+@pytest.mark.parametrize(
+    ("hosts", "can"), [("aabb", True), ("abab", True), ("aaabbb", True), ("aa", False), ("ab", False), ("aabbb", False)]
+)
+def test_weights_are_sharded_within_several_hosts_of_as_many_ranks(hosts, can):
+    members = [Member(rank=rank, host=host, device="cpu", dtype="fp32", share=1, micro_batch=1)
+               for rank, host in enumerate(hosts)]  # fmt: skip
+    roster = Roster(members=members, sync=parse_sync("hsdp"), backend="gloo")
+    assert (why_not_hsdp(roster) == "") is can
+    assert why_not_hsdp(roster.replace_sync(parse_sync("fsdp"))) == ""
+    left = roster.for_hosts(["a"], epoch=1, why="b was lost")
+    assert str(left.sync) == ("fsdp" if hosts.count("a") > 1 else "none")
 
 
 @pytest.mark.parametrize("text", ["", "3", "a:b", "-1:2", "0:0", "nan:1", "inf:1", "3;1"])

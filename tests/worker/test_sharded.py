@@ -94,6 +94,45 @@ def test_run_resumes_with_other_strategies_and_ranks(tmp_path, train, shared_tra
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
 
 
+# Four ranks as those of two hosts.
+TWO_HOSTS = """
+import os, runpy, sys
+os.environ["EVENER_HOST"] = f"host{int(os.environ['RANK']) // 2}"
+sys.argv[0] = "evener.worker"
+runpy.run_module("evener.worker", run_name="__main__")
+"""
+
+
+def test_weights_sharded_within_hosts_match_one_process(tmp_path, corpus, run_script, shared_train):
+    """A rank sends half of what its host gathers and sums, and a ring's part of its shard to the other host."""
+    alone, run = shared_train(*STEPS), RunDir(tmp_path / "run")
+    flags = (*STEPS, "--sync", "hsdp", "--shares", "3:1:2:2", "--micro-batch", "3")
+    ended = run_script(TWO_HOSTS, *flags_of(corpus, run.path), *flags, ranks=4)
+    assert ended.returncode == 0, ended.stderr
+    assert run.manifest().roster.hosts == ["host0", "host1"]
+    assert_same_run(run, alone)
+    norms = [[record.grad_norm for record in one.records(0)] for one in (run, alone)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert run.manifest().result.replicas_agree is True
+    whole, root = 4 * preset_shape("tiny", 256).num_params(), 4 * (256 * 64 + 64 * 64 + 64)
+    within, between = (3 * whole - root) / 2, 2 * (1 / 2) * whole / 2
+    assert run.records(3)[-1].bytes == pytest.approx(within + between, abs=16)
+
+
+@exhaustive
+def test_run_resumes_with_weights_sharded_within_hosts(tmp_path, corpus, run_script, train, shared_train):
+    alone, run = shared_train(*STEPS), RunDir(tmp_path / "run")
+    for i, (sync, ranks) in enumerate((("ddp", 2), ("hsdp", 4), ("fsdp", 3))):
+        flags = [*STEPS, "--sync", sync, *(["--resume"] if i else []), *(["--max-s", "0"] if i < 2 else [])]
+        if sync == "hsdp":
+            ended = run_script(TWO_HOSTS, *flags_of(corpus, run.path), *flags, ranks=ranks)
+            assert ended.returncode == 0, ended.stderr
+        else:
+            train(run.path, *flags, ranks=ranks)
+    assert len(run.records(0)) == 12
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
+
+
 # Rank 1 gathers another number than rank 0 has sent.
 CHANGED = """
 import os, runpy, sys
@@ -171,7 +210,7 @@ def test_verbs_read_a_sharded_run(tmp_path, train, sync):
         (("--sync", "fsdp:int8"), "--sync fsdp:int8: no such strategy"),
         (("--sync", "zero1+sparse"), "--sync zero1+sparse: no such strategy"),
         (("--sync", "diloco:5:fsdp"), "--sync diloco:5:fsdp: no such strategy"),
-        (("--sync", "hsdp"), "--sync hsdp: train cannot run it"),
+        (("--sync", "hsdp:2"), "--sync hsdp:2: no such strategy"),
     ],
 )
 def test_what_sharded_ranks_cannot_do_is_refused(flags, told):
@@ -188,6 +227,13 @@ def test_unsupported_ranks_are_refused_before_weights_are_sharded(device, dtype,
     member = Member(rank=0, host="a", device=device, dtype=dtype, share=1, micro_batch=1)
     roster = Roster(members=[member, member], sync=parse_sync("fsdp"), backend="gloo")
     with pytest.raises(UsageError, match=f"--sync fsdp.* {told}"):
+        shard_module(torch.nn.Linear(2, 2), None, roster)
+
+
+def test_weights_are_not_sharded_within_one_host():
+    member = Member(rank=0, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1)
+    roster = Roster(members=[member, member], sync=parse_sync("hsdp"), backend="gloo")
+    with pytest.raises(UsageError, match="--sync hsdp needs several hosts with the same number of ranks"):
         shard_module(torch.nn.Linear(2, 2), None, roster)
 
 

@@ -22,7 +22,7 @@ from evener.core.cluster.fleet_file import (
 from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.prediction import Job, Prediction
 from evener.core.run.resolve import ResolvedRun
-from evener.core.run.roster import NO_SYNC, RankSlot
+from evener.core.run.roster import NO_SYNC, RankSlot, why_not_hsdp
 from evener.core.run.run_plan import read_plan_if_present
 from evener.core.run.rundir import RunDir
 from evener.launch.launcher import Notify
@@ -103,6 +103,8 @@ def plan_on_hosts(
         prediction = prediction or _predict(fleet, resolved, slots, notify, as_requested=as_requested, resumed=kept)
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
+    if why := why_not_hsdp(roster):
+        raise UsageError(why, hint="--sync fsdp")
     if resumed is not None:
         roster = resumed.with_previous_buckets(roster)
     if prediction is not None and prediction.left_out:  # the first host, and so the port, may change

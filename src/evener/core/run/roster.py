@@ -26,8 +26,6 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Backend = Literal["gloo", "nccl", "none"]
 SyncKind = Literal["none", "ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "hsdp", "zero1", "diloco"]
 
-# what `train` can run
-SUPPORTED_KINDS: tuple[SyncKind, ...] = ("ddp", "packed", "bf16", "int8", "int4", "powersgd", "fsdp", "zero1", "diloco")
 SHARDED_KINDS: tuple[SyncKind, ...] = ("fsdp", "hsdp", "zero1")
 LOSSY_KINDS: tuple[SyncKind, ...] = ("bf16", "int8", "int4", "powersgd", "diloco")
 MICRO_BATCH_TOKENS = 16384  # *assumption*: enough to keep a processor busy, few enough to fit in memory
@@ -76,14 +74,9 @@ class SyncSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind not in LOSSY_KINDS
 
     @property
-    def is_supported(self) -> bool:
-        """Return whether `train` can run it."""
-        return self.kind == "none" or self.kind in SUPPORTED_KINDS
-
-    @property
     def has_buckets(self) -> bool:
         """Return whether `train` exchanges gradients bucket by bucket in every step."""
-        return self.kind in SUPPORTED_KINDS and not self.drifts and not self.is_sharded
+        return self.kind != "none" and not self.drifts and not self.is_sharded
 
     @property
     def is_sharded(self) -> bool:
@@ -111,6 +104,7 @@ SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse",
 _PARAMETER_HINTS = {
     "powersgd": "powersgd:R of rank R, from 1 to 999999",
     "diloco": "diloco:H, synchronizing every H steps, H from 1 to 999999; optionally :int8 or :int4, then :streamed",
+    "hsdp": "hsdp, without more: it sends weights and gradients exactly, in every step",
     "fsdp": "fsdp, without more: it sends weights and gradients exactly, in every step",
     "zero1": "zero1, without more: it sends weights and gradients exactly, in every step",
 }
@@ -144,8 +138,7 @@ def parse_sync(text: str) -> SyncSpec:
     """
     matched = _GRAMMAR.fullmatch(text)
     if matched is None:
-        runnable = [name for name in SYNC_EXAMPLES if name.partition(":")[0].partition("+")[0] in SUPPORTED_KINDS]
-        hint = _PARAMETER_HINTS.get(re.split("[:+]", text)[0]) or did_you_mean(text, ["auto", *runnable])
+        hint = _PARAMETER_HINTS.get(re.split("[:+]", text)[0]) or did_you_mean(text, ["auto", *SYNC_EXAMPLES[1:]])
         raise UsageError(f"--sync {text}: no such strategy", hint=hint)
     sparse = bool(matched["sparse"])
     if name := matched["plain"] or matched["dense"]:
@@ -354,7 +347,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
         is_equal = self.has_equal_shares or not any(weights)
         shares = equal_shares(self.batch, len(members)) if is_equal else weighted_shares(self.batch, weights)
         is_single = len(members) == 1
-        return msgspec.structs.replace(
+        left = msgspec.structs.replace(
             self,
             epoch=epoch,
             members=[msgspec.structs.replace(m, share=share) for m, share in zip(members, shares, strict=True)],
@@ -363,6 +356,7 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
             round_shares=[],
             why=why,
         )
+        return left.replace_sync(SyncSpec(kind="fsdp")) if why_not_hsdp(left) else left
 
     def for_single_rank(self, member: Member) -> Roster:
         """Return the Roster in which this member is the only rank and computes the whole batch."""
@@ -465,10 +459,8 @@ def requested_sync(spec: RunSpec) -> SyncSpec:
 
 
 def check_sync_supported(spec: RunSpec) -> None:
-    """Raise UsageError if `train` cannot run the requested strategy."""
-    if not (sync := requested_sync(spec)).is_supported:
-        raise UsageError(f"--sync {sync}: train cannot run it", hint=f"one of {', '.join(SUPPORTED_KINDS)}")
-    if not sync.is_sharded:
+    """Raise UsageError for what `train` cannot do with the requested strategy."""
+    if not (sync := requested_sync(spec)).is_sharded:
         return
     if spec.model.compile == "on":
         raise UsageError(f"--sync {sync}: sharded weights are not compiled", hint="--compile off, or --sync ddp")
@@ -479,6 +471,14 @@ def check_sync_supported(spec: RunSpec) -> None:
 def gather_dtype(roster: Roster) -> Dtype:
     """Return the dtype in which sharded weights are gathered: bf16 if all ranks compute in it, else fp32."""
     return "bf16" if all(member.dtype == "bf16" for member in roster.members) else "fp32"
+
+
+def why_not_hsdp(roster: Roster) -> str:
+    """Return why these ranks cannot run hsdp, if it is their strategy; "" if they can."""
+    sizes = {sum(member.host == host for member in roster.members) for host in roster.hosts}
+    if roster.sync.kind != "hsdp" or (len(roster.hosts) > 1 and len(sizes) == 1 and 1 not in sizes):
+        return ""
+    return "--sync hsdp needs several hosts with the same number of ranks, at least two on each"
 
 
 def why_unsafe_in_fp16(roster: Roster) -> str:

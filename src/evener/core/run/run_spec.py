@@ -103,6 +103,7 @@ class TrainSpec(SpecSection, frozen=True, kw_only=True):
         str,
         Meta(description="sync strategy: ddp, packed, bf16, int8, int4, powersgd:4, each also with +sparse; "
                          "fsdp or zero1: weights and optimizer state divided among the ranks; "
+                         "hsdp: among those of each host; "
                          "diloco:10, diloco:10:int8:streamed; auto: the fastest within --loss-budget"),
     ] = "auto"  # fmt: skip
     loss_budget: Annotated[
@@ -162,7 +163,7 @@ class MachineSpec(SpecSection, frozen=True, kw_only=True):
         Literal["auto", "fixed", "restart", "live"],
         Meta(
             description="if a host is lost: live: the other ranks continue; restart: they restart from the checkpoint; "
-            "fixed: the run ends; auto: live on CPUs, else restart, as with fsdp and zero1"
+            "fixed: the run ends; auto: live on CPUs, else restart, as with fsdp, hsdp and zero1"
         ),
     ] = "auto"
     private: Annotated[bool, Meta(description="start only if a firewall admits only the run's hosts to its ports")] = (

@@ -187,7 +187,7 @@ def _advise_on_sharding(prediction: Prediction, text: str) -> Advice:
             train = msgspec.structs.replace(job.spec.train, sync=str(sync), micro_batch=micro_batch)
             variant = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, model=model, train=train))
             option = predict_training(variant, cluster)
-            if fits_in_memory(option, cluster):
+            if fits_in_memory(option, cluster) and option.is_built:
                 fitting.append((option, micro_batch))
         if fitting:
             best, micro_batch = max(fitting, key=lambda pair: option_throughput(pair[0]))

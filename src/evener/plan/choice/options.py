@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -21,6 +20,7 @@ from evener.core.run.roster import (
     format_shares,
     parse_sync,
     requested_sync,
+    why_not_hsdp,
     why_unsafe_in_fp16,
 )
 from evener.plan.cost.collective_cost import best_ring, build_ring
@@ -34,7 +34,7 @@ BASE_STRATEGIES = [
 ]
 CANDIDATE_STRATEGIES = tuple(msgspec.structs.replace(strategy, sparse=sparse) for strategy in BASE_STRATEGIES
                    for sparse in ((False, True) if strategy.has_buckets else (False,)))  # fmt: skip
-SHARDED_STRATEGIES = (parse_sync("zero1"), parse_sync("fsdp"))  # for a model that does not fit in whole replicas
+SHARDED_STRATEGIES = tuple(map(parse_sync, ("zero1", "fsdp", "hsdp")))  # for a model too large for whole replicas
 SIMILAR_SPEED = 0.9  # hosts whose speeds differ by a smaller ratio count as similar
 MIN_GAIN = 1.02  # a smaller gain is within the prediction error
 MAX_HOSTS_EXHAUSTIVE = 5  # up to so many hosts every subset is predicted
@@ -278,11 +278,9 @@ def _host_subset_name(job: Job, names: Sequence[str], ranked: Sequence[str]) -> 
     return f"{sync} on {join_names(names)}"
 
 
-def applicable_strategies(job: Job, cluster: Cluster) -> list[SyncSpec]:
-    """Return the strategies that apply to this model and these machines."""
-    sizes = Counter(slot.host for slot in cluster.slots).values()
-    are_groups = len(sizes) > 1 and min(sizes) == max(sizes) > 1  # hosts of several ranks each
-    return [sync for sync in CANDIDATE_STRATEGIES if is_applicable(sync, job) and (sync.kind != "hsdp" or are_groups)]
+def applicable_strategies(job: Job) -> list[SyncSpec]:
+    """Return the strategies that apply to this model."""
+    return [sync for sync in CANDIDATE_STRATEGIES if is_applicable(sync, job)]
 
 
 def is_applicable(sync: SyncSpec, job: Job) -> bool:
@@ -394,12 +392,11 @@ def why_not_as_requested(option: PlanOption, cluster: Cluster) -> str:
 
 def why_strategy_rejected(option: PlanOption, loss_budget: float) -> str:
     """Return why the option's strategy is rejected on any machines; "" if it is not."""
-    if not option.is_built:
-        sizes = Counter(member.host for member in option.roster.members).values()
-        if option.roster.sync.kind == "hsdp" and min(sizes) != max(sizes):
-            return "hsdp needs the same number of ranks on every host"
-        return "train cannot run it yet"
-    return why_unsafe_in_fp16(option.roster) or why_too_lossy(penalty_of(option), loss_budget)
+    return (
+        why_not_hsdp(option.roster)
+        or why_unsafe_in_fp16(option.roster)
+        or why_too_lossy(penalty_of(option), loss_budget)
+    )
 
 
 def penalty_of(option: PlanOption) -> LossPenalty:

@@ -72,7 +72,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
     if len(cluster.slots) > 1:
         options += other_shares_options(job, cluster)
         options += [predict_training(job_with_sync(job, sync), cluster, name=str(sync))
-                    for sync in applicable_strategies(job, cluster) if sync != chosen.roster.sync]  # fmt: skip
+                    for sync in applicable_strategies(job) if sync != chosen.roster.sync]  # fmt: skip
     options = list({option.name: option for option in reversed(options)}.values())[::-1]
     fitting = [option for option in alone if fits_in_memory(option, cluster)]
     baseline = max(map(option_throughput, fitting), default=None) if alone else chosen.tokens_per_s
@@ -124,9 +124,7 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
     plain = job_with_sync(job, DDP)
     if len(cluster.slots) == 1:
         return plain
-    options = [
-        predict_training(job_with_sync(job, sync), cluster) for sync in (DDP, *applicable_strategies(job, cluster))
-    ]
+    options = [predict_training(job_with_sync(job, sync), cluster) for sync in (DDP, *applicable_strategies(job))]
     loss_budget = job.spec.train.loss_budget / 100
     runnable = [option for option in options if not why_option_rejected(option, cluster, loss_budget)]
     for option in options if may_leave_out and runnable else ():
@@ -135,7 +133,7 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
             runnable += [o for o in subsets if not why_option_rejected(o, cluster, loss_budget)]
     if not any(fits_in_memory(option, cluster) for option in options) and isinstance(job.shape, GPTShape):
         sharded = [predict_training(job_with_sync(job, sync), cluster) for sync in SHARDED_STRATEGIES]
-        fitting = pick_fastest([option for option in sharded if fits_in_memory(option, cluster)])
+        fitting = pick_fastest([option for option in sharded if option.is_built and fits_in_memory(option, cluster)])
         return plain if fitting is None else job_with_sync(job, fitting.roster.sync)
     best = pick_fastest(runnable) or options[0]
     return plain if best.tokens_per_s < MIN_GAIN * options[0].tokens_per_s else job_with_sync(job, best.roster.sync)

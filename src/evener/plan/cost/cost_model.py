@@ -20,7 +20,7 @@ import msgspec
 from evener.core.cluster.collective_results import Collective
 from evener.core.model.fine_tuning import FineTuning
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, RankCost
-from evener.core.run.roster import Member, Roster, SyncSpec, num_micro_batches, parse_sync
+from evener.core.run.roster import Member, Roster, SyncSpec, num_micro_batches, parse_sync, why_not_hsdp
 from evener.core.run.step_cost import StepCost
 from evener.plan.cost.collective_cost import Ring, build_ring, collective_s, sent_bytes
 from evener.plan.cost.expected_max import expected_max_s
@@ -137,7 +137,7 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
         loss_penalty=penalty.loss,
         loss_margin=penalty.margin,
         loss_source=penalty.source,
-        is_built=roster.sync.is_supported,
+        is_built=not why_not_hsdp(roster),
     )
 
 

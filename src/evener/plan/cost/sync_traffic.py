@@ -401,7 +401,8 @@ def _hsdp(shape: ModelShape, roster: Roster) -> SyncWorkload:
     # All ranks of a host reduce their shards at the same time over its network link: as if one reduced the whole.
     between = [CollectiveCall(collective="all_reduce", size_bytes=size / layers, ready=(i + 1) / layers, scope="hosts")
                for i in range(layers)]  # fmt: skip
-    return _sharded(shape, roster, ranks_per_host, "host", 2 * passes, 2 * passes, between)
+    root_gathers = passes if roster.backend == "gloo" else 2 * passes
+    return _sharded(shape, roster, ranks_per_host, "host", root_gathers, 2 * passes, between)
 
 
 def _zero1(shape: ModelShape, roster: Roster) -> SyncWorkload:

@@ -144,9 +144,10 @@ def _explain_throughput(summary: RunSummary) -> str:
             "they learned (DiLoCo), and the replicas are one model again."
         )
     if sync.is_sharded:
+        others = "those of its host" if sync.kind == "hsdp" else "all others"
         return (
             f"{text} Each of the {num} processes, the ranks, holds a part of the weights and of the optimizer's state. "
-            "To compute gradients on its own part of the batch, it gathers the weights from all others. Then the ranks "
+            f"To compute gradients on its own part of the batch, it gathers the weights from {others}. Then the ranks "
             "add their gradients up, and each updates its own part of the weights."
         )
     return (

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -72,6 +72,9 @@ class ProcessGroups:
         self.backend: Backend = "none"  # of the gradient group
         self.control_group: Any = None  # control messages and step reports
         self.gradient_group: Any = None  # gradient sums
+        # with `shard_within_hosts`: this host's ranks, and those of the same number on each host
+        self.host_group: Any = None
+        self.replica_group: Any = None
         self._has_separate_gradient_group = False  # whether Gloo has a second group for gradients
         self._sockets_before: set[str] = set()  # before the epoch was joined
         self._epoch_sockets: set[str] | None = None  # of the epoch; None while it is being joined
@@ -161,6 +164,19 @@ class ProcessGroups:
             self._has_separate_gradient_group, self._epoch_sockets = True, None
             self.gradient_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
             self._epoch_sockets = _open_sockets() - self._sockets_before
+
+    def shard_within_hosts(self, hosts: Sequence[str]) -> None:
+        """Form a group of the ranks of each host, and one of the ranks of each number within their hosts.
+
+        `hosts` are those of the ranks, each with the same number of ranks. All ranks call this together.
+        """
+        of_host = [[rank for rank, name in enumerate(hosts) if name == host] for host in dict.fromkeys(hosts)]
+        for ranks in [*of_host, *map(list, zip(*of_host, strict=True))]:
+            group = dist.new_group(ranks, backend=self.backend, timeout=COLLECTIVE_TIMEOUT)
+            if self.rank in ranks and ranks in of_host:
+                self.host_group = group
+            elif self.rank in ranks:
+                self.replica_group = group
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """All-gather bytes: return the payloads of all ranks, by rank."""

@@ -6,6 +6,8 @@ next block's meanwhile, and its gradients are summed and scattered as soon as it
 
     fsdp     gathers a block in every forward and in every backward, and frees it after both
     zero1    gathers a block once a step and keeps it from the first forward to the last backward   [ZeRO, 2020]
+    hsdp     as fsdp, over the ranks of a host; each rank then sums its part with those of the same number on other
+             hosts, which send nothing else between them   [torch's hybrid sharding, without its second mesh dimension]
 
 Of P bytes of parameters in n ranks and m micro-batches a rank sends (n-1)/n · P a gathering or scattering: zero1 two of
 them a step; fsdp 2m + 1 of the blocks, and m + 1 of the root, which its backward needs at once.
@@ -25,6 +27,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -36,15 +39,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from evener.core.base.errors import UsageError
-from evener.core.run.roster import Roster, gather_dtype
+from evener.core.run.roster import Backend, Roster, gather_dtype, why_not_hsdp
 from evener.core.run.step_cost import BLOCKED
 from evener.core.run.step_spans import FORWARD, BucketCommEvent
 from evener.worker.rank.clock import Clock
-from evener.worker.rank.precision import TORCH_DTYPES
+from evener.worker.rank.precision import TORCH_DTYPES, rounding_class
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.rank.sharded_tensors import local_part
 from evener.worker.rank.torch_private import AllGather, ReduceScatter, broadcast_module
-from evener.worker.sync import CommStats, EqualReplicas, GradientStats, SupportsBackward
+from evener.worker.sync import CommStats, EqualReplicas, GradientStats, RankGroup, SupportsBackward
 from evener.worker.sync.gradient_sync import comm_stats
 from evener.worker.sync.pairwise import PairwiseCollectives
 
@@ -60,9 +63,16 @@ def shard_module(module: nn.Module, group: ProcessGroups, roster: Roster) -> Non
         raise UsageError(f"--sync {roster.sync} with fp16: ranks would scale losses apart", hint="--dtype bf16 or fp32")
     if roster.backend == "gloo" and any(member.is_gpu for member in roster.members):
         raise UsageError(f"--sync {roster.sync}: not on GPUs over Gloo", hint="NCCL, with a GPU for every rank")
+    if why := why_not_hsdp(roster):
+        raise UsageError(why, hint="--sync fsdp")
     broadcast_module(module, group.gradient_group)
-    mesh = DeviceMesh.from_group(group.gradient_group, group.device.type)
-    frees = roster.sync.kind == "fsdp"
+    if roster.sync.kind == "hsdp":
+        if len(set(group.all_gather(rounding_class(group.device), str))) > 1:
+            raise UsageError("--sync hsdp: these hosts round differently, so their copies of a part would drift apart",
+                             hint="--sync fsdp, which has one copy")  # fmt: skip
+        group.shard_within_hosts([member.host for member in roster.members])
+    mesh = DeviceMesh.from_group(_shard_ranks(group).gradient_group, group.device.type)
+    frees = roster.sync.kind != "zero1"
     precision = MixedPrecisionPolicy(
         TORCH_DTYPES[gather_dtype(roster)], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -73,6 +83,28 @@ def shard_module(module: nn.Module, group: ProcessGroups, roster: Roster) -> Non
         this.set_modules_to_forward_prefetch([following])
 
 
+@dataclass(frozen=True)
+class _HostRanks:
+    """The ranks of this host."""
+
+    device: torch.device
+    backend: Backend
+    gradient_group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        return self.gradient_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        return self.gradient_group.size()
+
+
+def _shard_ranks(group: ProcessGroups) -> RankGroup:
+    """Return the ranks over which weights are sharded: with hsdp those of this host, else all."""
+    return group if group.host_group is None else _HostRanks(group.device, group.backend, group.host_group)
+
+
 class FullyShardedSync(EqualReplicas):
     """Synchronous data parallelism with sharded weights: the optimizer of each rank updates its own part of them."""
 
@@ -80,7 +112,8 @@ class FullyShardedSync(EqualReplicas):
 
     def __init__(self, group: ProcessGroups, clock: Clock, lap: Callable[[str], None], roster: Roster) -> None:
         self._group, self._clock, self._lap, self.spec = group, clock, lap, roster.sync
-        self._pairwise = _MeasuredCollectives(group, clock) if roster.backend == "gloo" else None
+        self._shards = _shard_ranks(group)
+        self._pairwise = _MeasuredCollectives(self._shards, clock) if roster.backend == "gloo" else None
         self._comm_events: list[BucketCommEvent] = []
         self._reductions: deque[tuple[Future[None], Tensor]] = deque()  # in flight, and what they send
         self._is_between_steps = False
@@ -110,7 +143,7 @@ class FullyShardedSync(EqualReplicas):
     def _set_last_backward(self, *, is_last: bool) -> None:
         """Set whether the next backward is the last of its step, which exchanges gradients and frees the weights."""
         self._root.set_requires_gradient_sync(is_last)
-        self._root.set_reshard_after_backward(is_last or self.spec.kind == "fsdp")
+        self._root.set_reshard_after_backward(is_last or self.spec.kind != "zero1")
 
     def backward(self, loss: SupportsBackward | None, *, sample_gradients: bool = False) -> None:
         assert loss is not None, "with sharded weights every rank has a micro-batch, if an empty one"
@@ -122,7 +155,7 @@ class FullyShardedSync(EqualReplicas):
         self._finish_reductions(0)
         if sample_gradients:
             total_sq = _sum_of_squares(self._summed_parts)
-            dist.all_reduce(total_sq, group=self._group.gradient_group)
+            dist.all_reduce(total_sq, group=self._shards.gradient_group)
             self._gradient_stats = GradientStats(torch.stack(self._local_grad_sq).sum(), total_sq)
         self._local_grad_sq.clear()
         self._summed_parts.clear()
@@ -137,7 +170,7 @@ class FullyShardedSync(EqualReplicas):
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         gradients = [gradient.to_local() for parameter in parameters if isinstance(gradient := parameter.grad, DTensor)]
         total = nn.utils.get_total_norm(gradients).square()
-        dist.all_reduce(total, group=self._group.gradient_group)
+        dist.all_reduce(total, group=self._shards.gradient_group)
         norm = total.sqrt()
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
@@ -163,11 +196,11 @@ class FullyShardedSync(EqualReplicas):
                 part.unshard()
                 for name, gathered in self._module.named_parameters():
                     if not isinstance(gathered, DTensor):
-                        parts = gathered.detach().chunk(self._group.world_size)
-                        for rank in range(self._group.world_size):
+                        parts = gathered.detach().chunk(self._shards.world_size)
+                        for rank in range(self._shards.world_size):
                             received = parts[rank] if rank < len(parts) else gathered.detach()[:0]
                             own = local_part(weights[name]).to(received.dtype)
-                            yield f"{name} (rank {rank}'s part)", own if rank == self._group.rank else received
+                            yield f"{name} (rank {rank}'s part)", own if rank == self._shards.rank else received
                 part.reshard()
         finally:
             self._is_between_steps = False
@@ -183,11 +216,11 @@ class FullyShardedSync(EqualReplicas):
     def all_gather(self, part: Tensor, whole: Tensor, bucket: int) -> dist.Work | None:
         """Gather the ranks' parts into `whole`, of which `part` is this rank's; the caller waits for the result."""
         if self._pairwise is not None:
-            parts = list(whole.view(self._group.world_size, -1))
+            parts = list(whole.view(self._shards.world_size, -1))
             collectives = self._pairwise.for_bucket(bucket if self._is_in_pass else None)
             return _GatherWork(collectives.all_gather(part, parts)[0], self._wait)
         with self._measured(bucket, whole):
-            dist.all_gather_single(whole, part, group=self._group.gradient_group)
+            dist.all_gather_single(whole, part, group=self._shards.gradient_group)
         return None
 
     def reduce_scatter(self, whole: Tensor, part: Tensor, bucket: int) -> None:
@@ -197,16 +230,21 @@ class FullyShardedSync(EqualReplicas):
             self._summed_parts.append(part)
         if self._pairwise is not None:
             self._finish_reductions(MAX_REDUCTIONS - 1)
-            parts = list(whole.view(self._group.world_size, -1))
-            done = self._pairwise.for_bucket(bucket).reduce_scatter(parts, part, is_mean=False)[0]
+            parts = list(whole.view(self._shards.world_size, -1))
+            collectives = self._pairwise.for_bucket(bucket)
+            done = collectives.reduce_scatter(parts, part, is_mean=False)[0]
+            if self._group.replica_group is not None:
+                done = collectives.all_reduce(part, self._group.replica_group)
             self._reductions.append((done, whole))
             return
         with self._measured(bucket, whole):
-            dist.reduce_scatter_single(part, whole, group=self._group.gradient_group)
+            dist.reduce_scatter_single(part, whole, group=self._shards.gradient_group)
+            if self._group.replica_group is not None:
+                dist.all_reduce(part, group=self._group.replica_group)
 
     @contextlib.contextmanager
     def _measured(self, bucket: int, whole: Tensor) -> Iterator[None]:
-        begin, num = self._clock.mark(), self._group.world_size
+        begin, num = self._clock.mark(), self._shards.world_size
         yield
         sent_bytes = whole.nbytes * (num - 1) // num
         if self._is_in_pass:
@@ -236,7 +274,7 @@ class FullyShardedSync(EqualReplicas):
 class _MeasuredCollectives(PairwiseCollectives):
     """Pairwise collectives whose times are recorded."""
 
-    def __init__(self, group: ProcessGroups, clock: Clock) -> None:
+    def __init__(self, group: RankGroup, clock: Clock) -> None:
         super().__init__(group)
         self._clock = clock
         self._bucket: int | None = None
@@ -246,6 +284,11 @@ class _MeasuredCollectives(PairwiseCollectives):
         """Record the next collective as one of this bucket; None: do not record it."""
         self._bucket = bucket
         return self
+
+    def all_reduce(self, part: Tensor, replicas: dist.ProcessGroup) -> Future[None]:
+        """Sum a part over hosts, by Gloo's ring."""
+        sent_bytes = 2 * (replicas.size() - 1) * part.nbytes // replicas.size()
+        return self.submit(lambda: dist.all_reduce(part, group=replicas), part.nbytes, sent_bytes)
 
     def submit(self, job: Callable[[], None], num_bytes: int, sent_bytes: int) -> Future[None]:
         bucket = self._bucket

@@ -50,7 +50,7 @@ def pairwise_all_to_all(group: RankGroup, outgoing: Sequence[Tensor | None], inc
                 received.append((tensor, buffer))
             elif staged:
                 buffer = tensor.cpu()
-            operations.append(dist.P2POp(operation, buffer, peer, group=group.gradient_group))
+            operations.append(dist.P2POp(operation, buffer, group=group.gradient_group, group_peer=peer))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     for tensor, host_copy in received:
