@@ -18,6 +18,7 @@ from evener.plan.choice.cluster import NotMeasuredError, build_cluster, uniform_
 from evener.plan.choice.options import (
     best_two_that_fit,
     job_with_larger_batch,
+    job_with_sync,
     pick_fastest,
     pick_simplest,
     predict_training,
@@ -770,5 +771,32 @@ def test_auto_shards_what_no_host_can_hold():
     asked = predict(changed(job, sync="ddp"), small)
     assert "does not fit: a has 14.0 GB" in asked.option("ddp").rejected_because
     assert any("--sync fsdp" in line or "--sync zero1" in line for line in told(asked))
+    assert not predict(job, small).job.spec.model.recompute
     enough = predict(job, cluster(1000.0, 1000.0, wire=FAST, memory_bytes=64_000_000_000))
     assert str(enough.option(enough.chosen).roster.sync) not in ("fsdp", "zero1")
+
+
+def test_auto_takes_the_fastest_of_what_fits():
+    """Of 124M parameters and 4096 tokens: over a slow link it is faster to recompute than to gather weights more often,
+    over a fast one to gather them. Where little fits, both are needed.
+    """
+    job = job_of(preset_shape("gpt2", 50257, 1024), batch=8, micro_batch=4, sync="auto")
+
+    def need(sync: str, recompute: bool) -> int:
+        with_them = job_with_sync(job, parse_sync(sync), recompute=recompute)
+        return predict_training(with_them, cluster(1000.0, 1000.0)).ranks[0].memory_bytes
+
+    def chosen(wire: LinkModel, fits: int) -> tuple[str, bool]:
+        found = predict(
+            job, cluster(1000.0, 1000.0, wire=wire, memory_bytes=int(fits / 0.89))
+        )  # of which it may fill 0.9
+        recomputes = found.job.spec.model.recompute
+        assert any("With --recompute" in note for note in found.notes) is recomputes
+        return str(found.option(found.chosen).roster.sync), recomputes
+
+    assert need("fsdp", True) < need("zero1", True) < need("ddp", True) < need("fsdp", False) < need("zero1", False)
+    assert chosen(SLOW, need("fsdp", False)) == ("ddp", True)
+    assert chosen(FAST, need("fsdp", False)) == ("fsdp", False)
+    assert chosen(SLOW, need("fsdp", True)) == ("fsdp", True)
+    nothing = predict(job, cluster(1000.0, 1000.0, memory_bytes=1_000_000_000))
+    assert not nothing.recommended

@@ -103,6 +103,7 @@ def plan_on_hosts(
         prediction = prediction or _predict(fleet, resolved, slots, notify, as_requested=as_requested, resumed=kept)
     if prediction is not None:
         roster = prediction.option(prediction.chosen).roster
+        resolved = resolved.with_recompute(prediction.job.spec.model.recompute)
     if why := why_not_hsdp(roster):
         raise UsageError(why, hint="--sync fsdp")
     if resumed is not None:
@@ -174,6 +175,8 @@ def _predict(
         notify(f"--sync auto: {chosen.roster.sync} is the best choice by prediction{format_loss_penalty(chosen)}")
         if isinstance(resolved.shape, PretrainedModel):
             notify("--sync auto takes an exact strategy: nobody measured what the others cost a fine-tuning in loss")
+    if prediction.job.spec.model.recompute and not resolved.spec.model.recompute:
+        notify("--sync auto takes --recompute, too: without, it would not fit into the memory")
     if not as_requested and prediction.recommended != prediction.chosen:
         notify(f"warning: {prediction.verdict}")
         if prediction.recommended:

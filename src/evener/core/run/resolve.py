@@ -74,6 +74,11 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
         batch = self.spec.train.batch
         return (batch * self.shape.block_size, "tokens") if isinstance(self.shape, GPTShape) else (batch, "sequences")
 
+    def with_recompute(self, recompute: bool) -> ResolvedRun:
+        """Return this run with or without activation checkpointing."""
+        model = msgspec.structs.replace(self.spec.model, recompute=recompute)
+        return msgspec.structs.replace(self, spec=msgspec.structs.replace(self.spec, model=model))
+
     @property
     def job(self) -> Job:
         """The planner's input."""

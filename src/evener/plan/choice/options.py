@@ -94,10 +94,26 @@ def predict_single_host(job: Job, cluster: Cluster, name: str, *, is_sync_asked:
     return predict_training(job_with_sync(any_job, DDP), cluster, [name], name=f"{name} alone")
 
 
-def job_with_sync(job: Job, sync: SyncSpec) -> Job:
-    """Return the job with this sync strategy."""
-    train = msgspec.structs.replace(job.spec.train, sync=str(sync))
-    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train))
+def job_with_sync(job: Job, sync: SyncSpec, *, recompute: bool | None = None) -> Job:
+    """Return the job with this sync strategy, and with or without recomputation if that is given."""
+    train, model = msgspec.structs.replace(job.spec.train, sync=str(sync)), job.spec.model
+    model = model if recompute is None else msgspec.structs.replace(model, recompute=recompute)
+    return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, model=model, train=train))
+
+
+def fitting_job(job: Job, cluster: Cluster) -> Job | None:
+    """Return the job with what makes it fit into memory at least cost in time; None if nothing does.
+
+    The candidates are whole replicas that recompute activations in backward, and weights that are sharded, with or
+    without that; of those that are hardly slower than the fastest take the first.
+    """
+    candidates = [(predict_training(with_them, cluster), with_them)
+                  for recompute in (False, True)[job.spec.model.recompute:]
+                  for sync in (DDP, *SHARDED_STRATEGIES)
+                  for with_them in [job_with_sync(job, sync, recompute=recompute)]]  # fmt: skip
+    fitting = [pair for pair in candidates if fits_in_memory(pair[0], cluster) and pair[0].is_built]
+    fastest = max((option_throughput(option) for option, _ in fitting), default=0.0)
+    return next((with_them for option, with_them in fitting if fastest < MIN_GAIN * option_throughput(option)), None)
 
 
 def best_single_host_options(alone: Sequence[PlanOption], cluster: Cluster) -> list[PlanOption]:
@@ -373,7 +389,7 @@ def explain_memory_shortage(option: PlanOption, cluster: Cluster) -> str:
         has = cluster.hosts[name].memory_bytes or 0
         return (
             f"{name} has {format_bytes(has)}, a run may fill {format_bytes(MAX_MEMORY_FRACTION * has)} and "
-            f"needs {format_bytes(need)}"
+            f"needs {format_bytes(need)}, {format_bytes(need - MAX_MEMORY_FRACTION * has)} more"
         )
     return ""
 

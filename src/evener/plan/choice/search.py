@@ -14,7 +14,6 @@ from evener.plan.choice.advice import faster_strategy, format_throughput, format
 from evener.plan.choice.cluster import with_uniform_link
 from evener.plan.choice.options import (
     MIN_GAIN,
-    SHARDED_STRATEGIES,
     applicable_strategies,
     best_single_host_options,
     best_two_that_fit,
@@ -23,6 +22,7 @@ from evener.plan.choice.options import (
     fewer_replica_options,
     fits_in_memory,
     fitting_host_options,
+    fitting_job,
     hosts_by_speed,
     job_with_larger_batch,
     job_with_sync,
@@ -56,6 +56,7 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
     if not keep_order:
         cluster = with_best_ring_order(job, cluster)
     may_leave_out = may_leave_out and job.spec.machine.shares == "auto"
+    asked = job
     job = choose_sync(job, cluster, may_leave_out=may_leave_out)
     chosen = predict_training(job, cluster)
     if measured is not None and measured.name == chosen.name:
@@ -103,6 +104,8 @@ def predict(job: Job, cluster: Cluster, *, keep_order: bool = False, measured: P
         is_sync_ours=is_sync_ours,
     )
     notes = []
+    if job.spec.model.recompute and not asked.spec.model.recompute:
+        notes.append("With --recompute activations are computed again in backward: without, it would not fit.")
     if cluster is not original:
         gain = slowest_ring_link_Bps(chosen.roster, cluster) / slowest_ring_link_Bps(
             job.initial_roster(original.slots), original
@@ -117,26 +120,26 @@ def choose_sync(job: Job, cluster: Cluster, *, may_leave_out: bool) -> Job:
 
     Predict each strategy on all hosts. With `may_leave_out`, also predict DiLoCo variants that exceed the loss budget
     on as many of the fastest hosts as the budget allows. Choose ddp if the best one gains less than MIN_GAIN. Where
-    no host could hold a replica, choose the fastest strategy that fits and shards the weights.
+    some host cannot hold a replica, choose the fastest of `fitting_job`.
     """
     if job.spec.train.sync != "auto":
         return job
-    plain = job_with_sync(job, DDP)
-    if len(cluster.slots) == 1:
-        return plain
-    options = [predict_training(job_with_sync(job, sync), cluster) for sync in (DDP, *applicable_strategies(job))]
+    plain, is_single = job_with_sync(job, DDP), len(cluster.slots) == 1
+    options = [predict_training(plain, cluster)]
+    options += [] if is_single else [
+        predict_training(job_with_sync(job, sync), cluster) for sync in applicable_strategies(job)
+    ]  # fmt: skip
+    if not any(fits_in_memory(option, cluster) for option in options) and isinstance(job.shape, GPTShape):
+        return fitting_job(job, cluster) or plain
     loss_budget = job.spec.train.loss_budget / 100
     runnable = [option for option in options if not why_option_rejected(option, cluster, loss_budget)]
     for option in options if may_leave_out and runnable else ():
         if option.roster.sync.drifts and why_strategy_rejected(option, loss_budget):
             subsets = fewer_replica_options(job_with_sync(job, option.roster.sync), cluster, loss_budget)
             runnable += [o for o in subsets if not why_option_rejected(o, cluster, loss_budget)]
-    if not any(fits_in_memory(option, cluster) for option in options) and isinstance(job.shape, GPTShape):
-        sharded = [predict_training(job_with_sync(job, sync), cluster) for sync in SHARDED_STRATEGIES]
-        fitting = pick_fastest([option for option in sharded if option.is_built and fits_in_memory(option, cluster)])
-        return plain if fitting is None else job_with_sync(job, fitting.roster.sync)
     best = pick_fastest(runnable) or options[0]
-    return plain if best.tokens_per_s < MIN_GAIN * options[0].tokens_per_s else job_with_sync(job, best.roster.sync)
+    is_plain = is_single or best.tokens_per_s < MIN_GAIN * options[0].tokens_per_s
+    return plain if is_plain else job_with_sync(job, best.roster.sync)
 
 
 def format_run_prediction(prediction: Prediction) -> str:
