@@ -1,7 +1,8 @@
-"""Two hosts that cannot hold a model's training state each train it together."""
+"""Two hosts that cannot hold a model's training state each train it together; what they send each other."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -48,3 +49,27 @@ def test_state_that_exceeds_a_host_is_trained_by_two(make_lab: MakeLab, tmp_path
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert [record.loss for record in RunDir(out).records(0)] == pytest.approx(expected, rel=1e-5)
     lab.down()
+
+
+@exhaustive
+@pytest.mark.skipif(os.geteuid() != 0, reason="namespaces are root's")
+def test_hosts_exchange_only_sums_if_weights_are_sharded_within_each(
+    make_lab: MakeLab, tmp_path: Path, corpus: Path
+) -> None:
+    """Of P bytes each of two ranks sends P/2 to the other host in a step, within 3 % of the kernel's counters."""
+    fleet = tmp_path / "fleet.toml"
+    lab = make_lab(fleet, a=HostSpec(), b=HostSpec())
+    evener = [str(Path(sys.executable).with_name("evener")), "train", "--fleet", str(fleet), "--data", str(corpus)]
+    model = ["--model", "gpt2", "--width", "256", "--num-heads", "4", "--num-layers", "4", "--block-size", "64"]
+    flags = ["--ranks", "2", "--batch", "4", "--warmup", "1", "--eval-tokens", "256", "--dtype", "fp32",
+             "--threads", "1", "--shares", "equal", "--membership", "fixed", "--sync", "hsdp"]  # fmt: skip
+    counted = [lab.host("a").interface_counters().payload_bytes]
+    for steps in (4, 34):
+        out = tmp_path / f"{steps}"
+        ended = run([*evener, *model, *flags, "--steps", str(steps), "--out", str(out)], tmp_path)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        counted.append(lab.host("a").interface_counters().payload_bytes)
+    lab.down()
+    stated = 4 * RunDir(tmp_path / "34").manifest().shape.num_params()
+    first, second = (after - before for before, after in itertools.pairwise(counted))
+    assert (second - first) / 30 == pytest.approx(stated, rel=0.03)
