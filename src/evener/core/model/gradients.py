@@ -8,6 +8,7 @@ import msgspec
 
 from evener.core.cluster.collective_results import Collective
 
+
 class GradientTensor(msgspec.Struct, frozen=True, kw_only=True):
     """The gradient of one tensor."""
 
