@@ -355,6 +355,12 @@ class TestLimits:
         assert found == {"half": 1, "pinned": 1, "free": everything}
         assert ssh(limited, "pinned", "nproc").stdout == "1\n"
 
+    def test_memory_of_a_host_follows_its_limit(self, limited: EmulatedLab) -> None:
+        size = "from evener.core.cluster.host_info import local_host_info; print(local_host_info().memory_bytes)"
+        found = {host.name: int(python(host, size)) for host in limited.hosts}
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert found == {"half": pytest.approx(200e6, rel=1e-4), "pinned": machine, "free": machine}
+
     def test_memory_limit_is_enforced(self, limited: EmulatedLab) -> None:
         done = limited.host("half").exec([sys.executable, "-c", "bytearray(b'x') * 300_000_000"], check=False)
         assert done.returncode != 0

@@ -12,7 +12,8 @@ from evener.core.run.roster import SYNC_EXAMPLES, Member, Roster, parse_sync
 from evener.core.run.step_cost import PHASES
 from evener.plan.choice.cluster import uniform_cluster
 from evener.plan.cost.collective_cost import sent_bytes
-from evener.plan.cost.cost_model import BACKWARD_FRACTION
+from evener.plan.cost.cost_model import BACKWARD_FRACTION, PAGE_FAULT_S_PER_BYTE
+from evener.plan.cost.memory import faulted_bytes, peak_memory
 from evener.plan.cost.penalty import loss_penalty
 from evener.plan.cost.sync_traffic import STRATEGY_TRAFFIC, bucket_sizes, gradient_tensors, sync_workload
 from evener.plan.shares.load_balancing import RankTimeModel, fastest_shares
@@ -128,6 +129,19 @@ def test_sharded_weights_are_gathered_in_half_the_bytes_where_all_ranks_compute_
     P, n = 4 * SHAPE.num_params(), 3
     mixed = changed(JOB, dtype="bf16")
     assert priced(mixed, cluster(1.0, 1.0, 1.0), "zero1").bytes_per_rank == pytest.approx((n - 1) / n * (P / 2 + P))
+
+
+@pytest.mark.parametrize("sync", ["fsdp", "zero1"])
+def test_sharded_rank_on_a_host_short_of_memory_computes_longer_by_its_page_faults(sync):
+    short, plenty, unknown = (
+        priced(JOB, cluster(1e3, 1e3, cpus=0.5, memory_bytes=size), sync) for size in (10**9, 10**12, None)
+    )
+    need = peak_memory(SHAPE, short.roster, 0)
+    faults_s = faulted_bytes(SHAPE, short.roster, need) * PAGE_FAULT_S_PER_BYTE / 0.5
+    assert short.ranks[0].cost.compute_s == pytest.approx(plenty.ranks[0].cost.compute_s + faults_s)
+    assert faults_s > 0
+    assert short.ranks[0].memory_bytes == need.total == unknown.ranks[0].memory_bytes < plenty.ranks[0].memory_bytes
+    assert unknown.step_s == plenty.step_s
 
 
 def test_fsdp_gathers_for_every_micro_batch():

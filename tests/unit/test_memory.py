@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from evener.core.model.shape import GPTShape, preset_shape
 from evener.core.run.roster import Member, Roster, parse_sync
-from evener.plan.cost.memory import PROCESS_BYTES, MemoryBreakdown, peak_memory, saved_tensor_bytes
+from evener.plan.cost.memory import (
+    ACTIVATION_PASSES,
+    PROCESS_BYTES,
+    MemoryBreakdown,
+    faulted_bytes,
+    peak_memory,
+    saved_tensor_bytes,
+)
 
 CHAR = preset_shape("char", vocab_size=65)
 GPT2 = preset_shape("gpt2", vocab_size=50257)
@@ -145,6 +153,33 @@ def test_sharded_strategies_divide_state_and_gather_parameters() -> None:
     assert fsdp.total < one.total / 2
     several = need(deep, sync="fsdp", num_ranks=8, accumulates=True)
     assert several.gradients == one.gradients
+
+
+@pytest.mark.parametrize("sync", ["fsdp", "zero1"])
+def test_sharded_rank_keeps_freed_memory_only_where_all_ranks_of_its_host_fit_twice(sync: str) -> None:
+    member = Member(rank=0, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1)
+    members = [msgspec.structs.replace(member, rank=rank) for rank in range(2)]
+    roster = Roster(members=members, sync=parse_sync(sync), backend="gloo")
+    unmapped = peak_memory(GPT2, roster, 0)
+    assert unmapped.fragmentation == 0
+    kept = peak_memory(GPT2, roster, 0, host_memory_bytes=10**12)
+    assert kept.fragmentation > 0
+    assert kept.total == unmapped.total + kept.fragmentation
+    for host_memory_bytes, expected in ((4 * kept.total, kept), (4 * kept.total - 1, unmapped)):
+        assert peak_memory(GPT2, roster, 0, host_memory_bytes=host_memory_bytes) == expected
+
+
+def test_sharded_rank_maps_weights_and_gradients_anew_where_it_unmaps_them() -> None:
+    """Of P bytes, 2 ranks: 2P a gathering, 3.5P a reduction; fsdp gathers twice in each of two micro-batches."""
+    member = Member(rank=0, host="a", device="cpu", dtype="fp32", share=2, micro_batch=1)
+    members = [msgspec.structs.replace(member, rank=rank) for rank in range(2)]
+    P = 4 * GPT2.num_params()
+    for sync, num in (("zero1", 5.5), ("fsdp", 11.5)):
+        roster = Roster(members=members, sync=parse_sync(sync), backend="gloo")
+        need = peak_memory(GPT2, roster, 0)
+        found = faulted_bytes(GPT2, roster, need)
+        assert found - 2 * ACTIVATION_PASSES * need.activations == pytest.approx(num * P)
+        assert faulted_bytes(GPT2, roster, msgspec.structs.replace(need, fragmentation=1)) == 0
 
 
 def test_heap_fragmentation_is_predicted_for_cpu_only() -> None:

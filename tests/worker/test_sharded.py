@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +14,7 @@ from evener.core.run.roster import Member, Roster, check_sync_supported, parse_s
 from evener.core.run.run_spec import parse_args
 from evener.core.run.rundir import RunDir
 from evener.worker.sync.fully_sharded import shard_module
+from evener.worker.train import run as run_module
 
 from ..conftest import flags_of
 from ..tiers import exhaustive, exhaustively
@@ -235,6 +238,28 @@ def test_weights_are_not_sharded_within_one_host():
     roster = Roster(members=[member, member], sync=parse_sync("hsdp"), backend="gloo")
     with pytest.raises(UsageError, match="--sync hsdp needs several hosts with the same number of ranks"):
         shard_module(torch.nn.Linear(2, 2), None, roster)
+
+
+@pytest.mark.parametrize(
+    ("sync", "host_memory_bytes", "keeps"),
+    [
+        ("ddp", 10**9, True),
+        ("fsdp", 10**12, True),
+        ("fsdp", 10**9, False),
+        ("zero1", 10**9, False),
+        ("fsdp", None, False),
+    ],
+)
+def test_rank_with_sharded_weights_keeps_freed_memory_only_where_there_is_plenty(
+    monkeypatch, sync, host_memory_bytes, keeps
+):
+    monkeypatch.setattr(run_module, "local_host_info", lambda: SimpleNamespace(memory_bytes=host_memory_bytes))
+    members = [Member(rank=rank, host="a", device="cpu", dtype="fp32", share=1, micro_batch=1) for rank in range(2)]
+    run = SimpleNamespace(
+        roster=Roster(members=members, sync=parse_sync(sync), backend="gloo"), rank=0, spec=parse_args([])
+    )
+    resolved = SimpleNamespace(shape=preset_shape("char", 256))
+    assert run_module._keeps_freed_memory(run, resolved) == keeps
 
 
 OWN = """

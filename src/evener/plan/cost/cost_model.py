@@ -19,12 +19,13 @@ import msgspec
 
 from evener.core.cluster.collective_results import Collective
 from evener.core.model.fine_tuning import FineTuning
+from evener.core.model.gradients import ProgramModel
 from evener.core.run.prediction import Cluster, HostRates, Job, PlanOption, RankCost
 from evener.core.run.roster import Member, Roster, SyncSpec, num_micro_batches, parse_sync, why_not_hsdp
 from evener.core.run.step_cost import StepCost
 from evener.plan.cost.collective_cost import Ring, build_ring, collective_s, sent_bytes
 from evener.plan.cost.expected_max import expected_max_s
-from evener.plan.cost.memory import peak_memory_bytes
+from evener.plan.cost.memory import faulted_bytes, peak_memory
 from evener.plan.cost.penalty import LossPenalty, loss_penalty
 from evener.plan.cost.sync_traffic import (
     CollectiveCall,
@@ -40,6 +41,7 @@ CODEC_MEMORY_PASSES = 10.0  # passes over the memory to encode and decode, where
 # runs of FSDP on MareNostrum 5 (docs/figures/published/scaling.csv: 3.3 % rms of a step, perfect overlap, max(C, M),
 # 7.0), validated on runs of other clusters.
 OVERLAP_EXPONENT = 3
+PAGE_FAULT_S_PER_BYTE = 2.1e-6 / 4096  # CPU time to map and zero a page (*measured*, d8, 2026-11-23: host_info.py)
 # fixed-point iteration between contention and overlap; tolerance relative to a step
 MAX_ITERATIONS, TOLERANCE = 200, 1e-4
 
@@ -53,6 +55,8 @@ class _RankGroup(msgspec.Struct, frozen=True):
     member: Member  # the first of them
     mean_share: float
     num_ranks: int
+    memory_bytes: int | None
+    page_faults_s: float  # a step, where sharded ranks unmap freed blocks
 
 
 class _RankTimes(msgspec.Struct, frozen=True):
@@ -78,7 +82,7 @@ class _RankTimes(msgspec.Struct, frozen=True):
 def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> PlanOption:
     """Predict a step of this Roster, rank by rank. A rank that gets no sequences of the batch only waits."""
     num_ranks = roster.world_size
-    kinds, group_of_rank = _group_ranks(cluster, roster)
+    kinds, group_of_rank = _group_ranks(job, cluster, roster)
     work = sync_workload(job, roster)
     sizes = {_collective_key(transfer) for transfer in (*work.transfers, *work.after_update)}
     rings = {
@@ -118,7 +122,7 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
             ),
             sync_s=in_flight_s + after_s,
             bytes=round((sent - _saved_bytes(job, roster, kind.member, work)) / work.every),
-            memory_bytes=peak_memory_bytes(job.shape, roster, kind.member.rank, recompute=job.spec.model.recompute),
+            memory_bytes=kind.memory_bytes,
         )
         for kind, timing in zip(kinds, times, strict=True)
     ]
@@ -171,7 +175,7 @@ def _saved_bytes(job: Job, roster: Roster, member: Member, work: SyncWorkload) -
     return work.bf16_saved_bytes * gradients_fit_bf16(member) + work.row_bytes * fewer_rows
 
 
-def _group_ranks(cluster: Cluster, roster: Roster) -> tuple[list[_RankGroup], list[int]]:
+def _group_ranks(job: Job, cluster: Cluster, roster: Roster) -> tuple[list[_RankGroup], list[int]]:
     """Return groups of identical ranks, and the group index of each rank."""
     hosts, shares = {name: id(host) for name, host in cluster.hosts.items()}, roster.mean_shares
     keys = [(hosts[m.host], m.is_gpu, m.dtype, m.share, m.micro_batch, share)
@@ -180,9 +184,20 @@ def _group_ranks(cluster: Cluster, roster: Roster) -> tuple[list[_RankGroup], li
     numbers = {key: number for number, key in enumerate(counted)}
     group_of_rank = [numbers[key] for key in keys]
     firsts = [keys.index(key) for key in counted]
-    kinds = [_RankGroup(roster.members[rank], shares[rank], num)
+    kinds = [_RankGroup(roster.members[rank], shares[rank], num, *_memory_and_page_faults(job, cluster, roster, rank))
              for rank, num in zip(firsts, counted.values(), strict=True)]  # fmt: skip
     return kinds, group_of_rank
+
+
+def _memory_and_page_faults(job: Job, cluster: Cluster, roster: Roster, rank: int) -> tuple[int | None, float]:
+    """Return a rank's peak memory and, where its host's memory is known, the seconds of its page faults in a step."""
+    if isinstance(job.shape, ProgramModel):
+        return job.shape.peak_memory_bytes, 0.0
+    host = cluster.hosts[roster.members[rank].host]
+    need = peak_memory(job.shape, roster, rank, recompute=job.spec.model.recompute, host_memory_bytes=host.memory_bytes)
+    if host.memory_bytes is None or roster.members[rank].is_gpu:
+        return need.total, 0.0
+    return need.total, faulted_bytes(job.shape, roster, need) * PAGE_FAULT_S_PER_BYTE / (host.cpus or 1)
 
 
 def _solve_overlap(
@@ -285,7 +300,7 @@ def _rank_times(
     packing_s += work.encoded_bytes / work.every * codec_s_per_byte(host, roster.sync)
     return _RankTimes(
         compute_start_s=host.update_s * work.update_fraction + host.data_s,
-        compute_s=passes_s + packing_s + stolen_s,
+        compute_s=passes_s + packing_s + kind.page_faults_s + stolen_s,
         backward_s=backward_fraction(job) * last_s + stolen_s,
     )
 

@@ -21,8 +21,7 @@ import math
 
 import msgspec
 
-from evener.core.model.fine_tuning import FineTuning, ModelShape
-from evener.core.model.gradients import ProgramModel
+from evener.core.model.fine_tuning import FineTuning
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
 from evener.core.run.roster import Roster, gather_dtype
 from evener.plan.cost.fine_tuning_memory import LIBRARY_BYTES, activation_bytes, base_bytes, heap_fragmentation
@@ -53,9 +52,15 @@ BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's 
 # core/cluster/host_info.py), and the allocations of a step do not fit the holes that other sizes left. *Measured*
 # (glibc 2.36, 2026-11): with MALLOC_MMAP_THRESHOLD_=131072, which maps and unmaps blocks one by one, the peaks of 16
 # runs were the sum of the other causes within 1 %. In the heap, the memory that a step allocates and frees took 0.29 to
-# 0.83 of its size more in 14 runs of char, gpt2, d4 and d8, median 0.55. So this is a *fit*, without a theory. With
-# sharded weights blocks are unmapped, too (`unmap_freed_blocks`).
+# 0.83 of its size more in 14 runs of char, gpt2, d4 and d8, median 0.55. So this is a *fit*, without a theory.
 HEAP_FRAGMENTATION = 0.55
+# Ranks with sharded weights keep freed memory, too, if the peaks of a host then fill at most half of its memory; else
+# they unmap freed blocks (`unmap_freed_blocks`). Half is an *assumption*: the fit may be far off, and a host has other
+# use. Of what a step allocates and frees, gathered weights included, fsdp and zero1 took 0.7 to 1.0 more in 5 runs of
+# char and gpt2, median 0.8; fsdp 1.9 with 85M parameters and 64 tokens (*measured*, 2026-11-30).
+SHARDED_FRAGMENTATION = 0.8
+SHARDED_HEAP_FILL = 0.5
+ACTIVATION_PASSES = 4  # bytes of new blocks in forward and backward of a micro-batch / activations: see faulted_bytes
 
 
 class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,19 +81,12 @@ class MemoryBreakdown(msgspec.Struct, frozen=True, kw_only=True):
         return sum(getattr(self, field) for field in self.__struct_fields__)
 
 
-def peak_memory_bytes(shape: ModelShape, roster: Roster, rank: int, *, recompute: bool = False) -> int | None:
-    """Return the bytes that a rank needs at the worst moment of a step: of a user's program as many as it was measured
-    to need, whatever its share; None if that is not known.
-    """
-    if isinstance(shape, ProgramModel):
-        return shape.peak_memory_bytes
-    return peak_memory(shape, roster, rank, recompute=recompute).total
-
-
-def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, recompute: bool = False) -> MemoryBreakdown:
+def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, recompute: bool = False,
+                host_memory_bytes: int | None = None) -> MemoryBreakdown:  # fmt: skip
     """Return the bytes, by cause, that a rank needs at the worst moment of its largest micro-batch.
 
     Forward runs with gradients in memory if a step has several micro-batches, or if the strategy keeps them in buckets.
+    Where the host's memory is short or not known, ranks with sharded weights unmap freed blocks: no fragmentation.
 
     >>> from evener.core.run.roster import NO_SYNC, Member
     >>> from evener.core.model.shape import preset_shape
@@ -124,8 +122,7 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
     worst = max(moments, key=_MemoryMoment.total)
     gradients, activations = worst.gradients, worst.activations
     recycled = max(moment.activations for moment in moments) + _gradient_bytes(shape)
-    keeps_freed = device == "cpu" and not sync.is_sharded  # else freed blocks go back to the kernel
-    heap = int(fragmentation * recycled) if keeps_freed else 0
+    heap = fragmentation * recycled
     extra = bucket = copies = 0  # of these, saving: copies that a checkpoint of the per-rank state makes
     optimizer = 2 * weights
     largest = max(size for size, _ in dense_bucket_sizes(shape, sync.sparse, planned_bucket_bytes(shape, roster)))
@@ -156,20 +153,41 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
         # scattered: the root's; or a block's, too.
         whole = weights + block if sync.kind == "zero1" else root + 2 * block
         extra = whole * gathered_bytes // FP32 + root + (block if sync.kind != "zero1" else 0)
+        heap = SHARDED_FRAGMENTATION * (recycled + extra)
         held_weights, optimizer = weights // _num_parts(roster), optimizer // _num_parts(roster)
     if sync.sparse and isinstance(shape, GPTShape):
         tables = 1 + shape.num_value_embeddings(shape.num_layers)
         extra += num_ranks * sequences * shape.block_size * FP32 * shape.width * tables  # touched rows of all ranks
-    return MemoryBreakdown(
+    need = MemoryBreakdown(
         weights=held_weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=max(activations, copies),
         buckets=bucket,
         sync=extra,
-        fragmentation=heap,
+        fragmentation=int(heap) if device == "cpu" else 0,
         process=PROCESS_BYTES[device] + libraries + (BF16_BYTES if device == "cpu" and member.dtype != "fp32" else 0),
     )
+    num_local = sum(other.host == member.host for other in roster.members)
+    if sync.is_sharded and num_local * need.total > SHARDED_HEAP_FILL * (host_memory_bytes or 0):
+        return msgspec.structs.replace(need, fragmentation=0)
+    return need
+
+
+def faulted_bytes(shape: GPTShape | FineTuning, roster: Roster, need: MemoryBreakdown) -> float:
+    """Return the bytes that a sharded rank maps anew in a step because it unmapped them: 0 where it keeps freed memory.
+
+    Of P bytes of weights a gathering fills 2P, or in bf16 P: what is received, and the weights. A reduction fills 2P,
+    gradients and what is sent, and among n ranks (n+1)/n P: what is received, its sum and the part that is kept.
+    Activations and temporaries were about 4 times the activations of the worst moment (*fit*, CPU time of char and gpt2, 2026-11-30).
+    """
+    if not roster.sync.is_sharded or need.fragmentation:
+        return 0.0
+    passes = roster.num_passes(0, roster.shares)
+    gathers = (2 * passes if roster.sync.kind != "zero1" else 1) * (0.5 if gather_dtype(roster) == "bf16" else 1)
+    parts = _num_parts(roster)
+    weights = (2 * gathers + 2 + (parts + 1) / parts) * FP32 * shape.num_params()
+    return weights + ACTIVATION_PASSES * passes * need.activations
 
 
 def _num_parts(roster: Roster) -> int:

@@ -24,6 +24,7 @@ from torch import nn
 
 from evener.core.base.errors import UsageError
 from evener.core.cluster.host_info import disable_malloc_trim, local_host_info, unmap_freed_blocks
+from evener.core.model.shape import GPTShape
 from evener.core.run.membership_epoch import is_elastic
 from evener.core.run.resolve import ResolvedRun, default_run_path, starting_checkpoint
 from evener.core.run.roster import Member, Roster
@@ -32,6 +33,7 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Checkpoint, Contention
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepRecord
+from evener.plan.cost.memory import peak_memory
 from evener.worker.membership import Membership
 from evener.worker.membership.elastic import ElasticMembership
 from evener.worker.membership.fixed import FixedMembership
@@ -77,8 +79,17 @@ def join(spec: RunSpec | None = None, resolved: ResolvedRun | None = None, *, re
     start_heartbeat()
     run = Run(spec or RunSpec(), resolved, resume)
     if run.device.type == "cpu":
-        unmap_freed_blocks() if run.roster.sync.is_sharded else disable_malloc_trim()
+        disable_malloc_trim() if _keeps_freed_memory(run, resolved) else unmap_freed_blocks()
     return run
+
+
+def _keeps_freed_memory(run: Run, resolved: ResolvedRun | None) -> bool:
+    """Return whether malloc keeps freed memory: with sharded weights only where its host has plenty."""
+    if not run.roster.sync.is_sharded or resolved is None or not isinstance(resolved.shape, GPTShape):
+        return True
+    need = peak_memory(resolved.shape, run.roster, run.rank, recompute=run.spec.model.recompute,
+                       host_memory_bytes=local_host_info().memory_bytes)  # fmt: skip
+    return need.fragmentation > 0
 
 
 def _open_run_dir(spec: RunSpec, group: ProcessGroups) -> RunWriter:
