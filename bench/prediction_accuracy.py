@@ -1,8 +1,9 @@
 """How near is a prediction? Emulated hosts, each lab probed afresh, then trained on; predicted beside measured.
 
-    python bench/prediction_accuracy.py [--only TEXT] [--steps N] [--syncs ddp,int8,…]
+    python bench/prediction_accuracy.py [--only TEXT] [--steps N] [--syncs ddp,int8,…] [--accumulations 1,4]
 
-{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × sync strategies. Bytes are
+{100 Mbit, 1 Gbit} × {2, 3 hosts} × {equal, one at half speed} × {accumulation 1, 4} × sync strategies. The peak memory
+is that of the rank whose prediction is furthest off. Bytes are
 compared with the kernel's counters of what each connection between hosts has received, each byte once (where several
 share a slow cable its queue overflows, and up to a tenth is sent again), but for the agents' messages to each other,
 read at the same place of two steps, or of two rounds where replicas agree every so many steps: ten rounds apart where
@@ -21,6 +22,7 @@ import argparse
 import datetime
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -54,6 +56,8 @@ SYNC_STRATEGIES = (
     "ddp+sparse",
     "packed+sparse",
     "int8+sparse",
+    "fsdp",
+    "zero1",
 )
 BLOCK_SIZE = 256  # tokens
 ACCUMULATIONS = (1, 4)
@@ -129,8 +133,12 @@ def measure_cell(lab: EmulatedLab, folder: Path, fleet: Path, rate: str, num_hos
     prediction = read_prediction(rundir)
     assert prediction is not None
     option, summary = prediction.option(prediction.chosen), summarize_run(rundir)
+    result = rundir.manifest().result
+    assert result is not None
     sent = {member.host: option.ranks[member.rank].bytes for member in option.roster.members}
     bytes_off = max(abs(sent[name] / measured - 1) for name, measured in counts.items())
+    peaks = zip(option.ranks, result.peak_memory_bytes, strict=True)
+    memory_off = max((rank.memory_bytes / peak - 1 for rank, peak in peaks if rank.memory_bytes), key=abs)
     slow = option.straggler_cost
     took = summary.ranks[option.straggler.rank]
     return {
@@ -143,6 +151,8 @@ def measure_cell(lab: EmulatedLab, folder: Path, fleet: Path, rate: str, num_hos
         "measured_s": summary.step_p50_s,
         "off": option.step_s / (summary.step_p50_s or 1) - 1,
         "bytes_off": bytes_off,
+        "memory_off": memory_off,
+        "peak_memory_bytes": result.peak_memory_bytes,
         "predicted": {part: getattr(slow.cost, part) for part in PHASES} | {"sync_s": slow.sync_s},
         "measured": {part: getattr(took.typical, part) for part in PHASES} | {"sync_s": took.sync_s},
         "ranks": [
@@ -185,18 +195,21 @@ def main() -> None:
     parser.add_argument("--only", default="", help="labs whose title holds this")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--syncs", default=",".join(SYNC_STRATEGIES))
+    parser.add_argument("--accumulations", default=",".join(map(str, ACCUMULATIONS)), help="micro-batches of a step")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the lab is taken down
+    syncs, accumulations = args.syncs.split(","), [int(word) for word in args.accumulations.split(",")]
     with tempfile.TemporaryDirectory(prefix="evener-grid-") as name:
         folder = Path(name)
         run_evener(folder, "data", "verbs", "--out", str(folder / "verbs"))
-        run_evener(
-            folder, "data", "python", "--tokenizer", "bpe", "--vocab-size", "32768", "--out", str(folder / "python")
-        )
+        if any(parse_sync(sync).sparse for sync in syncs):
+            tokenizer = ("--tokenizer", "bpe", "--vocab-size", "32768")
+            run_evener(folder, "data", "python", *tokenizer, "--out", str(folder / "python"))
         for number, (rate, hosts, equal) in enumerate(grid()):
             title = f"{rate} {hosts} hosts {'equal' if equal else '1 : 0.5'}"
             for attempt in range(2):
                 known = {cell_key(row) for row in load_results() if row["counts"]}
-                left = [(accumulation, sync) for accumulation in ACCUMULATIONS for sync in args.syncs.split(",")
+                left = [(accumulation, sync) for accumulation in accumulations for sync in syncs
                         if (rate, hosts, equal, accumulation, sync) not in known]  # fmt: skip
                 if args.only not in title or not left:
                     break
@@ -209,7 +222,7 @@ def main() -> None:
                         beside = {"counts": is_steady or attempt == 1, "date": f"{datetime.date.today()}"}
                         beside |= {"steps": args.steps, "code": code_hash()}
                         file.write(json.dumps(row | beside, sort_keys=True) + "\n")
-    print_summary(args.syncs.split(","))
+    print_summary(syncs)
 
 
 def load_results() -> list[dict[str, Any]]:
@@ -233,8 +246,10 @@ def print_summary(syncs: list[str]) -> None:
         mine = [row for row in rows if sync in (row["sync"], "all")]
         if mine:
             off = [abs(row["off"]) for row in mine]
+            of_memory = [abs(row["memory_off"]) for row in mine if "memory_off" in row]  # older rows have none
+            memory = f"; memory: median {statistics.median(of_memory):.1%} off" if of_memory else ""
             print(f"{sync:24} step: median {statistics.median(off):6.1%} off, worst {max(off):6.1%} of {len(off):3}; "
-                  f"bytes: worst {max(row['bytes_off'] for row in mine):.2%} off")  # fmt: skip
+                  f"bytes: worst {max(row['bytes_off'] for row in mine):.2%} off{memory}")  # fmt: skip
 
 
 def format_row(row: dict[str, Any]) -> str:
@@ -242,7 +257,7 @@ def format_row(row: dict[str, Any]) -> str:
     parts = "  ".join(f"{part.removesuffix('_s')} {row['predicted'][part]:.2f}/{row['measured'][part] or 0:.2f}"
                       for part in ("compute_s", "exposed_sync_s", "optimizer_s", "sync_s"))  # fmt: skip
     step = f"{row['predicted_s']:6.2f} s predicted, {row['measured_s']:6.2f} s measured, {row['off']:+6.1%}"
-    beside = f"bytes {row['bytes_off']:.2%} off; drift {row['drift']:+.0%}"
+    beside = f"bytes {row['bytes_off']:.2%} and memory {row['memory_off']:+.1%} off; drift {row['drift']:+.0%}"
     return f"{row['sync']:10} ×{row['accumulation']} {step}; {beside}; {parts}"
 
 
