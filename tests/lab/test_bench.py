@@ -70,3 +70,10 @@ def test_fleet_bench_runs_single_hosts_combinations_and_strategies(
     assert (tmp_path / "ways/strategies.png").is_file()
     assert (tmp_path / "ways/report.html").is_file()
     lab.down()
+
+
+def test_pipeline_prototype_learns_what_one_process_learns(corpus: Path) -> None:
+    """Two stages on two hosts, in fp32: losses within 1e-5."""
+    argv = [sys.executable, str(Path(__file__).parents[2] / "bench" / "pipeline.py"), "--data", str(corpus), "--check"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
