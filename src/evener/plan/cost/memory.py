@@ -179,7 +179,8 @@ def faulted_bytes(shape: GPTShape | FineTuning, roster: Roster, need: MemoryBrea
 
     Of P bytes of weights a gathering fills 2P, or in bf16 P: what is received, and the weights. A reduction fills 2P,
     gradients and what is sent, and among n ranks (n+1)/n P: what is received, its sum and the part that is kept.
-    Activations and temporaries were about 4 times the activations of the worst moment (*fit*, CPU time of char and gpt2, 2026-11-30).
+    Activations and temporaries were about 4 times the activations of the worst moment (*fit*, CPU time of char and
+    gpt2, 2026-11-30).
     """
     if not roster.sync.is_sharded or need.fragmentation:
         return 0.0
