@@ -81,6 +81,7 @@ VALUES = {
     "auto",
     "bpe",
     "char",
+    "compute",
     "friend",
     "gpu",
     "laptop",

@@ -1,5 +1,6 @@
 """Set-ups of the benches: the same training by each host and combination of hosts, or by each sync strategy.
 
+compute      the operations of one process's training step
 fleet        each host alone: one process, one process per core, its GPUs; then together, the fastest first
 strategies   the fastest host alone, then all hosts with each sync strategy, for the same steps
 """
@@ -8,10 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from evener.core.base.decoding import from_builtins
+from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.units import pluralize
+from evener.core.cluster.compute_profile import ComputeBenchSpec
+from evener.core.model.corpus import load_corpus
+from evener.core.model.shape import PRESETS, preset_shape
 from evener.core.run.prediction import Job
 from evener.core.run.resolve import check_sync_for_shape
 from evener.core.run.roster import parse_sync
@@ -47,6 +54,29 @@ def scaling_bench_spec(model: str, batch: int, seconds: float) -> RunSpec:
         eval=EvalSpec(eval_every=0),
         machine=MachineSpec(contention=True),
     )
+
+
+def compute_bench_spec(
+    model: str, batch: int, seconds: float, corpora: Sequence[str] | None, given: dict[str, Any]
+) -> ComputeBenchSpec:
+    """Return the spec of a compute bench, without dropout unless `given` says so; UsageError if a value is wrong.
+
+    `given` has fields of ComputeBenchSpec, and dropout and vocab_size, which otherwise is that of the corpus.
+    """
+    if model not in PRESETS:
+        raise UsageError(f"--model {model}: no such preset", hint=did_you_mean(model, PRESETS))
+    if corpora and len(corpora) > 1:
+        raise UsageError("--preset compute takes one corpus")
+    fields = {"batch": batch, "seconds": seconds} | given
+    vocab_size = load_corpus(corpora[0]).vocab_size if corpora else PRESETS[model].vocab_size
+    vocab_size, dropout = fields.pop("vocab_size", vocab_size), fields.pop("dropout", 0.0)
+    fields["shape"] = preset_shape(model, vocab_size, dropout=dropout)
+    try:
+        return from_builtins(fields, ComputeBenchSpec)
+    except msgspec.ValidationError as error:
+        known = {"dtype": "auto, fp32 or bf16", "device": "auto, cpu or cuda"}
+        flag = next(name for name in known if f"$.{name}" in str(error))
+        raise UsageError(f"--{flag} {fields[flag]}: expected {known[flag]}") from None
 
 
 def fleet_bench_spec(data: str, model: str, batch: int, seconds: float) -> RunSpec:

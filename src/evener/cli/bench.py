@@ -6,15 +6,17 @@ import typer
 
 from evener.cli.trust import TRUST
 
-EXAMPLES = "evener bench --seconds 20\nevener bench --fleet fleet.toml"
+EXAMPLES = "evener bench --seconds 20\nevener bench --fleet fleet.toml\nevener bench --preset compute --dtype fp32"
+PRESETS = ["scaling", "compute", "fleet", "strategies"]
+COMPUTE_FLAGS = ("dtype", "device", "threads", "dropout", "vocab_size")
 
 
 def bench(
     preset: str | None = typer.Option(
         None,
-        metavar="scaling|fleet|strategies",
-        help="scaling: 1, 2, … processes on this machine; fleet: hosts alone and together; strategies: sync "
-        "strategies [scaling; with --fleet fleet]",
+        metavar="scaling|compute|fleet|strategies",
+        help="scaling: 1, 2, … processes on this machine; compute: the operations of one process's step; fleet: hosts "
+        "alone and together; strategies: sync strategies [scaling; with --fleet fleet]",
     ),
     fleet: str | None = typer.Option(None, metavar="FILE", help="hosts to measure [strategies: fleet.toml]"),
     hosts: str | None = typer.Option(None, metavar="NAME,…", help="only these hosts of the fleet [all]"),
@@ -26,6 +28,11 @@ def bench(
     ranks: list[int] | None = typer.Option(None, min=1, max=1024, help="scaling: numbers of processes [1, 2, … cores]"),
     model: str = typer.Option("char", help="model to train"),
     batch: int | None = typer.Option(None, min=1, help="sequences in the global batch [8; strategies: 16]"),
+    dtype: str | None = typer.Option(None, metavar="auto|fp32|bf16", help="compute: of the arithmetic [auto]"),
+    device: str | None = typer.Option(None, metavar="auto|cpu|cuda", help="compute: what to measure [auto]"),
+    threads: int | None = typer.Option(None, min=1, max=1024, help="compute: threads on a CPU [cores]"),
+    dropout: float | None = typer.Option(None, min=0.0, max=0.99, help="compute: share of activations dropped [0]"),
+    vocab_size: int | None = typer.Option(None, min=1, help="compute: vocabulary [of --data, else the preset's]"),
     force: bool = typer.Option(False, "--force", help="scaling: replace an existing folder"),
     trust: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
@@ -37,18 +44,29 @@ def bench(
     together: tokens/s and all-reduce time. With --preset strategies: all hosts with each sync strategy, for the same
     steps: tokens/s against loss. Prints a table and an explanation, and writes a picture and a page. On a fleet a
     stopped bench continues where it was.
+
+    With --preset compute: each operation of one process's training step beside the least time that it could take, by
+    the rates of matrix products and memory measured in the same minutes; writes nothing.
     """
-    from evener.bench.setups import fleet_bench_spec, scaling_bench_spec, strategies_bench_spec
+    from evener.bench.setups import compute_bench_spec, fleet_bench_spec, scaling_bench_spec, strategies_bench_spec
     from evener.cli import bench_local
     from evener.core.base.errors import UsageError, did_you_mean
 
     preset = preset or ("scaling" if fleet is None else "fleet")
+    if preset not in PRESETS:
+        raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, PRESETS))
+    flags = dict(zip(COMPUTE_FLAGS, (dtype, device, threads, dropout, vocab_size), strict=True))
+    given = {name: value for name, value in flags.items() if value is not None}
+    if preset == "compute":
+        from evener.cli.bench_compute import run_compute_bench
+
+        return run_compute_bench(compute_bench_spec(model, batch or 8, seconds, data, given), as_json)
+    if given:
+        flag = next(iter(given)).replace("_", "-")
+        raise UsageError(f"--{flag}: --preset {preset} has its own", hint="only --preset compute takes it")
     if preset == "scaling":
         spec = scaling_bench_spec(model, batch or 8, seconds)
         return bench_local.run_scaling_bench(spec, data, out, ranks, force, as_json)
-    if preset not in ("fleet", "strategies"):
-        presets = ["scaling", "fleet", "strategies"]
-        raise UsageError(f"--preset {preset}: no such preset", hint=did_you_mean(preset, presets))
     from evener.cli import bench_fleet
     from evener.cli.trust import approve_fleet
     from evener.core.cluster.fleet_file import fleet_path, load_fleet, select_hosts
