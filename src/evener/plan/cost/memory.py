@@ -279,8 +279,7 @@ class _MicroBatchMemory:
         after = kept(num_layers)
         if self.device == "cpu":  # the loss comes with its gradients, chunk by chunk
             rows = min(N, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // V))
-            chunk = (FP32 + (e if e < FP32 else 0)) * rows * V
-            of_loss = start + during + 3 * stream + chunk + e * V * C * ((e < FP32) + self.casts_weights)
+            of_loss = start + during + 3 * stream + e * rows * V + e * V * C * ((e < FP32) + self.casts_weights)
             moments = [_MemoryMoment(held or table, of_loss + (table if held else 0))]
         else:
             end_of_forward = start + during + head + e * N * V + (logits if e < FP32 else 0) + logits
