@@ -74,6 +74,7 @@ docs-generate: .venv/tools
 	$(BIN)/python docs/generate/reference.py
 	$(BIN)/python docs/generate/published.py
 	$(BIN)/python docs/generate/fast.py
+	$(BIN)/python docs/generate/gpu.py
 	$(BIN)/python docs/generate/log.py
 
 # Without bytecode, which a first import makes: of most of the modules nobody imports any.

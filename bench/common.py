@@ -68,12 +68,13 @@ def torchrun_command(script: str, args: list[str]) -> list[str]:
     return [sys.executable, *torchrun, script, *args]
 
 
-def resolve_benchmark_run(model: str, batch: int, steps: int, *flags: str) -> ResolvedRun:
+def resolve_benchmark_run(model: str, batch: int, steps: int, *flags: str, data: str | None = None) -> ResolvedRun:
     """A run of which nothing but steps is wanted: no evaluation, no checkpoint, no dropout."""
     return resolve(
         parse_args(
             [
-                *("--data", str(ensure_verb_corpus()), "--model", model, "--batch", str(batch), "--steps", str(steps)),
+                *("--data", data or str(ensure_verb_corpus()), "--model", model),
+                *("--batch", str(batch), "--steps", str(steps)),
                 *("--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--verify-every", "0"),
                 *("--compile", "off", "--dtype", "fp32", "--shares", "equal"),
                 *("--out", str(Path(tempfile.mkdtemp()) / "run"), *flags),
@@ -84,6 +85,7 @@ def resolve_benchmark_run(model: str, batch: int, steps: int, *flags: str) -> Re
 
 def evener_steps(run: Run, resolved: ResolvedRun) -> Iterator[float]:
     """evener's own loop, a step each time it is asked; the seconds it took. The first rehearses: it is left out."""
+    from evener.worker.probe.sustained_bench import synchronize_device
     from evener.worker.train.loop import build_model
     from evener.worker.train.optim import adamw, set_hyperparameters
     from evener.worker.train.token_blocks import TokenBlocks
@@ -99,6 +101,7 @@ def evener_steps(run: Run, resolved: ResolvedRun) -> Iterator[float]:
                 loss_sum = model(tokens, targets)
             step.backward(loss_sum)
         step.update(optimizer)
+        synchronize_device(run.device)
         if step.index:
             yield time.perf_counter() - began
         began = time.perf_counter()

@@ -13,17 +13,20 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psutil
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 
 from evener.core.run.rundir import Contention, RunDir
 from evener.core.run.runwriter import RunWriter
 
 from . import guard, sample_runs, tiers
 from .ranks import Server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -207,6 +210,8 @@ def browser() -> Iterator[Browser]:
         pytest.fail("there is no chromium: apt install chromium")
     if CHROMIUM is None:
         pytest.skip("there is no chromium: apt install chromium")
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser

@@ -22,7 +22,7 @@ def stated() -> list[Any]:
     return [row for found in rows().values() for row in found if row.is_stated]
 
 
-@pytest.mark.parametrize("name", ["published", "fast"])
+@pytest.mark.parametrize("name", ["published", "fast", "gpu"])
 def test_generated_page_is_up_to_date(name):
     module = MODULE if name == "published" else runpy.run_path(str(DOCS / "generate" / f"{name}.py"))
     assert (DOCS / "figures" / f"{name}.md").read_text() == module["page"](), "make docs-generate writes it anew"
