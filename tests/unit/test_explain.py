@@ -152,6 +152,12 @@ def test_straggler_is_explained_with_reason(one, two, costs, other, why):
     assert explain_bottleneck(run).startswith("Limited by rank 1, for which rank 0 waits 49% of each step; ")
 
 
+def test_share_of_program_counts_samples(two):
+    run = two([{"wait_s": 0.05}, {"compute_s": 0.1}], tokens=[400, 624])
+    run = msgspec.structs.replace(run, manifest=msgspec.structs.replace(run.manifest, shape=None, unit="samples"))
+    assert "its share of the batch is larger, 624 samples against 400" in " ".join(explain_run(run))
+
+
 def test_ranks_late_in_turns_are_explained(one, two):
     text = explain_scaling([one(), two([{"wait_s": 0.03}, {"wait_s": 0.028, "compute_s": 0.052}])])
     assert named(text) == ["late"]

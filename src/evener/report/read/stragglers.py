@@ -99,7 +99,8 @@ def straggler_reason(summary: RunSummary, slow: RankSummary, fast: RankSummary) 
     fast_name = summary.rank_label(fast)
     if slow.tokens and fast.tokens and slow.tokens > 1.05 * fast.tokens:
         return (
-            f"its share of the batch is larger, {format_count(slow.tokens)} tokens against {format_count(fast.tokens)}"
+            f"its share of the batch is larger, {format_count(slow.tokens)} {summary.unit} against "
+            f"{format_count(fast.tokens)}"
         )
     behind_s = (fast.typical.wait_s or 0.0) - (slow.typical.wait_s or 0.0)
     input_s = (slow.typical.data_s or 0.0) - (fast.typical.data_s or 0.0)
