@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel.distributed import _DDPSink
 
 from evener.core.script.training_facts import (
     BatchNormFacts,
@@ -85,6 +86,17 @@ X = torch.randn(6, 5, requires_grad=True)
 CLASSES = torch.arange(6) % 5
 
 
+class Sink:
+    """Stands for the DDP model, to which the node refers."""
+
+    _ddp_sink_clone = True
+
+
+def through_ddp(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss as a DDP model with find_unused_parameters returns it, the second of its outputs."""
+    return _DDPSink.apply(lambda: Sink, X * 2, loss)[1]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("loss", "expected"),  # expected: rows, factor, whether it is a mean, whether it is the plain mean of its rows
     [
@@ -100,10 +112,11 @@ CLASSES = torch.arange(6) % 5
         (F.mse_loss(X, torch.zeros(6, 5)) + X.sum(), None),
         (X.mean() * X.sum(), None),
         (nn.Parameter(torch.ones(())), None),
+        (through_ddp(F.cross_entropy(X, CLASSES)) * 2, (6, 2.0, True, True)),
     ],
 )
 def test_reduction_of_loss(loss: torch.Tensor, expected: tuple[int, float, bool, bool] | None) -> None:
-    found = find_reduction(loss.grad_fn)
+    found = find_reduction(loss)
     if expected is None:
         assert found is None
     else:

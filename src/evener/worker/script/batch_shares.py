@@ -6,7 +6,8 @@
 
 DDP's average of n gradients, each a mean over b_r samples, is then the mean over nb samples. Batches are divided where
 the program iterates over them: a DataLoader with a DistributedSampler, or with accelerate's BatchSamplerShard, as
-transformers' Trainer has. What is evaluated, under no_grad or by a model in eval(), is not divided. Where the factor
+transformers' Trainer has. What is evaluated, under no_grad or by a model in eval(), is not divided; the Trainer's own
+training batches always are, as it takes the first one before it calls train(). Where the factor
 would not be right for what backward is called with, the program is refused.
 
 A short last batch is filled with samples of its own to a multiple that has these proportions.
@@ -71,8 +72,15 @@ class BatchShares:
         self._is_weighted = False  # a backward pass was
         self._is_reduction_known = True  # False: a loss was taken as a mean without being seen as one
         self._trainer_weighs: bool | None = None  # in a step of transformers' Trainer: whether it weighs its loss
+        self._token_factor: float | None = None  # in such a step: by which a sum over tokens would be weighted
+        self._trainer_shards: weakref.WeakSet[Any] = weakref.WeakSet()  # accelerate's, of its training batches
         # DDP models, whose mode tells training from evaluation
         self.ddp_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def factor(self) -> float:
+        """The samples of this rank, by the mean over all ranks; 1 before the first batch."""
+        return self._factor or 1.0
 
     def _refuse(self, reason: str) -> None:
         shares = ":".join(f"{weight:g}" for weight in self._weights)
@@ -97,7 +105,12 @@ class BatchShares:
         import torch
 
         models = list(self.ddp_models)
-        return torch.is_grad_enabled() and (not models or any(model.module.training for model in models))
+        if not torch.is_grad_enabled():
+            return False
+        if models and not any(model.module.training for model in models):
+            self._refusal = "its model is in eval() when it begins to take batches; call model.train() before that"
+            return False
+        return True
 
     # --- loaders ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +166,8 @@ class BatchShares:
 
         @functools.wraps(iterate)
         def divided(shard: Any) -> Iterator[list[Any]]:
-            if not self._is_training() or shard.num_processes != self._world_size:
+            is_training = shard in self._trainer_shards or self._is_training()
+            if not is_training or shard.num_processes != self._world_size:
                 yield from iterate(shard)
                 return
             if not shard.even_batches or shard.batch_size is None:
@@ -179,6 +193,7 @@ class BatchShares:
         def weighted(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._depth == 0:
                 self._is_weighted = True
+                self._see_trainer_loss(tensors)
                 if not self._trainer_weighs:
                     grad_tensors = self._weighted(tensors, grad_tensors)
             self._depth += 1
@@ -208,10 +223,23 @@ class BatchShares:
             weighted.append(gradient)
         return weighted
 
+    def _see_trainer_loss(self, tensors: Any) -> None:
+        """See from the graph whether the Trainer's loss is a sum over tokens, divided by those of all ranks.
+
+        A model that ignores their number returns a mean; a subclass of the Trainer, as trl's, may divide by itself.
+        """
+        if self._token_factor is None:
+            return
+        reduction = find_reduction(tensors if hasattr(tensors, "grad_fn") else tensors[0])
+        if reduction is not None and reduction.is_mean:
+            self._trainer_weighs = None
+        elif reduction is not None and math.isclose(reduction.factor, self._token_factor, rel_tol=1e-4):
+            self._trainer_weighs = True
+
     def _check_is_mean(self, loss: Any) -> None:
         if self._trainer_weighs is not None:  # the Trainer's loss is a mean over the rank's tokens
             return
-        reduction = find_reduction(loss.grad_fn)
+        reduction = find_reduction(loss)
         if reduction is None and self._is_reduction_known:
             self._is_reduction_known = False
             warn(
@@ -231,17 +259,36 @@ class BatchShares:
             self._refuse("its gradients come from no call of backward")
 
     def note_trainer(self, step: Callable[..., Any], compute_loss: Any) -> Callable[..., Any]:
-        """Return transformers' Trainer.training_step: it may divide a sum by the tokens of all ranks by itself."""
+        """Return transformers' Trainer.training_step: it may divide a sum by the tokens of all ranks by itself.
+
+        What it returns is weighted as its gradient is, because the Trainer logs the mean of it over the ranks.
+        """
 
         @functools.wraps(step)
         def noted(trainer: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             is_own = type(trainer).compute_loss is compute_loss and trainer.compute_loss_func is None
-            if is_own and num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
-                self._trainer_weighs = bool(trainer.args.average_tokens_across_devices)
+            if num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
+                averages = bool(trainer.args.average_tokens_across_devices)
+                self._trainer_weighs = averages if is_own else None
+                self._token_factor = self._world_size / float(num_items_in_batch) if averages else None
             try:
-                return step(trainer, model, inputs, num_items_in_batch)
+                loss = step(trainer, model, inputs, num_items_in_batch)
+                return loss if self._trainer_weighs else loss * self.factor
             finally:
-                self._trainer_weighs = None
+                self._trainer_weighs = self._token_factor = None
+
+        return noted
+
+    def note_train_loader(self, get_train_dataloader: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return transformers' Trainer.get_train_dataloader that notes the batches as those of training."""
+
+        @functools.wraps(get_train_dataloader)
+        def noted(trainer: Any) -> Any:
+            loader = get_train_dataloader(trainer)
+            shard = sys.modules.get("accelerate.data_loader")
+            if shard is not None and isinstance(loader.batch_sampler, shard.BatchSamplerShard):
+                self._trainer_shards.add(loader.batch_sampler)
+            return loader
 
         return noted
 
@@ -288,6 +335,7 @@ def divide_batches(shares: BatchShares) -> dict[str, ModuleChange]:
         module.BatchSamplerShard.__iter__ = shares.divide_shard(module.BatchSamplerShard.__iter__)
 
     def change_trainer(module: ModuleType) -> None:
+        module.Trainer.get_train_dataloader = shares.note_train_loader(module.Trainer.get_train_dataloader)
         module.Trainer.training_step = shares.note_trainer(module.Trainer.training_step, module.Trainer.compute_loss)
 
     def change_ddp(module: ModuleType) -> None:

@@ -87,6 +87,7 @@ class TrainingChecks:
         self._reported: set[str] = set()
         self._averaged_in: set[int] = set()  # steps in which averaged gradients were all-reduced
         self._losses: deque[Reduction] = deque(maxlen=MAX_LOSSES)  # of this step
+        self._is_in_trainer = False  # in a training_step of transformers' Trainer
         self._pid, self._num_saves = os.getpid(), 0
         self._saved_by: dict[str, int] = {}  # the rank that first saved a file, as far as the list was read
         self._saves_read = 0  # bytes of the list
@@ -338,14 +339,40 @@ class TrainingChecks:
 
         @functools.wraps(backward)
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if "accumulation" not in self._reported:
+            if self._is_in_trainer or "accumulation" not in self._reported:
                 with contextlib.suppress(Exception):  # a graph of another kind
                     loss = tensors if hasattr(tensors, "grad_fn") else tensors[0]
-                    if (reduction := find_reduction(loss.grad_fn)) is not None:
+                    if (reduction := find_reduction(loss)) is not None:
                         self._losses.append(reduction)
+                        self._check_trainer(reduction)
             return backward(tensors, *args, **kwargs)
 
         return noted
+
+    def see_trainer(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return transformers' Trainer.training_step that notes that backward is called by it."""
+
+        @functools.wraps(step)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_trainer = True
+            try:
+                return step(*args, **kwargs)
+            finally:
+                self._is_in_trainer = False
+
+        return noted
+
+    def _check_trainer(self, loss: Reduction) -> None:
+        """Report a loss that is a mean although the Trainer takes it for a sum over the tokens of all ranks."""
+        if self._is_in_trainer and loss.is_mean and loss.factor == self._world_size > 1:
+            self._report_once(
+                "trainer",
+                f"transformers' Trainer multiplies the loss by {self._world_size}, the number of ranks, because the "
+                f"model's forward takes num_items_in_batch; the model ignores it, so gradients are {self._world_size} "
+                "times those of one process",
+                "set model.accepts_loss_kwargs = False before you make the Trainer, or use EvenerTrainer of "
+                "evener.integrations.transformers",
+            )
 
     def _check_accumulation(self, use: _OptimizerUse) -> None:
         """Compare the losses of an update's backward passes: the same sizes in each update are meant."""
@@ -435,6 +462,7 @@ def check_training(checks: TrainingChecks) -> dict[str, list[ModuleChange]]:
     }
     if launched_rank() == 0:
         changes["torch.autograd"] = [change(None, "backward", checks.see_loss)]
+        changes["transformers.trainer"] = [change("Trainer", "training_step", checks.see_trainer)]
         changes["torch.utils.data.distributed"] = [
             change("DistributedSampler", "__iter__", checks.see_epoch),
             change("DistributedSampler", "set_epoch", checks.see_set_epoch),
