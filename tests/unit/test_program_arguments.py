@@ -49,6 +49,9 @@ def folder(tmp_path: Path) -> Path:
         ("accelerate launch --cpu --num_processes 4 --mixed_precision bf16 x.py --cpu", "x.py --cpu", None),
         ("accelerate launch -m package.module", "-m package.module", None),
         ("deepspeed --num_gpus 2 --hostfile hosts x.py --deepspeed ds.json", "x.py --deepspeed ds.json", 2),
+        ("trl sft --num_processes 2 --lr 1", "-m trl.scripts.sft --lr 1", None),
+        ("trl dpo --accelerate_config=zero2 --lr 1", "-m trl.scripts.dpo --lr 1", None),
+        ("pytest -q", "--no-python pytest -q", None),
         ("bash run.sh --lr 1", "--no-python bash run.sh --lr 1", None),
         ("./run.sh", "--no-python bash run.sh", None),
         ("./job a", "--no-python bash job a", None),
@@ -108,9 +111,11 @@ def test_processes_of_accelerate_are_those_of_all_hosts(folder: Path) -> None:
     assert (program.ranks, program.total_ranks) == (None, 4)
 
 
-def test_settings_of_a_launcher_that_are_not_followed_are_named(folder: Path) -> None:
+def test_settings_of_a_launcher_are_followed_or_named(folder: Path) -> None:
     program = parse_program(["accelerate", "launch", "--mixed_precision", "bf16", "--use_fsdp", "x.py"], folder)
-    assert "--mixed_precision and --use_fsdp: not followed" in program.describe(None)
+    described = program.describe(None)
+    assert "--use_fsdp: not followed" in described
+    assert ": evener launch --env ACCELERATE_MIXED_PRECISION=bf16 -- x.py" in described
 
 
 def test_script_elsewhere_is_its_own_project(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -69,8 +69,9 @@ def launch(
     (.env, keys, credentials) are not sent unless --include names them. Ranks get RANK, WORLD_SIZE, MASTER_ADDR, the
     right network interface, and the variables of NCCL, torch, Hugging Face and W&B that are set here. Variables that
     may hold secrets are left out: --env NAME passes one, and its value is not written to the run directory. `python`,
-    `torchrun`, `accelerate launch` or `deepspeed` before the script are left out with their options; `bash run.sh` runs
-    once a rank. On this machine Ctrl-C ends the run; on a fleet it only stops watching.
+    `torchrun`, `accelerate launch` or `deepspeed` before the script are left out with their options, and `trl sft` is
+    the module that it starts; `bash run.sh`, or a console script of a package, runs once a rank. On this machine Ctrl-C
+    ends the run; on a fleet it only stops watching.
     """
     import contextlib
     import os
@@ -106,7 +107,7 @@ def launch(
     measures = not (no_measure or independent)
     check_options(sync, shares, **switches)
     restarts = script_resume_args(membership, resume_args, shares, no_measure=not measures)
-    passed = read_passed_variables(env or [], env_file or [], os.environ)
+    passed = read_passed_variables([*parsed.variables, *(env or [])], env_file or [], os.environ)
     ranks = ranks or parsed.ranks or (parsed.total_ranks if path is None else None)
     if parsed.is_translated:
         run_output.print_status(parsed.describe(ranks))

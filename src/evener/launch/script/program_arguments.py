@@ -1,6 +1,8 @@
 """Find the program in what people type after `evener launch --`: `python x.py`, `torchrun …`, `bash run.sh`, `x.py`.
 
-evener takes the place of torchrun, accelerate and deepspeed, so their names and options are taken out. A shell script
+evener takes the place of torchrun, accelerate and deepspeed, so their names and options are taken out. `trl sft` starts
+accelerate with the module trl.scripts.sft: that is the program. Another name that is no file is a console script of the
+environment, which every host has to have. A shell script
 runs once a rank, with the variables that torchrun sets; one that calls such a launcher itself would start ranks of its
 own in every rank, and is refused.
 """
@@ -8,6 +10,7 @@ own in every rank, and is refused.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +25,7 @@ PYTHON_FLAGS = {"-u", "-B", "-O", "-OO", "-s", "-E", "-I", "-P", "-q", "-v", "-b
 PYTHON_OPTIONS = {"-W", "-X"}  # with a value
 RUN_PREFIXES = (("uv", "run"), ("poetry", "run"), ("pipenv", "run"), ("hatch", "run"), ("nohup",), ("time",), ("env",))
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*")
+TRL_TRAININGS = ("sft", "dpo", "grpo", "kto", "reward", "rloo")  # of trl 1.16, modules of trl.scripts
 OTHER_LAUNCHERS = ("mpirun", "mpiexec", "srun", "horovodrun", "colossalai", "ray", "jsrun")
 MAX_SCRIPT_BYTES = 1 << 20
 
@@ -66,7 +70,9 @@ MODULES = {one.module: name for name, one in LAUNCHERS.items()} | {
     "deepspeed": "deepspeed",
 }
 # Options that change how the program trains, and that evener does not follow.
-UNFOLLOWED = ("mixed-precision", "use-fsdp", "use-deepspeed", "gradient-accumulation-steps", "config-file", "hostfile")
+UNFOLLOWED = ("use-fsdp", "use-deepspeed", "gradient-accumulation-steps", "config-file", "hostfile")
+# The variables by which accelerate's launcher passes an option on to the program.
+FOLLOWED = {"mixed-precision": "ACCELERATE_MIXED_PRECISION"}
 # A launcher where a shell takes a command: at the start of one, after variables, and as a module of Python.
 LAUNCHER_CALL = re.compile(
     r"(?:^|[;&|(]|\b(?:then|do|else|exec|time|nohup)\b)\s*(?:[A-Za-z_]\w*=\S*\s+)*(?:uv\s+run\s+)?"
@@ -88,6 +94,7 @@ class Program:
     left_out: list[str] = field(default_factory=list)  # the words that were taken out
     unfollowed: list[str] = field(default_factory=list)  # options among them that change how a program trains
     total_ranks: int | None = None  # on all hosts together, as the launcher that was typed would start
+    variables: list[str] = field(default_factory=list)  # NAME=VALUE, as the launcher that was typed would set
 
     @property
     def is_translated(self) -> bool:
@@ -97,6 +104,7 @@ class Program:
     def describe(self, ranks: int | None) -> str:
         """Return the translation for the user; `ranks`: of each host, None: by evener's own rule."""
         options = ["--ranks", str(ranks)] if ranks is not None else []
+        options += [word for variable in self.variables for word in ("--env", variable)]
         words = self.argv[1:] if self.argv[0] == "--no-python" else self.argv
         command = quote_command(["evener", "launch", *options, "--", *words])
         text = f"evener starts the ranks itself, without {quote_command(self.left_out)}: {command}"
@@ -114,7 +122,7 @@ def parse_program(words: Sequence[str], cwd: Path) -> Program:
     rest = found.rest
     if not rest:
         raise UsageError(f"{quote_command(words)}: which program?", hint="evener launch -- SCRIPT.py ARGS")
-    details = found.ranks, found.left_out, found.unfollowed, found.total_ranks
+    details = found.ranks, found.left_out, found.unfollowed, found.total_ranks, found.variables
     if rest[0] == "-m":
         if len(rest) < 2:
             raise UsageError("-m: expected a module after it", hint="evener launch -- -m package.module ARGS")
@@ -130,6 +138,8 @@ def parse_program(words: Sequence[str], cwd: Path) -> Program:
         shell, rest = rest[:options], rest[options:]
     script = (cwd / rest[0]).resolve()
     if not script.is_file():
+        if _is_console_script(rest[0]):
+            return Program(["--no-python", *rest], rest[0], cwd, *details)
         raise UsageError(f"{rest[0]}: no such script", hint=_script_hint(rest[0], cwd))
     project = cwd if script.is_relative_to(cwd) else script.parent
     argv = [script.relative_to(project).as_posix(), *rest[1:]]
@@ -156,6 +166,7 @@ class _Reading:
     ranks: int | None = None  # on each host
     unfollowed: list[str] = field(default_factory=list)
     total_ranks: int | None = None  # on all hosts
+    variables: list[str] = field(default_factory=list)
     is_command: bool = False  # the rest is no program of Python: --no-python
 
     def leave_out(self, num: int) -> None:
@@ -186,6 +197,8 @@ def _without_launchers(words: list[str], cwd: Path) -> _Reading:
             _leave_out_launcher(found, name.partition("-")[0], 1)
         elif (name, *rest[1:2]) == ("accelerate", "launch"):
             _leave_out_launcher(found, name, 2)
+        elif name == "trl" and rest[1:2] and rest[1] in TRL_TRAININGS:
+            _leave_out_trl(found)
         elif name in OTHER_LAUNCHERS:
             script = next((i for i, word in enumerate(rest) if word.endswith(".py")), None)
             hint = ["SCRIPT.py", "ARGS"] if script is None else rest[script:]
@@ -232,11 +245,37 @@ def _leave_out_launcher(found: _Reading, name: str, start: int) -> None:
             found.ranks = int(value)
         if canonical == "num-processes" and value.isdecimal() and int(value):
             found.total_ranks = int(value)
+        if canonical in FOLLOWED:
+            found.variables.append(f"{FOLLOWED[canonical]}={value}")
         if canonical in UNFOLLOWED:
             found.unfollowed.append(option)
     found.leave_out(i)
     if is_module and found.rest:
         found.rest = ["-m", *found.rest]
+
+
+def _leave_out_trl(found: _Reading) -> None:
+    """Replace `trl sft` by the module that it starts, and leave out what it would pass on to accelerate."""
+    training = found.rest[1]
+    found.leave_out(2)
+    kept, words = ["-m", f"trl.scripts.{training}"], iter(found.rest)
+    for word in words:
+        option, has_value, value = word.partition("=")
+        if option not in ("--accelerate_config", "--num_processes"):
+            kept.append(word)
+            continue
+        given = [word] if has_value else [word, next(words, "")]
+        found.left_out += given
+        if option == "--accelerate_config":
+            found.unfollowed.append(option)
+        elif (number := value if has_value else given[1]).isdecimal() and int(number):
+            found.total_ranks = int(number)
+    found.rest = kept
+
+
+def _is_console_script(name: str) -> bool:
+    """Return whether the environment of evener has a program of this name."""
+    return Path(name).name == name and Path(sys.executable).with_name(name).is_file()
 
 
 def _is_binary(script: Path) -> bool:
