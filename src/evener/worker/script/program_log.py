@@ -1,6 +1,6 @@
 """Give evener the loss of a launched program's steps: by `evener.log`, or by what the program logs elsewhere.
 
-evener.log(loss=loss)                      in the program
+evener.log(loss=loss)                      in the program: then nothing else counts
 SummaryWriter.add_scalar("train/loss", …)  TensorBoard
 wandb.log({"loss": …})                     Weights & Biases
 Trainer.log({"loss": …})                   transformers
@@ -17,6 +17,7 @@ from typing import Any
 
 LOSS_NAME = re.compile(r"(train(ing)?[/_ ])?loss", re.IGNORECASE)
 _take_loss: Callable[[float], None] | None = None  # of this process's measurement
+_is_stated = False  # the program has called `log`
 
 
 def log(*, loss: Any) -> None:
@@ -24,6 +25,12 @@ def log(*, loss: Any) -> None:
 
     The run's loss is the mean over the ranks that give one. In a program that evener did not launch it does nothing.
     """
+    global _is_stated
+    _is_stated = True
+    _pass_on(loss)
+
+
+def _pass_on(loss: Any) -> None:
     if _take_loss is not None:
         _take_loss(float(loss.detach() if hasattr(loss, "detach") else loss))
 
@@ -54,12 +61,14 @@ def _replace(owner: Any, name: str, take: Callable[..., None]) -> None:
 
 
 def _from_scalar(tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
-    if LOSS_NAME.fullmatch(tag):
-        log(loss=scalar_value)
+    if LOSS_NAME.fullmatch(tag) and not _is_stated:
+        _pass_on(scalar_value)
 
 
 def _from_mapping(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
-    for name, value in values.items() if "train_runtime" not in values else ():  # transformers' mean of the whole run
+    if _is_stated or "train_runtime" in values:  # transformers' mean of the whole run
+        return
+    for name, value in values.items():
         if LOSS_NAME.fullmatch(name):
-            log(loss=value)
+            _pass_on(value)
             return
