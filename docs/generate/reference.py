@@ -32,6 +32,8 @@ PYTHON_API: list[tuple[str, str, str | None, str]] = [
     ("TrainStep", "worker/train/train_step.py", "TrainStep", "*"),
     ("Dataset", "worker/train/datasets.py", "Dataset", "*"),
     ("RunFrames", "report/export/dataframes.py", "RunFrames", "*"),
+    ("EvenerTrainer", "integrations/transformers.py", "EvenerTrainer", "__init__"),
+    ("EvenerStrategy", "integrations/lightning.py", "EvenerStrategy", "__init__"),
 ]
 
 
@@ -193,7 +195,8 @@ def python_page() -> str:
     """Return the page of the public Python API, read from the source without importing torch."""
     lines = [
         "`import evener` has `evener.join`, `evener.parse_args` and `evener.read_run`; what they return stands below. "
-        "[Your own training loop](../guides/own-loop.md) shows them at work.",
+        "[Your own training loop](../guides/own-loop.md) shows them at work. `evener.integrations` has classes for "
+        "[transformers and Lightning](../guides/trainers.md).",
         "",
     ]
     heading = ""

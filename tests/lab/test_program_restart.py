@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,13 +43,31 @@ for step in range(first, {NUM_STEPS}):
 dist.barrier()
 dist.destroy_process_group()
 """
+TRAINER = f"""
+import time
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments, set_seed
+from evener.integrations.transformers import EvenerTrainer
+class Slow(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        print("starts at step", state.global_step, "as one of", args.world_size, flush=True)
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(0.25)
+set_seed(0)
+data = [{{"input_ids": row, "labels": row}} for row in torch.randint(0, 50, (480, 12))]
+model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=1, n_head=2))
+arguments = TrainingArguments(
+    "out", per_device_train_batch_size=4, max_steps={NUM_STEPS}, save_steps=5, report_to=[], disable_tqdm=True
+)
+EvenerTrainer(model, arguments, train_dataset=data, callbacks=[Slow()]).train()
+"""
 EVENER = [sys.executable, "-c", "from evener.cli.main import main; main()"]
 
 
-def launch(folder: Path, file: Path, *words: str) -> subprocess.Popen[bytes]:
+def launch(folder: Path, file: Path, *words: str, program: str = PROGRAM) -> subprocess.Popen[bytes]:
     project = folder / "project"  # all of it is sent
     project.mkdir()
-    (project / "x.py").write_text(PROGRAM)
+    (project / "x.py").write_text(program)
     argv = [*EVENER, "launch", "--fleet", str(file), "--membership=restart", "--out=../run", *words]
     with (folder / "told").open("wb") as told:
         return subprocess.Popen(argv, cwd=project, stdout=told, stderr=told)
@@ -79,6 +98,29 @@ def test_program_goes_on_without_lost_host(make_lab: MakeLab, tmp_path: Path) ->
     manifest = run.manifest()
     assert (manifest.verdict, manifest.roster.hosts) == ("finished", ["b", "c"])
     assert [member.rank for member in manifest.roster.members] == [1, 2]
+    lab.down()
+
+
+def test_trainer_continues_from_checkpoint_that_remaining_hosts_have(make_lab: MakeLab, tmp_path: Path) -> None:
+    """No word of resuming is in the program or in the command."""
+    pytest.importorskip("transformers")
+    file, run = tmp_path / "fleet.toml", RunDir(tmp_path / "run")
+    lab = make_lab(file, a=HostSpec(), b=HostSpec(), c=HostSpec())
+    running = launch(tmp_path, file, "--", "x.py", program=TRAINER)
+    try:
+        wait_until(lambda: (tmp_path / "run").exists() and bool(run.recorded_ranks()), "steps are taken", WITHIN_S)
+        wait_until(lambda: len(run.records(0)) > 12, "two checkpoints", WITHIN_S)
+        lab.host("a").power_off()
+        running.wait(WITHIN_S)
+    finally:
+        subprocess.run([*EVENER, "stop", "run"], cwd=tmp_path, capture_output=True, check=False)
+        running.wait(WITHIN_S)
+    told = (tmp_path / "told").read_text()
+    assert running.returncode == 0, told
+    begins = [int(step) for step in re.findall(r"starts at step (\d+) as one of 2", told)]
+    assert begins
+    assert all(step >= 10 and step % 5 == 0 for step in begins), told
+    assert NUM_STEPS - 20 <= len(run.records(1)) <= NUM_STEPS + 5
     lab.down()
 
 

@@ -85,6 +85,7 @@ def launch(
     from evener.cli.trust import approve_fleet
     from evener.core.base.errors import RunError, UsageError
     from evener.core.cluster.fleet_file import fleet_path, load_fleet
+    from evener.core.run.roster import check_number_of_shares
     from evener.core.run.run_spec import MachineSpec
     from evener.core.run.rundir import RunDir
     from evener.launch.follow_run import follow_run
@@ -93,7 +94,6 @@ def launch(
     from evener.launch.script.predict_program import predict_program, program_digest
     from evener.launch.script.program_arguments import parse_program
     from evener.launch.script.script_options import (
-        check_number_of_shares,
         check_options,
         script_options,
         script_resume_args,

@@ -601,3 +601,31 @@ def parse_shares(text: str) -> list[float] | None:
             hint="for example 3:1",
         )
     return weights
+
+
+def parse_sync_and_shares(sync: str, shares: str) -> tuple[SyncSpec, list[float] | None]:
+    """Return the strategy and the ranks' weights, None for equal ones, of a user's own program.
+
+    Raise UsageError if there are no such, if such a program cannot have them, or not both.
+    """
+    spec = parse_sync(sync)
+    check_sync_of_program(spec)
+    if shares == "equal":
+        return spec, None
+    weights = parse_shares(shares)
+    if weights is None or not all(weights):
+        raise UsageError(
+            f"--shares {shares}: not for a program of your own",
+            hint="auto, or a number above 0 for each rank, as in 2:1",
+        )
+    if spec.drifts:
+        raise UsageError(
+            f"--shares {shares} weights gradients, and with --sync {spec} ranks exchange none", hint="one of them"
+        )
+    return spec, weights
+
+
+def check_number_of_shares(shares: str, num_ranks: int) -> None:
+    """Raise UsageError unless there is a share for each rank, or all are equal."""
+    if shares != "equal" and (number := len(shares.split(":"))) != num_ranks:
+        raise UsageError(f"--shares {shares}: {pluralize(number, 'share')}, and {pluralize(num_ranks, 'rank')}")

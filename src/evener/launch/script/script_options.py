@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 
 from evener.core.base.errors import UsageError
-from evener.core.base.units import pluralize
-from evener.core.run.roster import check_sync_of_program, parse_shares, parse_sync
+from evener.core.run.roster import parse_sync_and_shares
 
 
 def check_options(sync: str, shares: str, *, independent: bool, no_compat: bool, no_measure: bool) -> None:
@@ -26,24 +25,13 @@ def script_options(sync: str, shares: str, *, independent: bool, no_compat: bool
     """
     chosen = {"independent": independent, "no-compat": no_compat, "no-measure": no_measure}
     options = [name for name, is_set in chosen.items() if is_set]
-    spec = parse_sync(sync)
-    check_sync_of_program(spec)
+    spec, weights = parse_sync_and_shares(sync, shares)
     if spec.kind != "ddp":
         options.append(f"sync={spec}")
-    if shares != "equal":
-        weights = parse_shares(shares)
-        if weights is None or not all(weights):
-            raise UsageError(
-                f"--shares {shares}: not for a program of your own",
-                hint="auto, or a number above 0 for each rank, as in 2:1",
-            )
+    if weights is not None:
         if independent:
             raise UsageError(
                 "--shares divides a batch, and --independent ranks have none in common", hint="one of them"
-            )
-        if spec.drifts:
-            raise UsageError(
-                f"--shares {shares} weights gradients, and with --sync {spec} ranks exchange none", hint="one of them"
             )
         options.append(f"shares={shares}")
     return options
@@ -77,9 +65,3 @@ def script_resume_args(membership: str, resume_args: str, shares: str, *, no_mea
         return shlex.split(resume_args)
     except ValueError as error:
         raise UsageError(f"--resume-args {resume_args}: {error}") from None
-
-
-def check_number_of_shares(shares: str, num_ranks: int) -> None:
-    """Raise UsageError unless there is a share for each rank, or all are equal."""
-    if shares != "equal" and (number := len(shares.split(":"))) != num_ranks:
-        raise UsageError(f"--shares {shares}: {pluralize(number, 'share')}, and {pluralize(num_ranks, 'rank')}")

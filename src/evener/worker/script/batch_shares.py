@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 from evener.core.run.roster import weighted_shares
 from evener.worker.script.loss_graph import find_reduction
 from evener.worker.script.module_changer import ModuleChange, collect_instances
-from evener.worker.script.report import end_program, launched_rank, warn
+from evener.worker.script.report import end_program, warn
 
 
 def divide_batch(batch: int, weights: Sequence[float]) -> list[int]:
@@ -63,9 +62,8 @@ def own_part(whole: Sequence[Any], sizes: Sequence[int], rank: int) -> list[Any]
 class BatchShares:
     """The share of this rank."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights, self._rank = weights, launched_rank()
-        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    def __init__(self, weights: Sequence[float], rank: int, world_size: int) -> None:
+        self._weights, self._rank, self._world_size = weights, rank, world_size
         self._factor: float | None = None  # of gradients
         self._refusal = "its batches come from no DataLoader with a DistributedSampler or with accelerate's sharding"
         self._depth = 0  # of backward passes: torch's checkpoints call backward inside

@@ -181,18 +181,18 @@ class ProgramSync:
     """Has a program's DDP models synchronized by a strategy, unless a model has a communication hook of its own.
 
     A hook is made at the first forward pass, when a program has registered its own. With plain `ddp` it is torch's own,
-    which calls the all-reduce in Python.
+    which calls the all-reduce in Python. `sync` is the strategy of the models that have not come to that pass yet.
     """
 
     def __init__(self, sync: SyncSpec, measurement: StepMeasurement | None) -> None:
-        self._sync, self._measurement = sync, measurement
+        self.sync, self._measurement = sync, measurement
         # by DDP model; as it is released, the state of its synchronizer is kept
         self._synchronizers: dict[weakref.ref[Any], CompressionHook | LocalSteps] = {}
         self._num_synchronizers = 0  # that were made
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._zero_optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def changes(self) -> dict[str, list[ModuleChange]]:
+    def changes(self) -> dict[str, ModuleChange]:
         """Return what to change in modules that update or save a model, when each is imported."""
 
         def change_optimizer(optimizer: ModuleType) -> None:
@@ -206,19 +206,15 @@ class ProgramSync:
             optimizer = zero.ZeroRedundancyOptimizer
             optimizer.__init__ = collect_instances(optimizer.__init__, self._zero_optimizers)
 
-        if self._sync.is_exact:
-            return {}
-        changes: dict[str, list[ModuleChange]] = {
-            "torch.optim.optimizer": [change_optimizer],
-            "torch.serialization": [self._note_saves("save")],
-            "safetensors.torch": [self._note_saves("save_file")],
+        return {
+            "torch.optim.optimizer": change_optimizer,
+            "torch.amp.grad_scaler": change_scaler,
+            "torch.distributed.optim.zero_redundancy_optimizer": change_zero,
+            "torch.serialization": self._note_saves("save"),
+            "safetensors.torch": self._note_saves("save_file"),
             # its `save` calls torch.save in this thread
-            "torch.distributed.checkpoint.state_dict_saver": [self._note_saves("async_save")],
+            "torch.distributed.checkpoint.state_dict_saver": self._note_saves("async_save"),
         }
-        if self._sync.drifts:
-            changes["torch.amp.grad_scaler"] = [change_scaler]
-            changes["torch.distributed.optim.zero_redundancy_optimizer"] = [change_zero]
-        return changes
 
     def _note_saves(self, name: str) -> ModuleChange:
         """Return the change of a module whose function of this name saves its first argument."""
@@ -265,7 +261,7 @@ class ProgramSync:
                         model.register_comm_hook(None if is_world else model.process_group, allreduce_hook)
                     else:
                         model.register_comm_hook(None, hook)
-            is_traced = sys.modules["torch"].compiler.is_compiling() and not self._sync.drifts
+            is_traced = sys.modules["torch"].compiler.is_compiling() and not self.sync.drifts
             if self._synchronizers and model.training and not is_traced:
                 synchronizer = self._synchronizers.get(weakref.ref(model))
                 if synchronizer is not None:
@@ -291,8 +287,8 @@ class ProgramSync:
             synchronizer.keep_after_update()
         if not are_equal and launched_rank() == 0:
             warn(
-                f"the program has ended between two exchanges of {self._sync}: what rank 0 saved last is its own model",
-                hint=f"a number of updates that {self._sync.every} divides, also between two checkpoints",
+                f"the program has ended between two exchanges of {self.sync}: what rank 0 saved last is its own model",
+                hint=f"a number of updates that {self.sync.every} divides, also between two checkpoints",
             )
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
@@ -306,7 +302,7 @@ class ProgramSync:
 
     def _make_hook(self, model: Any) -> Any:
         """Return the hook of a strategy for a model; None: torch's own."""
-        if self._sync == DDP:
+        if self.sync == DDP:
             return None
         from evener.worker.script.program_sync import as_function, make_synchronizer
 
@@ -316,7 +312,7 @@ class ProgramSync:
         elif self._zero_optimizers:
             why_not_local = "the program's ZeroRedundancyOptimizer updates each tensor with the gradients of one rank"
         number = self._num_synchronizers
-        made = make_synchronizer(model, self._sync, self._measurement, number, why_not_local=why_not_local)
+        made = make_synchronizer(model, self.sync, self._measurement, number, why_not_local=why_not_local)
         if made is None:
             return None
         self._num_synchronizers += 1

@@ -6,6 +6,8 @@
 
 Nothing of torch is imported that the program does not import. Processes that the rank starts (data loader workers,
 mp.spawn) come here too: they are recognized by EVENER_RANK_PID.
+
+A program may also name its strategy and shares itself (evener.integrations), whoever launched it: see `choose`.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from evener.core.run.roster import parse_sync
+from evener.core.base.errors import UsageError
+from evener.core.run.membership_epoch import has_dynamic_membership
+from evener.core.run.roster import DDP, check_number_of_shares, parse_sync, parse_sync_and_shares
 from evener.core.script.call_ring import CALLS_FOLDER, CallRing
 from evener.core.script.variables import OPTIONS_VARIABLE
 from evener.worker.record.heartbeat import start_heartbeat
@@ -24,6 +30,69 @@ from evener.worker.script.gloo_completion import PairwiseExchanges, complete_glo
 from evener.worker.script.group_checks import RANK_PID_VARIABLE, GroupChecks
 from evener.worker.script.module_changer import ModuleChanger
 from evener.worker.script.report import launched_rank, run_folder
+
+if TYPE_CHECKING:
+    from evener.worker.script.batch_shares import BatchShares
+    from evener.worker.script.step_exchange import StepExchange
+
+
+@dataclass
+class Instruments:
+    """What synchronizes the models of this process, and divides its batches."""
+
+    changer: ModuleChanger
+    program_sync: ProgramSync
+    exchange: StepExchange | None = None  # None: not measured
+    shares: str = "equal"
+    batch_shares: BatchShares | None = None  # None: equal shares
+    choice: tuple[str, str] | None = None  # (sync, shares), as the program has named them
+
+
+_instruments: Instruments | None = None  # of this process
+
+
+def choose(sync: str, shares: str, rank: int, world_size: int) -> BatchShares | None:
+    """Synchronize this program's DDP models, and divide its batches, as its own code says: "int8", "2:1".
+
+    What `evener launch` was given takes precedence. Call it before the first DDP model is made. Return what divides the
+    batches; None if shares are equal. Raise UsageError if the program cannot have both, or has chosen something else
+    before.
+    """
+    global _instruments
+    spec, weights = parse_sync_and_shares(sync, shares)
+    if weights is not None and has_dynamic_membership():
+        raise UsageError(
+            f"shares={shares!r} is for these ranks, and --membership restart goes on with fewer", hint="one of them"
+        )
+    check_number_of_shares(shares, world_size)
+    if _instruments is None:  # not launched by evener
+        _instruments = Instruments(ModuleChanger(), ProgramSync(DDP, None))
+        for name, change in _instruments.program_sync.changes().items():
+            _instruments.changer.add(name, change)
+        _instruments.changer.add("torch.nn.parallel.distributed", _instruments.program_sync.change_ddp)
+        sys.meta_path.insert(0, _instruments.changer)
+        atexit.register(_instruments.program_sync.close, is_finished=True)
+    used = _instruments
+    if used.choice not in (None, (sync, shares)):
+        raise UsageError(
+            f"sync={sync!r}, shares={shares!r}: this process has begun with sync={used.choice[0]!r}, "
+            f"shares={used.choice[1]!r}",
+            hint="one strategy and one division a process: name them once",
+        )
+    if used.choice is None:
+        used.choice = sync, shares
+        launched_sync = used.program_sync.sync
+        if launched_sync != DDP or used.batch_shares is not None:
+            spec, _ = parse_sync_and_shares(
+                sync if launched_sync == DDP else str(launched_sync),
+                shares if used.batch_shares is None else used.shares,
+            )
+        used.program_sync.sync = spec
+        if used.exchange is not None:
+            used.exchange.sync = spec
+        if weights is not None and used.batch_shares is None:
+            used.shares, used.batch_shares = shares, _divide(used.changer, weights, rank, world_size)
+    return used.batch_shares
 
 
 def install() -> None:
@@ -55,21 +124,32 @@ def install() -> None:
             )
     if is_rank:
         start_heartbeat()
-        sync = chosen.get("sync", "ddp")
-        if "shares" in chosen:
-            from evener.worker.script.batch_shares import BatchShares, divide_batches
-
-            shares = BatchShares([float(weight) for weight in chosen["shares"].split(":")])
-            for name, change in divide_batches(shares).items():
-                changer.add(name, change)
+        sync, shares = chosen.get("sync", "ddp"), chosen.get("shares", "equal")
+        batch_shares = None
+        if shares != "equal":
+            weights = [float(weight) for weight in shares.split(":")]
+            batch_shares = _divide(changer, weights, launched_rank(), int(os.environ.get("WORLD_SIZE", "1")))
         _record(changer, sync, checks, exchanges, measures="no-measure" not in options and "independent" not in options)
+        if _instruments is not None:
+            _instruments.shares, _instruments.batch_shares = shares, batch_shares
     sys.meta_path.insert(0, changer)
+
+
+def _divide(changer: ModuleChanger, weights: Sequence[float], rank: int, world_size: int) -> BatchShares:
+    """Divide the batches of this process."""
+    from evener.worker.script.batch_shares import BatchShares, divide_batches
+
+    shares = BatchShares(weights, rank, world_size)
+    for name, change in divide_batches(shares).items():
+        changer.add(name, change)
+    return shares
 
 
 def _record(
     changer: ModuleChanger, sync: str, checks: GroupChecks | None, exchanges: PairwiseExchanges, *, measures: bool
 ) -> None:
     """Record the collectives of this rank, measure its steps, and synchronize DDP models by the strategy `sync`."""
+    global _instruments
     folder = run_folder()
     if folder is None:
         return
@@ -79,7 +159,7 @@ def _record(
         return
     if checks is not None:
         checks.num_recorded = lambda: ring.num_calls
-    measurement = training = None
+    measurement = training = exchange = None
     if measures:
         from evener.core.run.runwriter import RunWriter
         from evener.worker.script.program_log import take_losses
@@ -95,9 +175,9 @@ def _record(
         exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
         measurement = StepMeasurement(exchange, RunWriter(folder), training.models)
     program_sync = ProgramSync(parse_sync(sync), measurement)
-    for name, changes in program_sync.changes().items():  # before the measurement takes an update for ended
-        for change in changes:
-            changer.add(name, change)
+    _instruments = Instruments(changer, program_sync, exchange)
+    for name, change in program_sync.changes().items():  # before the measurement takes an update for ended
+        changer.add(name, change)
     if measurement is not None and training is not None:
         training.are_replicas_equal = program_sync.are_replicas_equal
         exchanges.timed = measurement.blocked
@@ -122,7 +202,7 @@ def _record(
         if not has_failed:
             ring.close()
         program_sync.close(is_finished=not has_failed)
-        if measurement is not None:
+        if measurement is not None and exchange is not None:
             measurement.close()
             exchange.close(is_finished=not has_failed)
 

@@ -25,6 +25,13 @@ def collect_instances(init: Callable[..., None], instances: weakref.WeakSet[Any]
     return collected
 
 
+def _change_module(module: ModuleType, change: ModuleChange) -> None:
+    try:
+        change(module)
+    except AttributeError as error:  # another version than evener knows: the program runs as it is
+        print(f"evener: {module.__name__} is not instrumented: {error}", file=sys.stderr)
+
+
 class ModuleChanger(importlib.abc.MetaPathFinder):
     """Calls functions with a module right after it was executed, when nobody has imported a name of it yet."""
 
@@ -32,8 +39,14 @@ class ModuleChanger(importlib.abc.MetaPathFinder):
         self._changes: dict[str, list[ModuleChange]] = {}
 
     def add(self, name: str, change: ModuleChange) -> None:
-        """Have `change` called with the module of this name, after the functions that were added before."""
-        self._changes.setdefault(name, []).append(change)
+        """Have `change` called with the module of this name, after the functions that were added before.
+
+        A module that was imported is changed at once: what takes effect are changes of its classes.
+        """
+        if name in sys.modules:
+            _change_module(sys.modules[name], change)
+        else:
+            self._changes.setdefault(name, []).append(change)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -49,10 +62,7 @@ class ModuleChanger(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             for change in changes:
-                try:
-                    change(module)
-                except AttributeError as error:  # another version than evener knows: the program runs as it is
-                    print(f"evener: {name} is not instrumented: {error}", file=sys.stderr)
+                _change_module(module, change)
 
         loader: Any = spec.loader
         loader.exec_module = exec_module

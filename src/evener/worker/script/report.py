@@ -37,7 +37,9 @@ def run_rank() -> int:
 
 
 def warn(error: str, hint: str) -> None:
-    """Report a probable mistake: the launcher prints it."""
+    """Report a probable mistake: the launcher prints it, or this process if evener did not launch it."""
+    if run_folder() is None:
+        print(f"warning: {error}\nhint:  {hint}", file=sys.stderr)
     _add_event("program.warning", error=error, hint=hint)
 
 

@@ -97,7 +97,7 @@ class StepExchange:
         self._flops_by_rank: list[StepFlops] = []  # on rank 0
         self._num_samples = self._num_compared = 0  # of replicas
         self._replicas_agree: bool | None = None  # None: not compared
-        self._sync = parse_sync(sync)
+        self.sync = parse_sync(sync)
         self._dir, self._rank, self._world_size = rundir, rank, world_size
         self._added: deque[StepRecord] = deque()  # by the program, not yet published
         self._pending: deque[StepRecord] = deque()  # published, and not yet known of all ranks
@@ -342,7 +342,7 @@ class StepExchange:
         backend: Backend = "none" if len(ranks) == 1 else "nccl" if torch.cuda.is_available() else "gloo"
         roster = Roster(
             members=members,
-            sync=self._sync if len(ranks) > 1 else NO_SYNC,
+            sync=self.sync if len(ranks) > 1 else NO_SYNC,
             backend=backend,
             epoch=self._epoch.number if self._epoch else 0,
             from_step=first_step,
