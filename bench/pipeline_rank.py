@@ -83,7 +83,7 @@ class Stage(nn.Module):
         self.blocks = model.blocks[:cut] if is_first else model.blocks[cut:]
         for part in self.blocks.modules():
             if isinstance(part, Attention) and part.value_embedding is not None:
-                part.value_embedding = Table(part.value_embedding)
+                part.register_module("value_embedding", Table(part.value_embedding))
         self.norm = None if is_first else model.norm
         self.head = None if is_first else model.head
 
