@@ -228,8 +228,8 @@ def test_resume_with_other_strategy_is_refused(tmp_path, train, start):
 @pytest.mark.parametrize(
     ("sync", "told"),
     [
-        ("hsdp", "--sync hsdp needs several hosts with the same number of ranks, at least two on each"),
-        *exhaustively(("int7", "--sync int7: no such strategy"), ("powersgd:0", "no such strategy")),
+        ("int7", "--sync int7: no such strategy"),
+        *exhaustively(("powersgd:0", "no such strategy")),
     ],
 )
 def test_invalid_strategy_is_a_one_line_error(tmp_path, start, sync, told):
