@@ -418,7 +418,9 @@ def test_quantized_run_is_the_same_on_any_division_and_near_the_exact_one(places
     exact, one = finetune("exact", "llama-64", *flags), finetune("one", "llama-64", *flags, *more)
     unequal = finetune("unequal", "llama-64", *flags, *more, "--shares", "3:1", ranks=2)
     assert losses(unequal) == pytest.approx(losses(one), rel=1e-5)
-    assert losses(one) == pytest.approx(losses(exact), rel=0.03)
+    # *Measured*: nf4 differs by 0.9 % in the first step, and in six steps at this learning rate by up to 5 %.
+    assert losses(one)[0] == pytest.approx(losses(exact)[0], rel=0.03)
+    assert losses(one) == pytest.approx(losses(exact), rel=0.1)
     assert losses(one) != losses(exact)
     assert unequal.manifest().result.replicas_agree is True
     assert evener("export", one, "--merge", "--out", tmp_path / "whole") == 0  # into the weights of the folder
