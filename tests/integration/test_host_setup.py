@@ -216,7 +216,7 @@ def test_newest_python_with_venv_is_chosen_unless_one_is_preferred(tmp_path, mon
 )  # fmt: skip
 def test_failed_venv_creation_gives_reason(session, wheel, base, check, text, hint):
     ours = EvenerWheel(wheel=wheel, version="0", hash="0")
-    one = _HostInstaller(session, HostConfig(address="local"), ours, lambda *_: None, [], sends_wheels=False)
+    one = _HostInstaller(session, HostConfig(address="local"), ours, lambda *_: None, [], [], sends_wheels=False)
     with pytest.raises(HostError, match=text) as caught:
         one._make_venv({"base": base, "now": None})
     assert (caught.value.check, caught.value.host) == (check, "here")
