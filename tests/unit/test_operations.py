@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evener.bench.compute import explain_table, table_of
-from evener.core.cluster.compute_profile import ComputeBenchSpec, ComputeProfile, OperationTime
+from evener.core.model.compute_profile import ComputeBenchSpec, ComputeProfile, OperationTime
 from evener.core.model.operations import step_operations
 from evener.core.model.shape import PRESETS
 

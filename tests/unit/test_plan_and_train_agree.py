@@ -137,7 +137,9 @@ def test_train_refuses_what_no_host_can_hold():
 
     def planned(sync: str) -> Prediction | None:
         spec = parse_args(["--model=gpt2-xl", "--batch=2", "--recompute", f"--sync={sync}"])
-        resolved: Any = SimpleNamespace(spec=spec, job=make_job(spec, PRESETS["gpt2-xl"], None))
+        resolved: Any = SimpleNamespace(
+            spec=spec, shape=PRESETS["gpt2-xl"], job=make_job(spec, PRESETS["gpt2-xl"], None)
+        )
         return start_training._predict(fleet, resolved, slots, print, as_requested=False, resumed=None)
 
     with pytest.raises(

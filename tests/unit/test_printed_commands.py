@@ -84,6 +84,7 @@ VALUES = {
     "compute",
     "friend",
     "gpu",
+    "hf",
     "laptop",
     "mine",
     "local",

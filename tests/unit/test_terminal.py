@@ -167,7 +167,7 @@ def test_device_probe_shows_rates_at_any_width(columns):
     found = DeviceProbeResult(host="attic", device="cpu", threads=4, model="char", rates=rates,
                         sustained=probed.SUSTAINED, findings=[])  # fmt: skip
     roof = Roofline(arithmetic_s=0.1, memory_s=0.01)
-    text = written(columns, lambda where: probe_output.print_device(where, found, roof))
+    text = written(columns, lambda where: probe_output.print_device(where, found, 10_745_088, roof))
     assert max(map(len, text.splitlines())) <= columns
     assert re.search("^attic cpu        AMD EPYC 9654 96-Core", text, re.M)
     assert "two ranks here send 1.00 GB/s each" in " ".join(text.split())

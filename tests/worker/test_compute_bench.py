@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from evener.core.cluster.compute_profile import ComputeBenchSpec
+from evener.core.model.compute_profile import ComputeBenchSpec
 from evener.core.model.operations import step_operations
 from evener.core.model.shape import preset_shape
 from evener.worker.probe.compute_bench import MODULE_OPERATIONS, StepProfiler

@@ -6,7 +6,7 @@ import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.units import format_seconds
-from evener.core.cluster.compute_profile import ComputeBenchSpec, ComputeProfile
+from evener.core.model.compute_profile import ComputeBenchSpec, ComputeProfile
 from evener.core.model.operations import Operation, step_operations
 from evener.launch.torch_subprocess import program_lines
 

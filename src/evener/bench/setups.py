@@ -16,7 +16,7 @@ import msgspec
 from evener.core.base.decoding import from_builtins
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.units import pluralize
-from evener.core.cluster.compute_profile import ComputeBenchSpec
+from evener.core.model.compute_profile import ComputeBenchSpec
 from evener.core.model.corpus import load_corpus
 from evener.core.model.shape import PRESETS, preset_shape
 from evener.core.run.prediction import Job

@@ -10,7 +10,7 @@ from evener.bench.compute import ComputeTable, compute_table, explain_table
 from evener.cli.terminal import make_console, print_table, print_text
 from evener.core.base.escaped_output import print_escaped
 from evener.core.base.units import format_bytes, format_seconds, format_si, pluralize
-from evener.core.cluster.compute_profile import ComputeBenchSpec
+from evener.core.model.compute_profile import ComputeBenchSpec
 
 MIN_CPU_FRACTION = 0.9  # CPUs used per thread; below this, other programs were using them, or threads waited
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evener.core.base.errors import UsageError
+from evener.core.base.file_io import read_file, write_atomic
 from evener.core.run.membership_epoch import has_dynamic_membership, read_rendezvous
 from evener.worker.script.instrument import choose
 from evener.worker.script.program_log import log
@@ -17,13 +18,14 @@ from evener.worker.script.report import launched_rank
 
 try:
     import torch
-    from accelerate.utils import SAFE_WEIGHTS_NAME, gather_object
+    from accelerate.utils import SAFE_WEIGHTS_NAME
     from safetensors.torch import save_model
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise UsageError(f"evener.integrations.transformers: {error}", hint="pip install 'evener[hf]'") from None
 
+NO_STEP = -1
 RUN_FILE = "evener_run"  # in a checkpoint that was written completely: the identifier of its run
 
 
@@ -39,7 +41,7 @@ class MarkCheckpoints(TrainerCallback):
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             if not any(folder.glob("*.safetensors*")):
                 save_model(kwargs["model"], str(folder / SAFE_WEIGHTS_NAME))
-            (folder / RUN_FILE).write_text(os.environ["EVENER_RUN"])
+            write_atomic(folder / RUN_FILE, os.environ["EVENER_RUN"].encode())
 
 
 class EvenerTrainer(Trainer):
@@ -97,9 +99,12 @@ class EvenerTrainer(Trainer):
 
     def _newest_checkpoint(self) -> str | None:
         """Return the newest checkpoint of this run that all ranks have, or None. All ranks call it together."""
-        folder, run = Path(self.args.output_dir or ""), os.environ["EVENER_RUN"]
+        folder, run = Path(self.args.output_dir or ""), os.environ["EVENER_RUN"].encode()
         marks = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{RUN_FILE}")
-        own = {mark.parent.name for mark in marks if mark.read_text() == run}
-        common = set.intersection(*gather_object([own]))
-        newest = max(common, key=lambda name: int(name.rpartition("-")[2]), default=None)
-        return None if newest is None else str(folder / newest)
+        own = [int(mark.parent.name.rpartition("-")[2]) for mark in marks if read_file(mark) == run]
+        padded = self.accelerator.pad_across_processes(
+            torch.tensor([NO_STEP, *own], device=self.accelerator.device), pad_index=NO_STEP
+        )
+        steps = self.accelerator.gather(padded).tolist()
+        common = [step for step in set(steps) - {NO_STEP} if steps.count(step) == self.accelerator.num_processes]
+        return str(folder / f"{PREFIX_CHECKPOINT_DIR}-{max(common)}") if common else None
