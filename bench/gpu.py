@@ -248,7 +248,8 @@ def train_sharded(options: argparse.Namespace) -> dict[str, Any]:
         torch.manual_seed(0)
         model = GPT(shape).to(device)
         if name == "sharded":
-            shard_module(model, SimpleNamespace(gradient_group=dist.group.WORLD, device=device), roster)  # type: ignore[arg-type]
+            group: Any = SimpleNamespace(gradient_group=dist.group.WORLD, host_group=None, device=device)
+            shard_module(model, group, roster)
         optimizer = adamw(model, TrainSpec(lr=1e-3))
         tokens = torch.randint(shape.vocab_size, (batch, shape.block_size + 1)).to(device)
         steps = found[name] = []

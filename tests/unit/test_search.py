@@ -22,6 +22,7 @@ from evener.plan.choice.options import (
     pick_fastest,
     pick_simplest,
     predict_training,
+    sharded_strategies,
     why_strategy_rejected,
 )
 from evener.plan.choice.plan_request import PlanRequest, answer_request, predict_launch, request_on_hosts
@@ -800,3 +801,11 @@ def test_auto_takes_the_fastest_of_what_fits():
     assert chosen(SLOW, need("fsdp", True)) == ("fsdp", True)
     nothing = predict(job, cluster(1000.0, 1000.0, memory_bytes=1_000_000_000))
     assert not nothing.recommended
+
+
+def test_copies_of_a_part_are_on_devices_of_one_name():
+    """Others may round differently, and ranks would refuse hsdp."""
+    same = cluster(1.0, 1.0)
+    other = [msgspec.structs.replace(slot, name=f"{slot.host}'s") for slot in same.slots]
+    assert parse_sync("hsdp") in sharded_strategies(same)
+    assert parse_sync("hsdp") not in sharded_strategies(msgspec.structs.replace(same, slots=other))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,8 @@ from evener.core.model.shape import preset_shape
 from evener.core.run.roster import Member, Roster, check_sync_supported, parse_sync
 from evener.core.run.run_spec import parse_args
 from evener.core.run.rundir import RunDir
+from evener.worker.rank.clock import HostClock
+from evener.worker.sync import fully_sharded
 from evener.worker.sync.fully_sharded import shard_module
 from evener.worker.train import run as run_module
 
@@ -231,6 +234,22 @@ def test_unsupported_ranks_are_refused_before_weights_are_sharded(device, dtype,
     roster = Roster(members=[member, member], sync=parse_sync("fsdp"), backend="gloo")
     with pytest.raises(UsageError, match=f"--sync fsdp.* {told}"):
         shard_module(torch.nn.Linear(2, 2), None, roster)
+
+
+def test_part_that_was_not_reduced_on_its_host_is_not_summed_over_hosts(monkeypatch):
+    summed: list[torch.Tensor] = []
+    monkeypatch.setattr(fully_sharded.dist, "all_reduce", lambda part, group: summed.append(part))
+    group = SimpleNamespace(device=torch.device("cpu"))
+    collectives = fully_sharded._MeasuredCollectives(group, HostClock())
+    failed, reduced = Future(), Future()
+    failed.set_exception(RuntimeError("lost a peer"))
+    reduced.set_result(None)
+    replicas = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(RuntimeError, match="lost a peer"):
+        collectives.all_reduce_after(failed, torch.ones(4), replicas).result()
+    assert summed == []
+    collectives.all_reduce_after(reduced, torch.ones(4), replicas).result()
+    assert len(summed) == 1
 
 
 def test_weights_are_not_sharded_within_one_host():

@@ -75,7 +75,9 @@ def compute_bench_spec(
         return from_builtins(fields, ComputeBenchSpec)
     except msgspec.ValidationError as error:
         known = {"dtype": "auto, fp32 or bf16", "device": "auto, cpu or cuda"}
-        flag = next(name for name in known if f"$.{name}" in str(error))
+        flag = next((name for name in known if f"$.{name}" in str(error)), None)
+        if flag is None:
+            raise UsageError(f"--preset compute: {error}") from None
         raise UsageError(f"--{flag} {fields[flag]}: expected {known[flag]}") from None
 
 

@@ -58,6 +58,9 @@ def bench(
     flags = dict(zip(COMPUTE_FLAGS, (dtype, device, threads, dropout, vocab_size), strict=True))
     given = {name: value for name, value in flags.items() if value is not None}
     if preset == "compute":
+        others = {"fleet": fleet, "hosts": hosts, "out": out, "syncs": syncs, "ranks": ranks, "force": force}
+        if unused := next((name for name, value in others.items() if value), None):
+            raise UsageError(f"--{unused}: --preset compute measures one process here", hint=f"without --{unused}")
         from evener.cli.bench_compute import run_compute_bench
 
         return run_compute_bench(compute_bench_spec(model, batch or 8, seconds, data, given), as_json)

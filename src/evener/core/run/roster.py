@@ -104,9 +104,9 @@ SYNC_EXAMPLES = ("none", "ddp", "packed", "bf16", "int8", "int4", "int8+sparse",
 _PARAMETER_HINTS = {
     "powersgd": "powersgd:R of rank R, from 1 to 999999",
     "diloco": "diloco:H, synchronizing every H steps, H from 1 to 999999; optionally :int8 or :int4, then :streamed",
-    "hsdp": "hsdp, without more: it sends weights and gradients exactly, in every step",
-    "fsdp": "fsdp, without more: it sends weights and gradients exactly, in every step",
-    "zero1": "zero1, without more: it sends weights and gradients exactly, in every step",
+    "hsdp": "hsdp, without more: it sends weights and the gradients in fp32, in every step",
+    "fsdp": "fsdp, without more: it sends weights and the gradients in fp32, in every step",
+    "zero1": "zero1, without more: it sends weights and the gradients in fp32, in every step",
 }
 
 

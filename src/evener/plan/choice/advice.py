@@ -33,7 +33,6 @@ from evener.plan.choice.break_even import (
 from evener.plan.choice.options import (
     MIN_GAIN,
     MIN_LOSSY_GAIN,
-    SHARDED_STRATEGIES,
     SIMILAR_SPEED,
     explain_memory_shortage,
     fits_in_memory,
@@ -43,6 +42,7 @@ from evener.plan.choice.options import (
     pick_fastest,
     predict_training,
     required_gain,
+    sharded_strategies,
     throughput_by_host,
     why_option_rejected,
     why_strategy_rejected,
@@ -182,7 +182,7 @@ def _advise_on_sharding(prediction: Prediction, text: str) -> Advice:
     sizes = [largest >> i for i in range(largest.bit_length())]
     for recompute in (False, True)[job.spec.model.recompute :]:
         fitting: list[tuple[PlanOption, int]] = []
-        for sync, micro_batch in itertools.product(SHARDED_STRATEGIES, sizes):
+        for sync, micro_batch in itertools.product(sharded_strategies(cluster), sizes):
             model = msgspec.structs.replace(job.spec.model, recompute=recompute)
             train = msgspec.structs.replace(job.spec.train, sync=str(sync), micro_batch=micro_batch)
             variant = msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, model=model, train=train))

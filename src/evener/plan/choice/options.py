@@ -101,6 +101,12 @@ def job_with_sync(job: Job, sync: SyncSpec, *, recompute: bool | None = None) ->
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, model=model, train=train))
 
 
+def sharded_strategies(cluster: Cluster) -> list[SyncSpec]:
+    """Return the strategies that these ranks can run: copies of a part stay equal on devices of one name alone."""
+    are_alike = len({slot.name for slot in cluster.slots}) == 1
+    return [sync for sync in SHARDED_STRATEGIES if sync.kind != "hsdp" or are_alike]
+
+
 def fitting_job(job: Job, cluster: Cluster) -> Job | None:
     """Return the job with what makes it fit into memory at least cost in time; None if nothing does.
 
@@ -109,7 +115,7 @@ def fitting_job(job: Job, cluster: Cluster) -> Job | None:
     """
     candidates = [(predict_training(with_them, cluster), with_them)
                   for recompute in (False, True)[job.spec.model.recompute:]
-                  for sync in (DDP, *SHARDED_STRATEGIES)
+                  for sync in (DDP, *sharded_strategies(cluster))
                   for with_them in [job_with_sync(job, sync, recompute=recompute)]]  # fmt: skip
     fitting = [pair for pair in candidates if fits_in_memory(pair[0], cluster) and pair[0].is_built]
     fastest = max((option_throughput(option) for option, _ in fitting), default=0.0)

@@ -278,7 +278,7 @@ class Checkpointer:
         hashes = hash_tensors(self._sync.comparable_tensors(weights))
         replica_hashes = gather_hashes(hashes, self._group.world_size, self._group.control_group)
         mismatches = replica_mismatches(list(hashes), replica_hashes)
-        is_sharded = self._sync.spec.is_sharded  # what one rank computes, no other rounds
+        is_sharded = self._sync.spec.is_sharded  # no rank has whole weights, to reconcile or to keep
         if mismatches and not is_sharded and self._has_mixed_rounding():
             return self._reconcile(step, weights)
         if mismatches:

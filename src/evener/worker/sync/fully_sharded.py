@@ -234,19 +234,20 @@ class FullyShardedSync(EqualReplicas):
             collectives = self._pairwise.for_bucket(bucket)
             done = collectives.reduce_scatter(parts, part, is_mean=False)[0]
             if self._group.replica_group is not None:
-                done = collectives.all_reduce(part, self._group.replica_group)
+                done = collectives.all_reduce_after(done, part, self._group.replica_group)
             self._reductions.append((done, whole))
             return
-        with self._measured(bucket, whole):
+        replicas = self._group.replica_group
+        with self._measured(bucket, whole, 0 if replicas is None else _ring_bytes(part, replicas)):
             dist.reduce_scatter_single(part, whole, group=self._shards.gradient_group)
-            if self._group.replica_group is not None:
-                dist.all_reduce(part, group=self._group.replica_group)
+            if replicas is not None:
+                dist.all_reduce(part, group=replicas)
 
     @contextlib.contextmanager
-    def _measured(self, bucket: int, whole: Tensor) -> Iterator[None]:
+    def _measured(self, bucket: int, whole: Tensor, sent_between_hosts: int = 0) -> Iterator[None]:
         begin, num = self._clock.mark(), self._shards.world_size
         yield
-        sent_bytes = whole.nbytes * (num - 1) // num
+        sent_bytes = whole.nbytes * (num - 1) // num + sent_between_hosts
         if self._is_in_pass:
             self._comm_events.append(BucketCommEvent(bucket, begin, self._clock.mark(), whole.nbytes, sent_bytes))
 
@@ -285,10 +286,14 @@ class _MeasuredCollectives(PairwiseCollectives):
         self._bucket = bucket
         return self
 
-    def all_reduce(self, part: Tensor, replicas: dist.ProcessGroup) -> Future[None]:
-        """Sum a part over hosts, by Gloo's ring."""
-        sent_bytes = 2 * (replicas.size() - 1) * part.nbytes // replicas.size()
-        return self.submit(lambda: dist.all_reduce(part, group=replicas), part.nbytes, sent_bytes)
+    def all_reduce_after(self, reduced: Future[None], part: Tensor, replicas: dist.ProcessGroup) -> Future[None]:
+        """Sum a part over hosts, by Gloo's ring, once it is `reduced` on this one; raise what that has raised."""
+
+        def job() -> None:
+            reduced.result()
+            dist.all_reduce(part, group=replicas)
+
+        return self.submit(job, part.nbytes, _ring_bytes(part, replicas))
 
     def submit(self, job: Callable[[], None], num_bytes: int, sent_bytes: int) -> Future[None]:
         bucket = self._bucket
@@ -305,6 +310,11 @@ class _MeasuredCollectives(PairwiseCollectives):
         """Return the events since the last call; no collective is in flight."""
         taken, self._comm_events = self._comm_events, []
         return taken
+
+
+def _ring_bytes(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """Return the bytes that a rank sends in a ring all-reduce."""
+    return 2 * (group.size() - 1) * tensor.nbytes // group.size()
 
 
 class _GatherWork(dist.Work):
