@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+import msgspec
 import pytest
 
 from evener.cli import on_machines
@@ -49,6 +50,16 @@ def make(*models, may_install=False, packages=(), is_dry=False):
     return on_machines.fleet_of_machines(
         "local, laptop", models or ("tiny",), packages=packages, trust=False, may_install=may_install, is_dry=is_dry
     )
+
+
+def test_finding_of_several_hosts_sets_up_all(machines, monkeypatch):
+    found, _ = machines
+    of_both = msgspec.structs.replace(MISSING, check="version.packages", host=None)
+    found.append([MISSING, of_both])
+    shown: list[list[str]] = []
+    monkeypatch.setattr(on_machines.setup, "setup", lambda **options: shown.append(options["hosts"]))
+    make(may_install=True)
+    assert shown == [[]]  # no --host: all of them
 
 
 def test_machines_are_named_checked_and_measured_once(machines, tmp_path, capfd):

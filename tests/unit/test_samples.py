@@ -40,6 +40,8 @@ def test_samples_are_cut_to_the_block_and_what_is_lost_is_counted(corpus):
     assert table.loss_tokens[2:].sum() == 9
     with pytest.raises(DataError, match="no sample carries loss within 1 tokens"):
         read_samples(corpus, "train", 1)
+    with pytest.raises(DataError, match="no sample carries loss within 1 tokens"):
+        read_lengths(corpus, 1, packing=False)
 
 
 def test_packing_keeps_every_sample_and_no_row_is_too_long():

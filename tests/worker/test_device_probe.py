@@ -101,15 +101,15 @@ def test_probing_a_preset_measures_rate_update_and_cpus():
     assert 0 < (rate.cpus or 0) < 1.5
 
 
-@pytest.mark.parametrize("lora", [None, 4])
-def test_pretrained_model_is_probed_from_its_config_alone(tmp_path, lora):
+@pytest.mark.parametrize(("lora", "has_dora"), [(None, False), (4, False), (4, True)])
+def test_pretrained_model_is_probed_from_its_config_alone(tmp_path, lora, has_dora):
     """Without its weights; the rate counts positions, and says how many FLOPs each has."""
     make_model(tmp_path / "llama")
-    model = read_pretrained(tmp_path / "llama", 64, lora)
-    described = describe_pretrained(tmp_path / "llama", 64, lora)
+    model = read_pretrained(tmp_path / "llama", 64, lora, has_dora=has_dora)
+    described = describe_pretrained(tmp_path / "llama", 64, lora, has_dora=has_dora)
     assert described.num_trained == model.num_params()
     spec = HostProbeSpec(host="h", seconds=1.0, pretrained=described, dtype="fp32")
-    built = build_from_config(described.config, lora, "fp32")
+    built = build_from_config(described.config, lora, "fp32", has_dora=has_dora)
     assert sum(parameter.numel() for parameter in built.parameters()) == described.num_trained
     found = sustained_bench.train_sustained(spec, described.name, CPU, print)
     rate = model_rate(found, described.flops_per_token)

@@ -55,7 +55,7 @@ def request_for_epochs(
 
     def step_s() -> float:
         prediction = answer_request(request)
-        return prediction.option(prediction.recommended or prediction.chosen).step_s
+        return prediction.option(prediction.chosen).step_s
 
     spec, text = _with_steps(request.job, corpus, given, budget, epochs, step_s)
     return msgspec.structs.replace(request, job=msgspec.structs.replace(request.job, spec=spec), budget=text)

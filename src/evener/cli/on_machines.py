@@ -83,7 +83,8 @@ def _blocking_findings(known: Fleet, packages: Sequence[str]) -> list[Finding]:
 
 def _set_up(path: Path, findings: list[Finding], packages: Sequence[str], *, may_install: bool) -> None:
     """Install what these findings say that machines lack. Raise EvenerError if that is not allowed, or fails."""
-    hosts = list(dict.fromkeys(finding.host for finding in findings if finding.host))
+    named = list(dict.fromkeys(finding.host for finding in findings))
+    hosts = [] if None in named else [host for host in named if host]  # a finding without a host is of several
     where, extra = ", ".join(hosts) or "these machines", [FINE_TUNING_EXTRA] if packages else []
     words = [f"--host {quote_word(host)}" for host in hosts] + [f"--extra {name}" for name in extra]
     command = " ".join([f"setup {fleet_flag(path)}", *words])
@@ -118,7 +119,7 @@ def _measure(path: Path, known: Fleet, models: Sequence[str], pretrained: ModelS
         if not is_dry:
             with _quiet():
                 probe.host(fleet=str(path), model=of_models, seconds=HOST_SECONDS)
-    if pretrained is not None and not _is_measured(known, _rate_name(pretrained)):
+    if pretrained is not None and not _is_measured(known, *_rate_names(pretrained)):
         flags = {"--model": pretrained.model, "--lora": pretrained.lora, "--block-size": pretrained.block_size}
         given = " ".join(f"{flag} {quote_word(str(value))}" for flag, value in flags.items() if value is not None)
         given += " --dora" if pretrained.dora else ""
@@ -129,17 +130,22 @@ def _measure(path: Path, known: Fleet, models: Sequence[str], pretrained: ModelS
                            block_size=pretrained.block_size, seconds=HOST_SECONDS)  # fmt: skip
 
 
-def _rate_name(model: ModelSpec) -> str:
-    """Return the name under which a fleet file keeps the rate of a pretrained model."""
+def _rate_names(model: ModelSpec) -> list[str]:
+    """Return the name under which a fleet file keeps the rate of a pretrained model; none if it cannot be probed.
+
+    The layers of some are not known, and a quantized one may not fit into memory as a probe builds it.
+    """
     assert model.pretrained is not None
-    return rate_name(read_pretrained(model.pretrained, model.block_size, model.lora, has_dora=model.dora))
+    found = read_pretrained(model.pretrained, model.block_size, model.lora, has_dora=model.dora)
+    return [] if found.layers is None or model.quantize != "off" else [rate_name(found)]
 
 
-def _is_measured(known: Fleet, model: str) -> bool:
-    """Return whether the fleet file has the rate of the model on each device of each host."""
+def _is_measured(known: Fleet, *models: str) -> bool:
+    """Return whether the fleet file has the rates of these models on each device of each host."""
     return all(
         known.rates.get(name) and all(model in rates.models for rates in known.rates[name].values())
         for name in known.hosts
+        for model in models
     )
 
 

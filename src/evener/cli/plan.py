@@ -124,18 +124,19 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     if given_machines and useless:
         raise UsageError(f"{useless[0]}: not for machines that are only described",
                          hint="--per-node sets the ranks of each")  # fmt: skip
-    wanted = make_spec(file, texts)
-    if source_run is None:
-        check_epochs(wanted, epochs, is_resumed=False)
-    if paths or ("data" in texts and wanted.model.pretrained is not None):
-        from evener.cli.text_data import prepared_folder, prepared_samples
-
-        requested_sync(wanted)  # reports mistakes before a long preparation
-        if wanted.model.pretrained is None:
-            texts["data"] = prepared_folder(paths)
-        else:
-            texts["data"] = prepared_samples(paths or [texts["data"]], wanted, None, None, None)
     given = given_fields(file, texts)
+    if source_run is None:
+        wanted = with_absolute_model(make_spec(file, texts))
+        check_epochs(wanted, epochs, is_resumed=False)
+        if paths or ("data" in given and wanted.model.pretrained is not None):
+            from evener.cli.text_data import prepared_folder, prepared_samples
+
+            requested_sync(wanted)  # reports mistakes before a long preparation
+            if wanted.model.pretrained is None:
+                texts["data"] = prepared_folder(paths)
+            else:
+                texts["data"] = prepared_samples(paths or [wanted.data.data], wanted, None, None, None)
+            given = given_fields(file, texts)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
         if isinstance(request.job.shape, ProgramModel):

@@ -169,8 +169,12 @@ def _predict(
     hosts, needs = prediction.cluster.hosts, hosts_short_of_memory(chosen, prediction.cluster)
     if not as_requested and any(need > (hosts[name].memory_bytes or math.inf) for name, need in needs.items()):
         shortage = explain_memory_shortage(chosen, prediction.cluster)
-        hint = advise_on_memory(prediction)[0].text
-        raise UsageError(f"--sync {chosen.roster.sync} does not fit: {shortage}", hint=hint)
+        has_ranks_that_share = len(chosen.roster.members) > len(chosen.roster.hosts)
+        if isinstance(resolved.shape, PretrainedModel) and has_ranks_that_share:
+            notify(f"warning: {shortage}; less if its ranks map the same frozen weights from the file")
+        else:
+            hint = advise_on_memory(prediction)[0].text
+            raise UsageError(f"--sync {chosen.roster.sync} does not fit: {shortage}", hint=hint)
     if is_sync_auto and chosen.roster.sync != NO_SYNC:
         notify(f"--sync auto: {chosen.roster.sync} is the best choice by prediction{format_loss_penalty(chosen)}")
         if isinstance(resolved.shape, PretrainedModel):

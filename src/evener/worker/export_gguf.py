@@ -148,9 +148,13 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_siz
     """Write the tokens by number, with their kinds. Numbers of the embedding without a token are unused ones."""
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * vocab_size
+    added_tokens = tokenizer.get("added_tokens", [])
+    largest = max([*tokenizer["model"]["vocab"].values(), *(added["id"] for added in added_tokens)], default=0)
+    if largest >= vocab_size:
+        raise UsageError(f"--gguf: the tokenizer has a token {largest}, and the model's embedding {vocab_size} tokens")
     for token, i in tokenizer["model"]["vocab"].items():
         tokens[i], kinds[i] = token, gguf.TokenType.NORMAL
-    for added in tokenizer.get("added_tokens", []):
+    for added in added_tokens:
         token, i = added["content"], added["id"]
         is_control = added["special"] or (token.startswith("<|") and token.endswith("|>"))
         tokens[i], kinds[i] = token, gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED

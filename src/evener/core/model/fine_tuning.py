@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import msgspec
 
+from evener.core.base.errors import DataError
 from evener.core.base.file_io import read_file
 from evener.core.model.corpus import BEGIN, LOSS, TEXT, Corpus
 from evener.core.model.gradients import GradientTensor, ProgramModel
@@ -153,14 +154,18 @@ def read_lengths(corpus: Corpus, block_size: int, *, packing: bool) -> SequenceL
         stride = max(1, block_size - 1)  # pieces of a text overlap by one token
         pieces += [(at, min(end, at + block_size)) for at in range(begin, max(begin + 1, end - 1), stride)]
     draw = random.Random(0)
+    carries_loss = bytes(ord("01"[byte & LOSS]) for byte in range(256))
+    targets = flags.translate(carries_loss)
+    pieces = [(begin, end) for begin, end in pieces if targets.find(b"1", begin + 1, end) >= 0]
+    if not pieces:
+        raise DataError(
+            f"{corpus.flags_path('train')}: no sample carries loss within {block_size} tokens",
+            hint="a larger --block-size: the prompts fill it",
+        )
     if len(pieces) > MAX_SAMPLED:
         pieces = draw.sample(pieces, MAX_SAMPLED)
-    carries_loss = bytes(ord("01"[byte & LOSS]) for byte in range(256))
-    samples = []  # tokens, and a mask with a bit for each position after which a token carries loss
-    for begin, end in pieces:
-        targets = flags[begin + 1 : end].translate(carries_loss)[::-1]
-        if mask := int(targets or b"0", 2):
-            samples.append((end - begin, mask))
+    # tokens, and a mask with a bit for each position after which a token carries loss
+    samples = [(end - begin, int(targets[begin + 1 : end][::-1], 2)) for begin, end in pieces]
     rows = _pack(samples, block_size) if packing else samples
     sizes = [1 << level for level in range(MAX_MICRO_BATCH.bit_length()) if level == 0 or 1 << level <= len(rows)]
     return SequenceLengths(

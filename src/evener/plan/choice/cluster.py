@@ -308,7 +308,7 @@ def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapp
         )
     slowest, rate = speeds[dtypes[0]], probed[0]
     update_s = slowest.update_s
-    if update_s is None and rate.copy_Bps and (rate.measured or not rate.models):
+    if update_s is None and rate.copy_Bps and (rate.measured or not _rates_of_own_models(rate)):
         update_s = UPDATE_BYTES_PER_PARAM * job.shape.num_params() / rate.copy_Bps
         assumed.append(
             f"the update's time follows from the memory bandwidth, {UPDATE_BYTES_PER_PARAM} bytes a parameter"
@@ -376,7 +376,7 @@ def _watts(host: HostConfig, hardware: Hardware | None, num_devices: int, assume
 
 def _basis(rate: Rates, job: Job) -> RateBasis:
     """Return the basis of a device's tokens/s: measured, declared, derived or assumed."""
-    if not rate.models:
+    if not (rate.models if isinstance(job.shape, FineTuning) else _rates_of_own_models(rate)):
         return "assumed"
     if job.rate_name not in rate.models:
         return "derived"

@@ -37,7 +37,18 @@ from evener.plan.choice.search import predict, reasons_left_out
 from evener.plan.choice.training_cost import RentalOffer
 
 # of a run that was fine-tuned, what its records do not tell about another one
-FIXED_FINE_TUNING_FLAGS = {"model", "lora", "block_size", "packing", "data", "num_layers", "num_heads", "width"}
+FIXED_FINE_TUNING_FLAGS = {
+    "model",
+    "lora",
+    "block_size",
+    "packing",
+    "data",
+    "num_layers",
+    "num_heads",
+    "width",
+    "dora",
+    "quantize",
+}
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
