@@ -16,7 +16,6 @@ from evener.core.model.fine_tuning import FineTuning
 from evener.core.run.prediction import Job
 from evener.core.run.resolve import ResolvedRun
 from evener.core.run.run_spec import RunSpec
-from evener.corpus.samples import read_samples, rows_of
 from evener.plan.choice.plan_request import PlanRequest, answer_request, predict_launch
 from evener.plan.choice.training_budget import TIME_SHARE, Budget, with_train
 
@@ -69,6 +68,8 @@ def _with_steps(
 
     A budget of time takes at most the epochs, and ends the run. Raise UsageError for two lengths, or if no step fits.
     """
+    from evener.corpus.samples import read_samples, rows_of  # numpy, which other plans do not need
+
     spec = job.spec
     assert isinstance(job.shape, FineTuning)
     if "steps" in given or (budget is not None and budget.tokens is not None):
