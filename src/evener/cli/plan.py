@@ -87,8 +87,6 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     import json
 
     from evener.cli import plan_output
-    from evener.cli.budget import parse_budget, request_for_budget
-    from evener.cli.epochs import check_epochs, request_for_epochs
     from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
     from evener.core.base.errors import UsageError
     from evener.core.cluster.fleet_file import fleet_flag
@@ -118,25 +116,29 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     if paths and source_run:
         raise UsageError(f"--from {source_run} has its own data; so does {paths[0]}", hint="one of them")
     check_names_data_once(paths, texts)
-    epochs = of_bill.pop("epochs")
-    budget = parse_budget(of_bill.pop("for_time"), of_bill["tokens"], given_fields(file, texts))
+    wanted = RunSpec() if source_run is not None else with_absolute_model(make_spec(file, texts))
+    for_time, epochs, budget = of_bill.pop("for_time"), of_bill.pop("epochs"), None
+    lengths = (for_time, of_bill["tokens"], epochs)
+    if wanted.model.pretrained is not None or any(length is not None for length in lengths):
+        from evener.cli.budget import parse_budget, request_for_budget  # a fifth of a second, which other plans save
+        from evener.cli.epochs import check_epochs, request_for_epochs
+
+        budget = parse_budget(for_time, of_bill["tokens"], given_fields(file, texts))
+        if source_run is None:
+            check_epochs(wanted, epochs, is_resumed=False)
     useless = [f"--{name}" for name in REAL_HOST_FLAGS if name in texts]
     if given_machines and useless:
         raise UsageError(f"{useless[0]}: not for machines that are only described",
                          hint="--per-node sets the ranks of each")  # fmt: skip
-    given = given_fields(file, texts)
-    if source_run is None:
-        wanted = with_absolute_model(make_spec(file, texts))
-        check_epochs(wanted, epochs, is_resumed=False)
-        if paths or ("data" in given and wanted.model.pretrained is not None):
-            from evener.cli.text_data import prepared_folder, prepared_samples
+    if paths or ("data" in given_fields(file, texts) and wanted.model.pretrained is not None):
+        from evener.cli.text_data import prepared_folder, prepared_samples
 
-            requested_sync(wanted)  # reports mistakes before a long preparation
-            if wanted.model.pretrained is None:
-                texts["data"] = prepared_folder(paths)
-            else:
-                texts["data"] = prepared_samples(paths or [wanted.data.data], wanted, None, None, None)
-            given = given_fields(file, texts)
+        requested_sync(wanted)  # reports mistakes before a long preparation
+        if wanted.model.pretrained is None:
+            texts["data"] = prepared_folder(paths)
+        else:
+            texts["data"] = prepared_samples(paths or [wanted.data.data], wanted, None, None, None)
+    given = given_fields(file, texts)
     if source_run is not None:
         request = plan_output.load_run_request(source_run, texts, of_what["link"], fleet)
         if isinstance(request.job.shape, ProgramModel):
