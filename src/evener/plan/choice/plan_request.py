@@ -334,7 +334,7 @@ def _changed_fine_tuning(job: Job, spec: RunSpec, flags: Mapping[str, str]) -> J
     for name in flags:
         if name in FIXED_FINE_TUNING_FLAGS:
             raise UsageError(f"--{name.replace('_', '-')}: the run shows how fast its own model is, on its own data",
-                             hint="evener plan FILE --model hf:FOLDER")  # fmt: skip
+                             hint="without --from it is planned by what was probed")  # fmt: skip
     check_sync_for_shape(requested_sync(spec), job.shape)
     return msgspec.structs.replace(job, spec=spec)
 

@@ -19,14 +19,14 @@ LIBRARY_BYTES = 190_000_000
 
 
 # Of activations and gradients, free memory between blocks in use, as `memory.HEAP_FRAGMENTATION`: *fit* to the peaks of
-# Llama of 31M parameters, 1 to 2 thousand tokens a micro-batch, 2026-11-30. LoRA frees the outputs of every adapter
-# between tensors that stay.
-FULL_FRAGMENTATION, LORA_FRAGMENTATION = 0.35, {FP32: 1.0, BF16: 0.65}
+# Llama of 31M parameters with micro-batches of 2 to 16 sequences of 512 tokens, 2026-11-30. LoRA frees the outputs of
+# every adapter between tensors that stay.
+FULL_FRAGMENTATION, LORA_FRAGMENTATION = 0.35, 1.0
 
 
-def heap_fragmentation(shape: FineTuning, element_bytes: int) -> float:
+def heap_fragmentation(shape: FineTuning) -> float:
     """Return the bytes that glibc's heap takes more than a step allocates, relative to these."""
-    return FULL_FRAGMENTATION if shape.model.lora_rank is None else LORA_FRAGMENTATION[element_bytes]
+    return FULL_FRAGMENTATION if shape.model.lora_rank is None else LORA_FRAGMENTATION
 
 
 def base_bytes(shape: FineTuning, element_bytes: int) -> int:

@@ -108,7 +108,7 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
     fragmentation = HEAP_FRAGMENTATION
     if isinstance(shape, FineTuning):
         held_weights, libraries = weights + base_bytes(shape, element_bytes), LIBRARY_BYTES
-        fragmentation = heap_fragmentation(shape, element_bytes)
+        fragmentation = heap_fragmentation(shape)
         candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute)
         moments = [_MemoryMoment(_gradient_bytes(shape), activations) for activations in candidates]
     else:
