@@ -1,6 +1,6 @@
 """What does a second host gain a fine-tuning? Emulated hosts of 1 and 1/2 core with a link of 100 Mbit/s.
 
-    python bench/finetune.py [--methods lora,full] [--syncs auto] [--seeds 0,1,2] [--steps 12] [--rate 100Mbit]
+    python bench/finetune.py [--methods lora,full] [--syncs auto] [--seeds 0,1,2] [--steps 32] [--rate 100Mbit]
                              [--cpus 1,0.5]
     python bench/finetune.py --report
 
@@ -9,7 +9,7 @@ completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16.
 shares are left to `--shares auto`, and --syncs are compared: auto takes exact strategies. A cell, of one method, seed
 and set-up, is one run, which takes one to four minutes; the set-ups of a seed follow each other. Each adds a line to
 bench/finetune.jsonl, and a cell that is there, measured in the same way, is not measured again. A step is the median of
-those after the first two.
+those of the second half, when shares have settled.
 --report prints the ratios with their intervals. Needs Linux and root, and nothing else running.
 """
 
@@ -38,7 +38,7 @@ from evener.report.read.run_summary import summarize_run
 
 RESULTS = Path(__file__).with_name("finetune.jsonl")
 VOCAB_SIZE, BLOCK_SIZE, BATCH, LORA_RANK = 8000, 512, 16, 16
-NUM_ROWS, NUM_SETTLING = 400, 2
+NUM_ROWS = 400
 ALONE = "alone"
 METHODS = {"lora": ["--lora", str(LORA_RANK)], "full": []}
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--methods", default="lora,full")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--syncs", default="auto")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rate", default="100Mbit")
     parser.add_argument("--cpus", default="1,0.5", help="processor of each host, in cores")
     parser.add_argument("--report", action="store_true")
@@ -101,7 +101,7 @@ def measure_cell(folder: Path, fleet: Path, cell: dict[str, Any]) -> dict[str, A
                *map(str, flags))  # fmt: skip
     summary, records = summarize_run(run), run.records(0)
     result = summary.manifest.result
-    walls = [record.wall_s for record in records[NUM_SETTLING:]]
+    walls = [record.wall_s for record in records[cell["steps"] // 2 :]]
     peaks = result.peak_memory_bytes if result else []
     needs = [rank.memory_bytes for rank in summary.predicted.ranks] if summary.predicted else []
     return {
