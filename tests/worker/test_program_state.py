@@ -28,9 +28,8 @@ os.makedirs(f"{folder}/runs/{run}", exist_ok=True)
 from evener.core.run.roster import parse_sync
 from evener.worker.script.collective_calls import ProgramSync
 program_sync = ProgramSync(parse_sync(sync), None)
-for name, changes in program_sync.changes().items():
-    for change in changes:
-        change(importlib.import_module(name))
+for name, change in program_sync.changes().items():
+    change(importlib.import_module(name))
 program_sync.change_ddp(parallel)
 
 dist.init_process_group("gloo")
