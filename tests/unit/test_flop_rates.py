@@ -70,6 +70,8 @@ def test_what_was_not_counted_or_probed_is_said(run):
     assert paragraph(run) == "FLOPs: not measured."
     as_program(run, *2 * [StepFlops(missing="the program is compiled")])
     assert paragraph(run) == "FLOPs: not counted, the program is compiled."
+    as_program(run, *2 * [StepFlops(by_dtype={"fp32": 8}, num_samples=0.0)])
+    assert paragraph(run).startswith("FLOPs: not ")
     assert [rank["flops_per_s"] for rank in summary_json(summarize_run(run))["ranks"]] == [None, None]
     as_program(run, *2 * [StepFlops(by_dtype={"float64": 8}, missing="those of own.product are missing")])
     assert "evener probe host" in paragraph(run)

@@ -181,6 +181,15 @@ def test_formula_that_fails_ends_the_count_alone(monkeypatch):
     assert flops.missing == "aten.mm.default with other arguments than expected: ValueError"
 
 
+def test_step_without_samples_has_no_flops_a_sample():
+    """As every second one of a program that updates twice a batch."""
+    counter = FlopCounter(lambda: True)
+    counter.start()
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    assert counter.stop()
+    assert counter.flops(0.0) == StepFlops(num_samples=0.0, missing="the step took no samples")
+
+
 def test_nothing_counted_is_said():
     assert count(lambda: torch.ones(2) + 1).missing == "no matrix product was seen"
 

@@ -18,8 +18,8 @@ class StepFlops(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def per_sample(self) -> dict[str, float]:
-        """The FLOPs of one sample by dtype."""
-        return {dtype: flops / self.num_samples for dtype, flops in self.by_dtype.items()}
+        """The FLOPs of one sample by dtype; {} if the step took none."""
+        return {dtype: flops / self.num_samples for dtype, flops in self.by_dtype.items() if self.num_samples}
 
 
 def roof_s(flops: Mapping[str, float], matmul_flops: Mapping[str, float]) -> float | None:

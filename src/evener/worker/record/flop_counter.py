@@ -142,6 +142,8 @@ class FlopCounter(TorchDispatchMode):
     def flops(self, num_samples: float) -> StepFlops:
         """Return what was counted, in a step of so many samples."""
         why_not = self._why_not or ("" if self._by_dtype else "no matrix product was seen")
+        if not num_samples:  # as where a program updates twice a batch
+            why_not = "the step took no samples"
         if why_not:
             return StepFlops(num_samples=num_samples, missing=why_not)
         names = [*self._unknown][:MAX_NAMED] + ["…"] * (len(self._unknown) > MAX_NAMED)
