@@ -158,6 +158,9 @@ for x, y in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
     optimizer.step()
     evener.log(loss=loss)
     losses.append(loss.item())
+    with torch.no_grad():  # no FLOPs of a training step
+        model.module.eval()(x)
+    model.train()
 print("losses", dist.get_rank(), *losses, flush=True)
 dist.destroy_process_group()
 """

@@ -306,7 +306,7 @@ class StepMeasurement:
         if self._step == COUNTED_STEP and threading.get_ident() == self._thread:
             from evener.worker.record.flop_counter import FlopCounter
 
-            self._flop_counter = FlopCounter(lambda: self._activity in (FORWARD, BACKWARD))
+            self._flop_counter = FlopCounter(self._is_counted)
             self._flop_counter.start()
         elif self._flop_counter is not None:
             has_left = self._flop_counter.stop()
@@ -314,6 +314,16 @@ class StepMeasurement:
                 self._exchange.set_flops(self._flop_counter.flops(num_samples))
             if has_left:
                 self._flop_counter = None
+
+    def _is_counted(self) -> bool:
+        """Return whether what the program computes now is a part of its training, and no update.
+
+        An evaluation is told by DDP models, all in eval(), under no_grad: reentrant checkpoints and autograd.Function
+        compute forward passes of the training without gradients, and a model without DDP is not known.
+        """
+        if self._activity == FORWARD and self._models and not _is_grad_enabled():
+            return any(model.module.training for model in list(self._models))
+        return self._activity in (FORWARD, BACKWARD)
 
     def after_update(self, optimizer: Any, *_: Any) -> None:
         """End an update, and with that of the first optimizer the step."""
