@@ -98,9 +98,7 @@ def _recorded(
             elif num_bytes and not caller.startswith("evener."):
                 obstacle = ""
                 if hasattr(result, "wait"):
-                    obstacle = (
-                        f"it calls {name} with async_op=True, and what it computes until it waits is not recorded"
-                    )
+                    obstacle = f"it calls {name} with async_op=True, and what it computes until it waits is unknown"
                 elif num_ranks < c10d.get_world_size():
                     obstacle = f"it calls {name} in a group of some ranks"
                 took_s = time.perf_counter() - began
