@@ -194,6 +194,14 @@ def test_nothing_counted_is_said():
     assert count(lambda: torch.ones(2) + 1).missing == "no matrix product was seen"
 
 
+def test_numbers_that_autograd_saved_can_be_read():
+    """As `--shares` does, to see how a loss is scaled."""
+    node = (torch.ones(1, requires_grad=True) / 3).grad_fn
+    read: list[float] = []
+    count(lambda: read.append(float(node._saved_other)))
+    assert read == [3.0]
+
+
 class OwnMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **kwargs or {})

@@ -153,6 +153,8 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Iterable[Any], args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
             return NotImplemented  # such as a DTensor, which calls operations on what this rank has of it
+        if func is aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
+            return args[0]  # a number that autograd saved: torch passes it to a mode without its tensor
         result = func(*args, **kwargs or {})
         if self._is_on and not self._why_not and self._is_counting():
             try:
