@@ -39,7 +39,8 @@ if sys.argv[1] == "classifier":
     if not chosen:  # else the Trainer would add up the means of micro-batches
         model.accepts_loss_kwargs = False
 else:
-    data = [{"input_ids": text, "labels": text} for text in texts]
+    # Of the first micro-batch rank 1 has no text with labels.
+    data = [{"input_ids": text, "labels": text if i % 3 == 0 else 0 * text - 100} for i, text in enumerate(texts)]
     model = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=16, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
 args = TrainingArguments(
     "out", max_steps=6, per_device_train_batch_size=12 // world, use_cpu=True, report_to=[], save_strategy="no",
@@ -154,6 +155,26 @@ def test_flags_of_launch_take_precedence_over_code(launch: Launch) -> None:
     )
     assert status == 0, text
     assert str(RunDir(launch.folder / "run").manifest().roster.sync) == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("for_one", "for_two", "expected"),
+    [
+        (6.0, 3.0, True),
+        (6.0, 3.001, True),  # rounded
+        (2.5, 2.5, False),
+        (0.0, 0.0, None),  # a sum over no labels
+        (math.nan, math.nan, None),  # a mean over none
+        (math.inf, math.inf, None),
+    ],
+)
+def test_loss_divided_by_items_is_told_by_its_values_for_1_and_2(
+    for_one: float, for_two: float, expected: bool | None
+) -> None:
+    pytest.importorskip("transformers")
+    from evener.integrations.transformers import is_divided
+
+    assert is_divided(for_one, for_two) is expected
 
 
 @pytest.mark.parametrize(

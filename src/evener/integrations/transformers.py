@@ -5,6 +5,7 @@ trainer = EvenerTrainer(model, args, train_dataset=data, sync="int8", shares="2:
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,18 @@ except ImportError as error:
     raise UsageError(f"evener.integrations.transformers: {error}", hint="pip install 'evener[hf]'") from None
 
 NO_STEP = -1
+ABSTAINS = -1  # a rank whose batch does not show how its loss is scaled
 RUN_FILE = "evener_run"  # in a checkpoint that was written completely: the identifier of its run
+
+
+def is_divided(for_one: float, for_two: float) -> bool | None:
+    """Return whether a loss is divided by the number of items, from its values for 1 and 2 of them.
+
+    None: they do not show it, as where a batch has no labels; a sum over them is 0, and a mean is not a number.
+    """
+    if not (math.isfinite(for_one) and math.isfinite(for_two)) or for_one == 0.0:
+        return None
+    return math.isclose(for_one, 2 * for_two, rel_tol=1e-3)
 
 
 class MarkCheckpoints(TrainerCallback):
@@ -67,7 +79,7 @@ class EvenerTrainer(Trainer):
         """Return the loss of a micro-batch; at the last one before an update, give evener the loss of the step."""
         if self._uses_num_items is None and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             self._uses_num_items = self._is_loss_divided(inputs)
-            self.model_accepts_loss_kwargs = self._uses_num_items
+            self.model_accepts_loss_kwargs = self._uses_num_items is not False
         loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss += loss
         if self.accelerator.sync_gradients:
@@ -76,11 +88,12 @@ class EvenerTrainer(Trainer):
             self._step_loss = 0.0
         return loss
 
-    def _is_loss_divided(self, inputs: Any) -> bool:
-        """Return whether the model divides its loss by num_items_in_batch.
+    def _is_loss_divided(self, inputs: Any) -> bool | None:
+        """Return whether the model divides its loss by num_items_in_batch; None if no rank's batch shows it.
 
-        Models such as BertForSequenceClassification take it, as any keyword, and return a mean; by their signature the
-        Trainer would multiply it by the number of ranks, and not divide it by the number of micro-batches.
+        All ranks call it together and return the same. Models such as BertForSequenceClassification take it, as any
+        keyword, and return a mean; by their signature the Trainer would multiply it by the number of ranks, and not
+        divide it by the number of micro-batches.
         """
         model = self.accelerator.unwrap_model(self.model)
         model.eval()  # without dropout, until the step begins: no random number is drawn
@@ -89,7 +102,9 @@ class EvenerTrainer(Trainer):
             losses: list[Any] = [
                 self.compute_loss(model, {**inputs}, num_items_in_batch=torch.tensor(items)) for items in (1, 2)
             ]
-        return not torch.equal(losses[0], losses[1])
+        vote = {None: ABSTAINS, False: 0, True: 1}[is_divided(*map(float, losses))]
+        votes = self.accelerator.gather(torch.tensor([vote], device=self.accelerator.device)).tolist()
+        return None if max(votes) == ABSTAINS else max(votes) == 1
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; after a restart from the newest checkpoint of the run, unless another one is given."""
