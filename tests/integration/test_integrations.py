@@ -177,6 +177,25 @@ def test_loss_divided_by_items_is_told_by_its_values_for_1_and_2(
     assert is_divided(for_one, for_two) is expected
 
 
+def test_loss_of_several_optimizers_is_that_of_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the other one updates before it, of the same loss."""
+    pytest.importorskip("lightning")
+    from evener.integrations import lightning
+
+    for method in ("backward", "optimizer_step"):
+        monkeypatch.setattr(lightning.DDPStrategy, method, lambda *_, **__: None)
+    logged: list[float] = []
+    monkeypatch.setattr(lightning, "log", lambda loss: logged.append(float(loss)))
+    strategy, (first, second) = lightning.EvenerStrategy(), [torch.optim.SGD([torch.ones(1)]) for _ in range(2)]
+    strategy.optimizers = [first, second]
+    for losses, optimizers in [([1.0, 2.0], [first]), ([30.0], [second]), ([4.0], [first]), ([5.0], [second, first])]:
+        for loss in losses:
+            strategy.backward(torch.tensor(loss), None)
+        for optimizer in optimizers:
+            strategy.optimizer_step(optimizer, None)
+    assert logged == [3.0, 4.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("sync", "shares", "error"),
     [

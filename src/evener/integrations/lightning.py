@@ -22,15 +22,17 @@ class EvenerStrategy(DDPStrategy):
     """Train as Lightning's DDPStrategy does, on ranks of unequal speed and over slow links.
 
     `sync` and `shares` are those of `evener launch`, whose flags take precedence; other arguments are DDPStrategy's.
-    Where evener measures the program, each step's record has the mean loss of the global batch, of the first optimizer
-    if there are several. The number of hosts is the launcher's, whatever `num_nodes` of the Trainer says.
+    Where evener measures the program, each step's record has the mean loss of the global batch; of several optimizers,
+    the losses of the backward passes between the update of any before and that of the first one. The number of hosts is
+    the launcher's, whatever `num_nodes` of the Trainer says.
     """
 
     def __init__(self, sync: str = "ddp", shares: str = "equal", **kwargs: Any) -> None:
         """Take a strategy and shares, and the keyword arguments of DDPStrategy."""
         super().__init__(**kwargs)
         self._sync, self._shares = sync, shares
-        self._step_loss: Any = 0.0  # of the backward passes since the first optimizer's last update
+        self._step_loss: Any = 0.0  # of the backward passes before the newest update, or since it
+        self._has_updated = False  # since the newest backward pass
 
     @property
     def num_nodes(self) -> int:
@@ -49,13 +51,14 @@ class EvenerStrategy(DDPStrategy):
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Add the gradients of a loss."""
-        self._step_loss += closure_loss.detach()
+        before, self._has_updated = 0.0 if self._has_updated else self._step_loss, False
+        self._step_loss = before + closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Update by an optimizer; after the first one, give evener the loss of the step."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._has_updated = True
         if optimizer is self.optimizers[0]:
             log(loss=self._step_loss)
-            self._step_loss = 0.0
         return result
