@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from evener.core.base.errors import UsageError
+from evener.core.run.roster import DDP
 from evener.core.run.rundir import RunDir
+from evener.worker.script import instrument
+from evener.worker.script.batch_shares import BatchShares
+from evener.worker.script.collective_calls import ProgramSync
 from evener.worker.script.instrument import choose
+from evener.worker.script.module_changer import ModuleChanger
 from tests.integration.test_launched_programs import TIMEOUT_S, Launch, launch
 from tests.tiers import exhaustive
 
@@ -208,3 +213,11 @@ def test_loss_of_several_optimizers_is_that_of_the_first_one(monkeypatch: pytest
 def test_choice_that_ranks_cannot_have_is_an_error(sync: str, shares: str, error: str) -> None:
     with pytest.raises(UsageError, match=error):
         choose(sync, shares, 0, 2)
+
+
+def test_shares_of_launch_replace_those_of_code_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = BatchShares([2.0, 1.0], 0, 2)
+    used = instrument.Instruments(ModuleChanger(), ProgramSync(DDP, None), shares="2:1", batch_shares=launched)
+    monkeypatch.setattr(instrument, "_instruments", used)
+    assert choose("int8", "3:1:1", 0, 2) is launched
+    assert (str(used.program_sync.sync), used.shares) == ("int8", "2:1")

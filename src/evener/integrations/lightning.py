@@ -21,7 +21,8 @@ except ImportError as error:
 class EvenerStrategy(DDPStrategy):
     """Train as Lightning's DDPStrategy does, on ranks of unequal speed and over slow links.
 
-    `sync` and `shares` are those of `evener launch`, whose flags take precedence; other arguments are DDPStrategy's.
+    `sync` and `shares` are those of `evener launch`; what it was given other than the defaults takes precedence. Other
+    arguments are DDPStrategy's.
     Where evener measures the program, each step's record has the mean loss of the global batch; of several optimizers,
     the losses of the backward passes between the update of any before and that of the first one. The number of hosts is
     the launcher's, whatever `num_nodes` of the Trainer says.

@@ -59,10 +59,10 @@ class MarkCheckpoints(TrainerCallback):
 class EvenerTrainer(Trainer):
     """Train as transformers' Trainer does, on ranks of unequal speed and over slow links.
 
-    `sync` and `shares` are those of `evener launch`, whose flags take precedence; under another launcher that sets
-    RANK and WORLD_SIZE they have the same effect. Where evener measures the program, each step's record has the mean
-    loss of the global batch. Where `evener launch --membership restart` has restarted the ranks, `train` continues from
-    the newest checkpoint of this run that all ranks have; therefore each host saves them.
+    `sync` and `shares` are those of `evener launch`; what it was given other than the defaults takes precedence. Under
+    another launcher that sets RANK and WORLD_SIZE they have the same effect. Where evener measures the program, each
+    step's record has the mean loss of the global batch. Where `evener launch --membership restart` has restarted the
+    ranks, `train` continues from the newest checkpoint of this run that all ranks have; therefore each host saves them.
     """
 
     def __init__(self, *args: Any, sync: str = "ddp", shares: str = "equal", **kwargs: Any) -> None:

@@ -54,44 +54,41 @@ _instruments: Instruments | None = None  # of this process
 def choose(sync: str, shares: str, rank: int, world_size: int) -> BatchShares | None:
     """Synchronize this program's DDP models, and divide its batches, as its own code says: "int8", "2:1".
 
-    What `evener launch` was given takes precedence. Call it before the first DDP model is made. Return what divides the
-    batches; None if shares are equal. Raise UsageError if the program cannot have both, or has chosen something else
-    before.
+    A strategy or shares other than the defaults, given to `evener launch`, take precedence. Call it before the first
+    DDP model is made. Return what divides the batches; None if shares are equal. Raise UsageError if the program cannot
+    have both, or has chosen something else before.
     """
     global _instruments
-    spec, weights = parse_sync_and_shares(sync, shares)
+    used = _instruments
+    if used is not None and used.choice is not None:
+        if used.choice != (sync, shares):
+            raise UsageError(
+                f"sync={sync!r}, shares={shares!r}: this process has begun with sync={used.choice[0]!r}, "
+                f"shares={used.choice[1]!r}",
+                hint="one strategy and one division a process: name them once",
+            )
+        return used.batch_shares
+    chosen_sync = sync if used is None or used.program_sync.sync == DDP else str(used.program_sync.sync)
+    chosen_shares = shares if used is None or used.batch_shares is None else used.shares
+    spec, weights = parse_sync_and_shares(chosen_sync, chosen_shares)
     if weights is not None and has_dynamic_membership():
         raise UsageError(
             f"shares={shares!r} is for these ranks, and --membership restart goes on with fewer", hint="one of them"
         )
-    check_number_of_shares(shares, world_size)
-    if _instruments is None:  # not launched by evener
-        _instruments = Instruments(ModuleChanger(), ProgramSync(DDP, None))
-        for name, change in _instruments.program_sync.changes().items():
-            _instruments.changer.add(name, change)
-        _instruments.changer.add("torch.nn.parallel.distributed", _instruments.program_sync.change_ddp)
-        sys.meta_path.insert(0, _instruments.changer)
-        atexit.register(_instruments.program_sync.close, is_finished=True)
-    used = _instruments
-    if used.choice not in (None, (sync, shares)):
-        raise UsageError(
-            f"sync={sync!r}, shares={shares!r}: this process has begun with sync={used.choice[0]!r}, "
-            f"shares={used.choice[1]!r}",
-            hint="one strategy and one division a process: name them once",
-        )
-    if used.choice is None:
-        used.choice = sync, shares
-        launched_sync = used.program_sync.sync
-        if launched_sync != DDP or used.batch_shares is not None:
-            spec, _ = parse_sync_and_shares(
-                sync if launched_sync == DDP else str(launched_sync),
-                shares if used.batch_shares is None else used.shares,
-            )
-        used.program_sync.sync = spec
-        if used.exchange is not None:
-            used.exchange.sync = spec
-        if weights is not None and used.batch_shares is None:
-            used.shares, used.batch_shares = shares, _divide(used.changer, weights, rank, world_size)
+    check_number_of_shares(chosen_shares, world_size)
+    if used is None:  # not launched by evener
+        used = _instruments = Instruments(ModuleChanger(), ProgramSync(DDP, None))
+        for name, change in used.program_sync.changes().items():
+            used.changer.add(name, change)
+        used.changer.add("torch.nn.parallel.distributed", used.program_sync.change_ddp)
+        sys.meta_path.insert(0, used.changer)
+        atexit.register(used.program_sync.close, is_finished=True)
+    used.choice = sync, shares
+    used.program_sync.sync = spec
+    if used.exchange is not None:
+        used.exchange.sync = spec
+    if weights is not None and used.batch_shares is None:
+        used.shares, used.batch_shares = shares, _divide(used.changer, weights, rank, world_size)
     return used.batch_shares
 
 
