@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from evener.core.base.errors import UsageError
 from evener.core.run.roster import DDP
 from evener.core.run.rundir import RunDir
+from evener.core.script.variables import OPTIONS_VARIABLE
 from evener.worker.script import instrument
 from evener.worker.script.batch_shares import BatchShares
 from evener.worker.script.collective_calls import ProgramSync
@@ -221,3 +224,24 @@ def test_shares_of_launch_replace_those_of_code_unchecked(monkeypatch: pytest.Mo
     monkeypatch.setattr(instrument, "_instruments", used)
     assert choose("int8", "3:1:1", 0, 2) is launched
     assert (str(used.program_sync.sync), used.shares) == ("int8", "2:1")
+
+
+def test_rank_without_room_for_its_calls_is_divided_and_synchronized_all_the_same(tmp_path: Path) -> None:
+    code = """
+from evener.worker.script import instrument
+from evener.worker.script.batch_shares import BatchShares
+def fail(path):
+    raise OSError(28, "No space left on device")
+instrument.CallRing = fail
+instrument.install()
+shares = instrument.choose("ddp", "equal", 0, 2)
+import torch.nn.parallel.distributed as distributed
+forward = distributed.DistributedDataParallel.forward
+print(isinstance(shares, BatchShares), instrument._instruments.program_sync.sync, forward.__wrapped__.__name__)
+"""
+    of_rank = {"RANK": "0", "WORLD_SIZE": "2", "EVENER_JOINED": str(tmp_path / "run/host/joined")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
+        env=os.environ | of_rank | {OPTIONS_VARIABLE: "sync=int8,shares=2:1"},
+    )  # fmt: skip
+    assert done.stdout == "True int8 forward\n", done.stderr

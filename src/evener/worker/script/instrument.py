@@ -13,6 +13,7 @@ A program may also name its strategy and shares itself (evener.integrations), wh
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -120,15 +121,17 @@ def install() -> None:
                 lambda optimizer: optimizer.register_optimizer_step_post_hook(checks.after_optimizer_step),
             )
     if is_rank:
+        global _instruments
         start_heartbeat()
         sync, shares = chosen.get("sync", "ddp"), chosen.get("shares", "equal")
         batch_shares = None
         if shares != "equal":
             weights = [float(weight) for weight in shares.split(":")]
-            batch_shares = _divide(changer, weights, launched_rank(), int(os.environ.get("WORLD_SIZE", "1")))
-        _record(changer, sync, checks, exchanges, measures="no-measure" not in options and "independent" not in options)
-        if _instruments is not None:
-            _instruments.shares, _instruments.batch_shares = shares, batch_shares
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            batch_shares = _divide(changer, weights, launched_rank(), world_size)
+        measures = "no-measure" not in options and "independent" not in options
+        _instruments = _record(changer, sync, checks, exchanges, measures=measures)
+        _instruments.shares, _instruments.batch_shares = shares, batch_shares
     sys.meta_path.insert(0, changer)
 
 
@@ -144,20 +147,19 @@ def _divide(changer: ModuleChanger, weights: Sequence[float], rank: int, world_s
 
 def _record(
     changer: ModuleChanger, sync: str, checks: GroupChecks | None, exchanges: PairwiseExchanges, *, measures: bool
-) -> None:
-    """Record the collectives of this rank, measure its steps, and synchronize DDP models by the strategy `sync`."""
-    global _instruments
-    folder = run_folder()
-    if folder is None:
-        return
-    try:
-        ring = CallRing(folder / CALLS_FOLDER / os.environ.get("LOCAL_RANK", "0"))
-    except OSError:  # no room: the program runs without
-        return
-    if checks is not None:
+) -> Instruments:
+    """Record the collectives of this rank, measure its steps, and synchronize DDP models by the strategy `sync`.
+
+    Without room for the record they are synchronized alone, as on the other ranks.
+    """
+    folder, ring = run_folder(), None
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            ring = CallRing(folder / CALLS_FOLDER / os.environ.get("LOCAL_RANK", "0"))
+    if checks is not None and ring is not None:
         checks.num_recorded = lambda: ring.num_calls
     measurement = training = exchange = None
-    if measures:
+    if measures and folder is not None and ring is not None:
         from evener.core.run.runwriter import RunWriter
         from evener.worker.script.program_log import take_losses
         from evener.worker.script.step_exchange import StepExchange
@@ -172,7 +174,6 @@ def _record(
         exchange = StepExchange(RunWriter(folder), launched_rank(), world_size, sync, training)
         measurement = StepMeasurement(exchange, RunWriter(folder), training.models)
     program_sync = ProgramSync(parse_sync(sync), measurement)
-    _instruments = Instruments(changer, program_sync, exchange)
     for name, change in program_sync.changes().items():  # before the measurement takes an update for ended
         changer.add(name, change)
     if measurement is not None and training is not None:
@@ -196,7 +197,7 @@ def _record(
             return
         # An uncaught exception leaves `last_value`, and SystemExit does not.
         has_failed = hasattr(sys, "last_value") or (exit_codes and exit_codes[-1] not in (None, 0))
-        if not has_failed:
+        if ring is not None and not has_failed:
             ring.close()
         program_sync.close(is_finished=not has_failed)
         if measurement is not None and exchange is not None:
@@ -204,8 +205,10 @@ def _record(
             exchange.close(is_finished=not has_failed)
 
     atexit.register(close)
-    changer.add(
-        "torch.distributed.distributed_c10d",
-        lambda c10d: record_collectives(c10d, ring, measurement, training, exchanges),
-    )
+    if ring is not None:
+        changer.add(
+            "torch.distributed.distributed_c10d",
+            lambda c10d: record_collectives(c10d, ring, measurement, training, exchanges),
+        )
     changer.add("torch.nn.parallel.distributed", program_sync.change_ddp)
+    return Instruments(changer, program_sync, exchange)
