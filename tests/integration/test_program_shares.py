@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from evener.worker.script.batch_shares import BatchShares
 from tests.integration.test_launched_programs import Launch, launch
 from tests.tiers import exhaustive
 
@@ -129,3 +132,19 @@ def test_program_without_a_loader_is_refused(launch: Launch) -> None:
 def test_as_many_shares_as_ranks(launch: Launch) -> None:
     status, text = launch.run(program="", flags=("--ranks", "2", "--shares", "2:1:1"))
     assert (status, "--shares 2:1:1: 3 shares, and 2 ranks" in text) == (2, True)
+
+
+def test_batch_without_labels_is_no_error_of_the_shares() -> None:
+    """transformers' Trainer counts no tokens in it, and its loss is not a number."""
+
+    class Trainer:
+        compute_loss_func, model_accepts_loss_kwargs = None, True
+        args = SimpleNamespace(average_tokens_across_devices=True)
+
+        def compute_loss(self) -> None: ...
+
+        def training_step(self, model: None, inputs: None, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+            return 0 / num_items_in_batch
+
+    noted = BatchShares([2.0, 1.0], 0, 2).note_trainer(Trainer.training_step, Trainer.compute_loss)
+    assert noted(Trainer(), None, None, torch.tensor(0)).isnan()

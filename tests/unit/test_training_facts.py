@@ -112,6 +112,7 @@ def through_ddp(loss: torch.Tensor) -> torch.Tensor:
         (F.mse_loss(X, torch.zeros(6, 5)) + X.sum(), None),
         (X.mean() * X.sum(), None),
         (nn.Parameter(torch.ones(())), None),
+        (X.sum() / torch.tensor(0), None),  # by the labels of a batch that has none
         (through_ddp(F.cross_entropy(X, CLASSES)) * 2, (6, 2.0, True, True)),
     ],
 )

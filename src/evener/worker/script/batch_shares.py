@@ -268,7 +268,8 @@ class BatchShares:
             if num_items_in_batch is not None and trainer.model_accepts_loss_kwargs:
                 averages = bool(trainer.args.average_tokens_across_devices)
                 self._trainer_weighs = averages if is_own else None
-                self._token_factor = self._world_size / float(num_items_in_batch) if averages else None
+                num_items = float(num_items_in_batch)  # 0 where no token of the batch has a label
+                self._token_factor = self._world_size / num_items if averages and num_items else None
             try:
                 loss = step(trainer, model, inputs, num_items_in_batch)
                 return loss if self._trainer_weighs else loss * self.factor

@@ -49,6 +49,9 @@ def find_reduction(loss: Any) -> Reduction | None:
             other = node._saved_other
             if other is None or (hasattr(other, "device") and (other.device.type != "cpu" or other.numel() != 1)):
                 return None
-            factor = factor / float(other) if name.startswith("Div") else factor * float(other)
+            is_divided, number = name.startswith("Div"), float(other)
+            if is_divided and number == 0.0:
+                return None
+            factor = factor / number if is_divided else factor * number
         node, output = inputs[0]
     return None
