@@ -163,7 +163,9 @@ class CompressionHook(Synchronizer):
     """DDP's communication hook of one model.
 
     All ranks keep their states when any of them has saved the model. Beside the forward pass that follows they add up
-    how many numbers they have saved; weights and residuals are then still those of the save.
+    how many numbers they have saved; weights and residuals are then still those of the save. A save between that
+    forward pass and the update is counted one step later, with the state of other weights: a resume from it begins with
+    an empty state, and says so.
     """
 
     def __init__(self, model: Any, sync: SyncSpec, measurement: StepMeasurement | None, number: int) -> None:
