@@ -64,8 +64,8 @@ WORDS = {
 LISTED = """
 net.loopback-hostname net.wrong-interface net.overlay net.family-mismatch net.unresolvable net.rendezvous-loopback
 net.firewall net.mtu net.slow-link net.wireless net.stack-loss net.asymmetric net.private net.strangers
-port.in-use proc.stale version.torch link.congestion link.window link.idle
-version.python version.evener version.packages code.mismatch spec.mismatch data.mismatch tokenizer.mismatch rank.duplicate
+port.in-use proc.stale version.torch link.congestion link.window link.idle version.packages
+version.python version.evener code.mismatch spec.mismatch data.mismatch tokenizer.mismatch rank.duplicate
 ssh.unreachable ssh.auth ssh.hostkey clock.skew limit.nofile limit.memlock mem.space disk.space disk.stored shm.size
 mem.swap cpu.oversubscribed cpu.throttled power.sleep dtype.slow gpu.missing gpu.driver gpu.p2p env.ineffective
 env.interface-syntax tty.attached run.hang run.collective-mismatch run.peer-exit run.nonfinite run.diverged
