@@ -62,8 +62,9 @@ class SequenceLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FineTuning(msgspec.Struct, frozen=True, kw_only=True, tag="fine_tuning"):
-    """What is fine-tuned, on which sequences. It stands in the place of a `GPTShape`; its rates count what the records
-    of a run count: tokens that carry loss.
+    """A pretrained model to fine-tune, and the lengths of its sequences.
+
+    The planner takes it in the place of a `GPTShape`. Its rates count tokens that carry loss, as a run's records do.
     """
 
     model: PretrainedModel

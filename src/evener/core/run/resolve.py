@@ -65,7 +65,7 @@ class ResolvedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What its ranks import besides evener's own dependencies."""
+        """Return the packages that its ranks import besides evener's own dependencies."""
         return fine_tuning_packages(self.shape.quantization) if isinstance(self.shape, PretrainedModel) else ()
 
     @property

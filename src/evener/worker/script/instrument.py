@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Instruments:
-    """What synchronizes the models of this process, and divides its batches."""
+    """The objects that synchronize the models of this process and divide its batches."""
 
     changer: ModuleChanger
     program_sync: ProgramSync

@@ -61,7 +61,7 @@ def _make_clock(group: ProgramGroup) -> Clock:
 
 
 class Synchronizer(ABC):
-    """What synchronizes one DDP model, with a state that is kept when the program saves the model.
+    """Synchronizes one DDP model by a strategy, and keeps its state when the program saves the model.
 
     The state is kept beside the run by the weights to which it belongs, and restored in a program that begins with
     these weights, before its first backward pass (worker/state/program_state.py).
