@@ -14,7 +14,7 @@ from evener.core.cluster.host_probe import HostProbeSpec, model_rate
 from evener.core.model.pretrained import read_pretrained
 from evener.core.model.shape import PRESETS
 from evener.core.run.roster import MICRO_BATCH_TOKENS
-from evener.launch.probe_hosts import describe_pretrained
+from evener.launch.probe_hosts import describe_probed_model
 from evener.worker.finetune.model import build_from_config
 from evener.worker.probe import sustained_bench
 from evener.worker.probe.loopback_bench import INTERFACE_ENV, SIZE_BYTES, loopback_rates_Bps
@@ -106,7 +106,7 @@ def test_pretrained_model_is_probed_from_its_config_alone(tmp_path, lora, has_do
     """Without its weights; the rate counts positions, and says how many FLOPs each has."""
     make_model(tmp_path / "llama")
     model = read_pretrained(tmp_path / "llama", 64, lora, has_dora=has_dora)
-    described = describe_pretrained(tmp_path / "llama", 64, lora, has_dora=has_dora)
+    described = describe_probed_model(tmp_path / "llama", 64, lora, has_dora=has_dora)
     assert described.num_trained == model.num_params()
     spec = HostProbeSpec(host="h", seconds=1.0, pretrained=described, dtype="fp32")
     built = build_from_config(described.config, lora, "fp32", has_dora=has_dora)

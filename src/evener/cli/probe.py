@@ -247,7 +247,7 @@ def host(
     from evener.core.cluster.host_probe import HostProbeSpec, ProbeProgress
     from evener.core.model.shape import PRESETS
     from evener.core.run.run_spec import PRETRAINED_PREFIX
-    from evener.launch.probe_hosts import describe_pretrained, probe_devices
+    from evener.launch.probe_hosts import describe_probed_model, probe_devices
     from evener.plan.cost.roofline import roofline
 
     pretrained = None
@@ -255,7 +255,7 @@ def host(
     if dora and lora is None:
         raise UsageError("--dora: it needs the rank of its adapters", hint="--lora 16 --dora")
     if model.startswith(PRETRAINED_PREFIX):
-        pretrained = describe_pretrained(Path(model.removeprefix(PRETRAINED_PREFIX)), block_size, lora, has_dora=dora)
+        pretrained = describe_probed_model(Path(model.removeprefix(PRETRAINED_PREFIX)), block_size, lora, has_dora=dora)
         models = [pretrained.name]
     elif lora is not None or block_size is not None:
         raise UsageError(f"--{'lora' if lora is not None else 'block-size'}: only with --model hf:FOLDER")

@@ -73,7 +73,7 @@ def probe_devices(
                     yield names[name], message
 
 
-def describe_pretrained(
+def describe_probed_model(
     folder: Path, block_size: int | None, lora_rank: int | None, *, has_dora: bool
 ) -> PretrainedProbe:
     """Return what hosts need to build the model of a folder, as a run with these flags would train it.
