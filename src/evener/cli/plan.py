@@ -88,13 +88,14 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
 
     from evener.cli import plan_output
     from evener.cli.flags import check_names_data_once, explicit_values, split_arguments
+    from evener.cli.hub_models import with_model_folder
     from evener.core.base.errors import UsageError
     from evener.core.cluster.fleet_file import fleet_flag
     from evener.core.model.corpus import load_corpus
     from evener.core.model.fine_tuning import FineTuning
     from evener.core.model.gradients import ProgramModel
     from evener.core.run.roster import requested_sync
-    from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec, with_absolute_model
+    from evener.core.run.run_spec import FLAGS, RunSpec, given_fields, make_spec
     from evener.plan.choice.plan_request import PlanRequest, answer_request
 
     of_what, machines, of_bill, of_scale = (
@@ -116,7 +117,7 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
     if paths and source_run:
         raise UsageError(f"--from {source_run} has its own data; so does {paths[0]}", hint="one of them")
     check_names_data_once(paths, texts)
-    wanted = RunSpec() if source_run is not None else with_absolute_model(make_spec(file, texts))
+    wanted = RunSpec() if source_run is not None else with_model_folder(make_spec(file, texts))
     for_time, epochs, budget = of_bill.pop("for_time"), of_bill.pop("epochs"), None
     lengths = (for_time, of_bill["tokens"], epochs)
     if wanted.model.pretrained is not None or any(length is not None for length in lengths):
@@ -154,7 +155,7 @@ def plan(arguments: list[str] | None, as_json: bool, is_long: bool, scale: str |
         elif budget is not None:
             request = request_for_budget(lambda _: request, request.job.spec, set(FLAGS), None, budget)
     else:
-        spec = with_absolute_model(make_spec(file, texts))
+        spec = with_model_folder(make_spec(file, texts))
         machines |= {"nodes": 2} if scale is not None else {}
 
         def make_request(spec: RunSpec) -> PlanRequest:

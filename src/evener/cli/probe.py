@@ -241,6 +241,7 @@ def host(
     import msgspec
 
     from evener.cli import probe_output
+    from evener.cli.hub_models import model_folder
     from evener.core.base.errors import UsageError, did_you_mean
     from evener.core.cluster.fleet_file import Rates, fleet_path
     from evener.core.cluster.fleet_update import update_fleet_file
@@ -255,7 +256,8 @@ def host(
     if dora and lora is None:
         raise UsageError("--dora: it needs the rank of its adapters", hint="--lora 16 --dora")
     if model.startswith(PRETRAINED_PREFIX):
-        pretrained = describe_probed_model(Path(model.removeprefix(PRETRAINED_PREFIX)), block_size, lora, has_dora=dora)
+        pretrained = describe_probed_model(model_folder(Path(model.removeprefix(PRETRAINED_PREFIX))), block_size, lora,
+                                           has_dora=dora)  # fmt: skip
         models = [pretrained.name]
     elif lora is not None or block_size is not None:
         raise UsageError(f"--{'lora' if lora is not None else 'block-size'}: only with --model hf:FOLDER")

@@ -210,9 +210,10 @@ def _make_spec(
 
     from evener.cli import run_output
     from evener.cli.flags import check_names_data_once
+    from evener.cli.hub_models import with_model_folder
     from evener.cli.text_data import prepared_folder, prepared_samples
     from evener.core.base.errors import UsageError
-    from evener.core.run.run_spec import make_spec, with_absolute_model
+    from evener.core.run.run_spec import make_spec
 
     if resumed is not None and (file or paths or "out" in texts):
         raise UsageError("--resume: the run has its own spec, data and directory", hint="without --out and a file")
@@ -220,7 +221,7 @@ def _make_spec(
     base = None if resumed is None else resumed.fetch_spec(run_output.print_status)
     spec = make_spec(file, texts, base)
     if resumed is None:
-        spec = with_absolute_model(spec)
+        spec = with_model_folder(spec)
         if spec.model.pretrained is not None:
             data = prepared_samples(paths or [spec.data.data], spec, **of_texts)
         else:

@@ -81,13 +81,13 @@ def describe_probed_model(
     Raise UsageError if the folder holds no model, or one whose layers are not known.
     """
     require_libraries()
-    model = read_pretrained(folder.expanduser(), block_size, lora_rank, has_dora=has_dora)
+    model = read_pretrained(folder, block_size, lora_rank, has_dora=has_dora)
     if model.layers is None:
         raise UsageError(f"{folder}: evener does not know the layers of a {model.architecture}")
     full = FineTuning(model=model, lengths=SequenceLengths.full(model.block_size))
     return PretrainedProbe(
         name=full.rate_name,
-        config=read_file(folder.expanduser() / "config.json").decode(),
+        config=read_file(folder / "config.json").decode(),
         vocab_size=model.vocab_size,
         block_size=model.block_size,
         lora_rank=lora_rank,

@@ -37,6 +37,7 @@ NF4_BLOCK = 64  # weights that share a scale
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TRANSPOSED = ("gpt2", "openai-gpt")  # architectures whose linear layers transformers stores as (in, out)
+HUB_CACHE_PATTERN = re.compile(r"/models--[^/]+?--([^/]+)/snapshots/[^/]+$")  # the name of a model in the hub's cache
 LAYER_PATTERN = re.compile(r"\.\d+\.")  # "model.layers.0.self_attn.q_proj.weight", but not "lm_head.weight"
 
 
@@ -121,6 +122,16 @@ def require_libraries(quantization: Quantization = "off") -> None:
             raise UsageError(f"--model hf:FOLDER: it needs {name}", hint=EXTRA_HINT)
 
 
+def model_name(folder: Path) -> str:
+    """Return the name of a model's folder; that of its model if it lies in the hub's cache.
+
+    >>> model_name(Path("/models/qwen")), model_name(Path("/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32"))
+    ('qwen', 'Qwen2.5-0.5B')
+    """
+    cached = HUB_CACHE_PATTERN.search(str(folder.absolute()))
+    return cached.group(1) if cached else folder.absolute().name
+
+
 def read_pretrained(
     folder: Path,
     block_size: int | None,
@@ -142,7 +153,7 @@ def read_pretrained(
         _check_blocks(folder, tensors, is_transposed=config.model_type in TRANSPOSED)
     num_params = sum(math.prod(shape) for shape in tensors.values())
     return PretrainedModel(
-        name=folder.absolute().name,
+        name=model_name(folder),
         architecture=config.model_type,
         weights_hash=_hash_weights(folder, files),
         tokenizer_hash=_hash_tokenizer(folder),

@@ -20,6 +20,7 @@ from evener.core.base.decoding import from_builtins, from_toml
 from evener.core.base.errors import UsageError, did_you_mean
 from evener.core.base.file_io import read_file
 from evener.core.base.units import parse_count
+from evener.core.model.pretrained import model_name
 
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 ProcessCount = Annotated[int, Meta(ge=1, le=1024)]
@@ -45,7 +46,7 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
     model: Annotated[
         str,
         Meta(description="preset: tiny, char, g1 to g12, gpt2, gpt2-medium, -large, -760m, -xl, d4 to d20; or "
-                         "hf:FOLDER: fine-tune a causal language model that transformers saved"),
+                         "hf:FOLDER, or hf:ORG/NAME of the Hugging Face hub: fine-tune a causal language model"),
     ] = "char"  # fmt: skip
     lora: Annotated[
         Count | None,
@@ -84,7 +85,7 @@ class ModelSpec(SpecSection, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """The name of the preset, or of the pretrained model's folder."""
-        return self.model if self.pretrained is None else self.pretrained.absolute().name
+        return self.model if self.pretrained is None else model_name(self.pretrained)
 
 
 class TrainSpec(SpecSection, frozen=True, kw_only=True):
@@ -230,14 +231,6 @@ class RunSpec(SpecSection, frozen=True, kw_only=True):
             raise UsageError("--dora: it needs the rank of its adapters", hint="--lora 16 --dora")
         if machine.backend == "nccl" and machine.device == "cpu":
             raise UsageError("--backend nccl: NCCL moves GPU memory only, and --device is cpu", hint="--backend gloo")
-
-
-def with_absolute_model(spec: RunSpec) -> RunSpec:
-    """Return the spec with the absolute path of a pretrained model, so that the run is resumed from any folder."""
-    if spec.model.pretrained is None:
-        return spec
-    path = f"{PRETRAINED_PREFIX}{spec.model.pretrained.expanduser().absolute()}"
-    return msgspec.structs.replace(spec, model=msgspec.structs.replace(spec.model, model=path))
 
 
 class Flag(msgspec.Struct, frozen=True, kw_only=True):
