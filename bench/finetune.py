@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from common import median_interval
+from pretrained_llama import make_llama, source_texts, write_rows
 from scaling_efficiency import run_evener
 
 from evener.core.run.rundir import RunDir
-from evener.corpus.stdlib_source import stdlib_documents
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec, LabSpec
 from evener.report.read.run_summary import summarize_run
 
 RESULTS = Path(__file__).with_name("finetune.jsonl")
-VOCAB_SIZE, BLOCK_SIZE, BATCH, LORA_RANK = 8000, 512, 16, 16
+BLOCK_SIZE, BATCH, LORA_RANK = 512, 16, 16
 NUM_ROWS = 400
 ALONE = "alone"
 METHODS = {"lora": ["--lora", str(LORA_RANK)], "full": []}
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="evener-finetune-") as temporary:
         folder, fleet = Path(temporary), Path(temporary) / "fleet.toml"
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")  # of the encoded samples
-        make_model(folder / "llama")
+        make_llama(folder / "llama", width=512, mlp_width=1376, num_layers=8, num_heads=8, block_size=BLOCK_SIZE)
         make_data(folder / "data.jsonl")
         lab = EmulatedLab.up(LabSpec(name="tune", hosts=hosts), out=fleet)
         try:
@@ -146,41 +146,14 @@ def report() -> None:
               f"{', '.join(f'{loss:+.3%}' for loss in losses)}")  # fmt: skip
 
 
-def make_model(folder: Path) -> None:
-    """Write a Llama of 31M parameters with random weights, and a byte-level BPE tokenizer of the library's source."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE, max_position_embeddings=BLOCK_SIZE, hidden_size=512, intermediate_size=1376,
-        num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    engine = Tokenizer(models.BPE())
-    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    engine.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
-    engine.train_from_iterator(source_texts(), trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<|endoftext|>").save_pretrained(folder)
-
-
 def make_data(path: Path) -> None:
     """Write prompts with completions: pieces of the library's source, most of them longer than a sequence."""
     rows = []
     for i, text in enumerate(source_texts()):
         size = (1200, 2400, 3600, 4800)[i % 4]
         if len(text) >= size:
-            rows.append(json.dumps({"prompt": text[: size // 6], "completion": text[size // 6 : size]}))
-    path.write_text("\n".join(rows[:NUM_ROWS]) + "\n")
-
-
-def source_texts() -> list[str]:
-    documents, _ = stdlib_documents()
-    paths = [document.source for document in documents]
-    return [path.read_text() for path in sorted(path for path in paths if isinstance(path, Path))]
+            rows.append({"prompt": text[: size // 6], "completion": text[size // 6 : size]})
+    write_rows(path, rows[:NUM_ROWS])
 
 
 if __name__ == "__main__":

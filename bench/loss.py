@@ -1,8 +1,9 @@
 """What does each sync strategy cost in loss, at equal tokens? Real runs on local ranks, beside one process alone.
 
     python bench/loss.py --data FOLDER [--shape small|char] [--syncs ddp,int8,…] [--shares 1:1] [--seeds 1,2,3]
-                         [--batch 16] [--steps 2000] [--dtype bf16|fp32] [--device cpu|cuda] [--at-once N] [--minutes M]
-                                                                       run what is missing, for at most so long
+                         [--batch 16] [--steps 2000] [--lr 1e-3] [--dtype bf16|fp32] [--device cpu|cuda] [--at-once N]
+                         [--minutes M]                                 run what is missing, for at most so long
+    python bench/loss.py --shape llama --steps 150 …                   of a fine-tuning
     python bench/loss.py --table                                       what is there
     python bench/loss.py --write                                       what the planner takes from it
 
@@ -11,13 +12,15 @@ Ranks on a GPU share one, and exchange by Gloo as those of different machines do
 Every run that ends adds a line to bench/loss.jsonl; a line that is there is not run again. A run that --minutes ends
 goes on from its checkpoint the next time. `small` is the character model narrowed to about 1M parameters. The corpus of
 reference is Python's library by bytes, `evener data python`: 28M tokens, of which 2000 steps of 16 × 256 tokens read
-each at most once. Learning rates are near the best for one process.
+each at most once. Learning rates are near the best for one process. `llama` fine-tunes all weights of a Llama of 10M
+parameters, which the bench trains before on every second module of the library, on functions of the others: prompts
+with completions of at most 256 tokens. Its learning rate is ten times the default one, so that there is loss to lose.
 
 A difference is the mean over seeds of (loss / one process's) - 1. The validation loss is that of the whole validation
-split, the training loss the mean of the last 100 steps. One process's are those of the same device, or else of the
-other one. The margin is 1.65 standard errors, so mean ± margin is a 90 % interval. Its standard deviation is pooled
-over all strategies of a shape, since three seeds alone would not tell. Rounding alone makes two runs differ, so ddp has
-a row as well.
+split, the training loss the mean of the last 100 steps, of a short run of the last third. One process's are those of
+the same device, or else of the other one. The margin is 1.65 standard errors, so mean ± margin is a 90 % interval. Its
+standard deviation is pooled over all strategies of a shape, since three seeds alone would not tell. Rounding alone
+makes two runs differ, so ddp has a row as well.
 """
 
 from __future__ import annotations
@@ -40,16 +43,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from evener.core.base.units import pluralize
-from evener.core.model.corpus import load_corpus
+from evener.core.model.corpus import Corpus, load_corpus
 from evener.core.run.roster import parse_sync
 from evener.core.run.rundir import RunDir
+from evener.corpus.samples import read_samples
 from evener.plan.cost.penalty import LossMeasurement, format_loss
 
 RESULTS = Path(__file__).with_name("loss.jsonl")
 RUNS = Path(__file__).parents[1] / "experiments" / "loss"  # of runs that have not ended
 MEASUREMENTS = Path(__file__).parents[1] / "src" / "evener" / "plan" / "cost" / "loss_measurements.json"
-SHAPES = {"small": ["--num-layers", "5", "--num-heads", "4", "--width", "128"], "char": []}
-LEARNING_RATES = {"small": 4e-3, "char": 1e-3}
+SHAPES = {"small": ["--num-layers", "5", "--num-heads", "4", "--width", "128"], "char": [], "llama": []}
+LEARNING_RATES = {"small": 4e-3, "char": 1e-3, "llama": 2e-4}
+PRETRAINING_STEPS = 300  # of the Llama
 BLOCK = 256  # tokens of a sequence
 SYNC_STRATEGIES = (
     "ddp",
@@ -127,6 +132,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences of 256 tokens that all ranks have together")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--lr", type=float, help="another learning rate than the shape's")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--at-once", type=int, default=1, help="runs")
@@ -139,7 +145,13 @@ def main() -> None:
         print(f"{MEASUREMENTS} written")
         return
     if not options.table:
-        if options.data is None:
+        if options.shape == "llama":
+            from pretrained_llama import pretrain_llama
+
+            llama = RUNS.parent / "llama"
+            llama.mkdir(parents=True, exist_ok=True)
+            _, options.data = pretrain_llama(llama, steps=PRETRAINING_STEPS)
+        elif options.data is None:
             parser.error("--data: which corpus?")
         run_missing(options)
     print(format_table())
@@ -174,7 +186,7 @@ def missing_runs(options: argparse.Namespace) -> Iterator[RunKey]:
     for seed in map(int, options.seeds.split(",")):
         for sync, shares in runs:
             key = RunKey(options.data.name, options.shape, options.device, options.dtype, sync, shares, options.batch,
-                      options.steps, LEARNING_RATES[options.shape], seed)  # fmt: skip
+                      options.steps, options.lr or LEARNING_RATES[options.shape], seed)  # fmt: skip
             if key not in there:
                 yield key
 
@@ -188,11 +200,11 @@ def train_run(data: Path, key: RunKey, at_once: int, deadline: float) -> ResultR
     ranks = key.shares.count(":") + 1
     threads = max(1, (os.cpu_count() or 1) // (ranks * at_once))
     corpus, folder = load_corpus(data), run_folder(key)
-    flags = {
-        "data": data, "model": "char", "dropout": 0, "steps": key.steps, "seed": key.seed, "batch": key.batch,
-        "threads": threads, "lr": key.lr, "eval-every": 0, "eval-tokens": corpus.num_tokens("val"),
-        "verify-every": 200, "device": key.device, "compile": "off", "dtype": key.dtype, "shares": key.shares,
-        "out": folder,
+    model = {"model": f"hf:{data.parent / 'llama'}"} if key.shape == "llama" else {"model": "char", "dropout": 0}
+    flags = model | {
+        "data": data, "steps": key.steps, "seed": key.seed, "batch": key.batch, "threads": threads, "lr": key.lr,
+        "eval-every": 0, "eval-tokens": corpus.num_tokens("val"), "verify-every": key.steps // 10,
+        "device": key.device, "compile": "off", "dtype": key.dtype, "shares": key.shares, "out": folder,
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()] + SHAPES[key.shape]
     words += [] if ranks == 1 else ["--sync", key.sync, "--backend", "gloo"]
@@ -209,20 +221,34 @@ def train_run(data: Path, key: RunKey, at_once: int, deadline: float) -> ResultR
         raise RuntimeError(f"{' '.join(argv)}\n{done.stderr[-2000:]}")
     rundir = RunDir(str(folder))
     manifest, records = rundir.manifest(), rundir.records(0)
+    losses = [record.loss for record in records if record.loss is not None]
     if manifest.verdict != "finished" or manifest.result is None:
         return None
     return {
         **key._asdict(),
         "ranks": ranks,
         "params": manifest.num_params,
-        "epochs": round(key.steps * key.batch * BLOCK / corpus.num_tokens("train"), 2),
+        "step_tokens": round(key.batch * loss_tokens(corpus)),
+        "epochs": round(key.steps * key.batch / num_sequences(corpus), 2),
         "val_loss": manifest.result.val_loss,
-        "train_loss": statistics.mean(record.loss for record in records[-TRAIN_LOSS_STEPS:] if record.loss is not None),
+        "train_loss": statistics.mean(losses[-min(TRAIN_LOSS_STEPS, key.steps // 3) :]),
         "bytes_per_step": statistics.mean(record.bytes for record in records),
         "errors": [round(record.fidelity.error, 4) for record in records if record.fidelity],
         "took_s": round(sum(record.wall_s for record in records)),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def num_sequences(corpus: Corpus) -> float:
+    """How many sequences an epoch of the corpus has."""
+    if corpus.is_samples:
+        return len(read_samples(corpus, "train", BLOCK).starts)
+    return corpus.train_tokens / BLOCK
+
+
+def loss_tokens(corpus: Corpus) -> float:
+    """How many tokens of a sequence carry loss, in the mean."""
+    return float(read_samples(corpus, "train", BLOCK).loss_tokens.mean()) if corpus.is_samples else BLOCK
 
 
 def load_rows() -> list[ResultRow]:
@@ -306,16 +332,19 @@ def measurement(one: Comparison, max_error: float | None) -> LossMeasurement:
     ranks = f"{len(parts)} ranks" if len(set(parts)) == 1 else f"{len(parts)} ranks with shares of {key.shares}"
     text = "text read once" if one.epochs <= 1 else f"text read {one.epochs:.0f} times"
     kind = "training" if loss is one.training else "validation"
+    is_fine_tuning = key.shape == "llama"
+    what = f"{'fine-tuning, ' * is_fine_tuning}{kind} loss, {text}"
     return LossMeasurement(
+        task="fine-tuning" if is_fine_tuning else "pretraining",
         sync=key.sync,
         shares=parts,
         num_params=params,
         penalty=round(loss.mean, 4),
         margin=round(loss.margin, 4),
         min_steps=key.steps if drifts else 0,
-        min_tokens=key.batch * BLOCK if drifts else 0,
+        min_tokens=one.runs[0].get("step_tokens", key.batch * BLOCK) if drifts else 0,
         max_error=max_error,
-        source=f"{kind} loss, {text}, {params / 1e6:.1f}M parameters, {ranks}, {pluralize(len(one.runs), 'seed')}",
+        source=f"{what}, {params / 1e6:.1f}M parameters, {ranks}, {pluralize(len(one.runs), 'seed')}",
     )
 
 

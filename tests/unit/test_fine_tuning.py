@@ -109,15 +109,15 @@ def test_model_of_unknown_layers_is_not_predicted():
         build_cluster(fleet_of(rates, "a"), job_of(tuning(layers=None, architecture="mixtral")))
 
 
-def test_auto_takes_an_exact_strategy_whatever_the_budget():
-    """On a slow link int8 would be faster, but nobody measured what it costs a fine-tuning."""
-    rates = Rates(models={"hf:llama": ModelRate(tokens_per_s=1000.0, dtype="fp32")}, copy_Bps=1e10)
+def test_auto_takes_an_exact_strategy_for_adapters_whatever_the_budget():
+    """On a slow link int8 would be faster, but nobody measured what it costs LoRA."""
+    rates = Rates(models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, dtype="fp32")}, copy_Bps=1e10)
     for budget in (0, 5):
-        job = job_of(tuning(), "--sync=auto", f"--loss-budget={budget}", "--steps=5000")
+        job = job_of(tuning(RANK), "--sync=auto", f"--loss-budget={budget}", "--steps=5000")
         prediction = predict_launch(fleet_of(rates, "a", "b"), job, may_leave_out=False)
         assert prediction.option(prediction.chosen).is_exact
         rejected = {option.rejected_because for option in prediction.options if not option.is_exact}
-        assert rejected == {"nobody measured what it costs a fine-tuning in loss"}
+        assert rejected == {"nobody measured what it costs LoRA in loss"}
 
 
 def test_only_adapters_travel():

@@ -7,6 +7,7 @@ import math
 import runpy
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -190,6 +191,18 @@ def test_compression_penalty_does_not_depend_on_ranks_steps_or_sparsity():
     told = loss_penalty(parse_sync("bf16"), 10**8, [8, 8])
     assert told == loss_penalty(parse_sync("bf16"), 10**8, [1] * 16, num_steps=10)
     assert told == loss_penalty(parse_sync("bf16+sparse"), 10**8, [8, 8])
+
+
+def test_measurements_of_one_task_say_nothing_of_another(monkeypatch):
+    own = msgspec.structs.replace(loss_measured("int8", 0.004, max_error=0.05), task="fine-tuning")
+    monkeypatch.setattr(penalty, "LOSS_MEASUREMENTS", (loss_measured("int8", 0.002, max_error=0.02), own))
+    int8 = parse_sync("int8")
+    assert [loss_penalty(int8, SMALL, [1, 1], task=task).loss for task in ("pretraining", "fine-tuning")] == [
+        0.002, 0.004
+    ]  # fmt: skip
+    told = loss_penalty(int8, SMALL, [1, 1], task="LoRA")
+    assert (told.loss, told.source) == (None, "nobody measured what it costs LoRA in loss")
+    assert penalty.max_compression_error(int8, 2, "fine-tuning") > 0.05 > penalty.max_compression_error(int8, 2)
 
 
 def test_error_beyond_measured_limit_is_reported_once_until_it_recovers():

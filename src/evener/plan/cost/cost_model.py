@@ -26,7 +26,7 @@ from evener.core.run.step_cost import StepCost
 from evener.plan.cost.collective_cost import Ring, build_ring, collective_s, sent_bytes
 from evener.plan.cost.expected_max import expected_max_s
 from evener.plan.cost.memory import faulted_bytes, peak_memory
-from evener.plan.cost.penalty import LossPenalty, loss_penalty
+from evener.plan.cost.penalty import loss_penalty, task_of
 from evener.plan.cost.sync_traffic import (
     CollectiveCall,
     CollectiveScope,
@@ -127,9 +127,8 @@ def predict_step(job: Job, cluster: Cluster, roster: Roster, name: str = "") -> 
         for kind, timing in zip(kinds, times, strict=True)
     ]
     step_s = last_s + exposed_s + after_s + late_s
-    penalty = loss_penalty(roster.sync, job.shape.num_params(), roster.mean_shares, job.spec.train.steps, job.tokens)
-    if isinstance(job.shape, FineTuning) and not roster.sync.is_exact:
-        penalty = LossPenalty(None, "nobody measured what it costs a fine-tuning in loss")
+    penalty = loss_penalty(roster.sync, job.shape.num_params(), roster.mean_shares, job.spec.train.steps, job.tokens,
+                           task_of(job.shape))  # fmt: skip
     return PlanOption(
         name=name or str(roster.sync),
         roster=roster,

@@ -13,6 +13,9 @@ of more ranks cancel better. With DiLoCo, more replicas lose more, and unequal s
 `equivalent_replicas`). DiLoCo's penalty is interpolated linearly between the measured numbers of replicas. Only runs
 with no more steps and no more tokens a step than the job count; of several such runs, the one that lost least counts.
 The penalty never decreases with the number of replicas.
+
+A fine-tuning of all weights has measurements of its own; nobody measured a lossy strategy with LoRA, whose few bytes
+need none.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from evener.core.base.decoding import from_json
 from evener.core.base.units import format_count, sample_median
+from evener.core.model.fine_tuning import FineTuning, ModelShape
+from evener.core.model.pretrained import PretrainedModel
 from evener.core.model.shape import GPTShape
 from evener.core.run.prediction import EXACT_SOURCE
 from evener.core.run.roster import Roster, SyncSpec
@@ -44,9 +49,13 @@ ERROR_ROUNDING = 5e-5  # rounding of the errors in the bench's output
 BF16_ROUNDING = 2**-8
 
 
+Task = Literal["pretraining", "fine-tuning", "LoRA"]  # fine-tuning: of all weights
+
+
 class LossMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """The measured loss penalty of one model with one strategy."""
 
+    task: Task = "pretraining"
     sync: str
     shares: tuple[int, ...]  # each rank's share of the batch, as ratios
     num_params: int
@@ -82,8 +91,16 @@ class LossPenalty(NamedTuple):
         return math.inf if self.loss is None else self.loss + self.margin
 
 
+def task_of(shape: ModelShape | PretrainedModel | None) -> Task:
+    """Return the task of a run; a user's program counts as pretraining."""
+    model = shape.model if isinstance(shape, FineTuning) else shape
+    if not isinstance(model, PretrainedModel):
+        return "pretraining"
+    return "fine-tuning" if model.lora_rank is None else "LoRA"
+
+
 def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_steps: int | None = None,
-                 num_tokens: int | None = None) -> LossPenalty:  # fmt: skip
+                 num_tokens: int | None = None, task: Task = "pretraining") -> LossPenalty:  # fmt: skip
     """Return the loss penalty of a strategy for a model of `num_params` parameters on ranks with these shares.
 
     `num_tokens` are the tokens of a step.
@@ -101,9 +118,10 @@ def loss_penalty(sync: SyncSpec, num_params: int, shares: Sequence[float], num_s
     """
     if sync.is_exact:
         return LossPenalty(0.0, EXACT_SOURCE)
-    rows = _measurements_of(sync)
+    rows = _measurements_of(sync, task)
     if not rows:
-        return LossPenalty(None, "nobody measured what it costs in loss")
+        whom = "" if task == "pretraining" else f" {task}"
+        return LossPenalty(None, f"nobody measured what it costs{whom} in loss")
     long_enough = [row for row in rows if num_steps is None or num_steps >= row.min_steps]
     if not long_enough:
         return _measured_only(f"with {min(row.min_steps for row in rows)} steps and more")
@@ -215,13 +233,13 @@ def why_no_longer_chosen(roster: Roster, spec: RunSpec, shape: GPTShape) -> str:
     return why_too_lossy(penalty, spec.train.loss_budget / 100)
 
 
-def _measurements_of(sync: SyncSpec) -> list[LossMeasurement]:
+def _measurements_of(sync: SyncSpec, task: Task) -> list[LossMeasurement]:
     """Return the measurements of a strategy; +sparse is exact and makes no difference."""
     name = str(msgspec.structs.replace(sync, sparse=False))
-    return [row for row in LOSS_MEASUREMENTS if row.sync == name]
+    return [row for row in LOSS_MEASUREMENTS if (row.sync, row.task) == (name, task)]
 
 
-def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
+def max_compression_error(sync: SyncSpec, num_ranks: int, task: Task = "pretraining") -> float:
     """Return the largest relative compression error with which the measured loss penalty holds.
 
     It is the largest error in the measured runs; infinity if none has one. For bf16 it is the largest rounding error.
@@ -231,7 +249,7 @@ def max_compression_error(sync: SyncSpec, num_ranks: int) -> float:
     if sync.kind == "bf16":
         return BF16_ROUNDING
     least = num_ranks if sync.drifts else 2
-    rows = _measurements_of(sync)
+    rows = _measurements_of(sync, task)
     num_measured = min((len(row.shares) for row in rows if len(row.shares) >= least), default=0)
     factor = math.sqrt(2) if num_ranks > 2 and sync.kind != "powersgd" else 1.0
     known = [(row.max_error + ERROR_ROUNDING) * (factor if len(row.shares) == 2 else 1.0)
@@ -244,8 +262,8 @@ class CompressionErrorMonitor:
 
     NUM_SAMPLES = 5  # the median of so many samples counts; each is of another bucket
 
-    def __init__(self, sync: SyncSpec, num_ranks: int) -> None:
-        self.sync, self.max_error = sync, max_compression_error(sync, num_ranks)
+    def __init__(self, sync: SyncSpec, num_ranks: int, task: Task = "pretraining") -> None:
+        self.sync, self.max_error = sync, max_compression_error(sync, num_ranks, task)
         self._seen: deque[float] = deque(maxlen=self.NUM_SAMPLES)
         self._is_beyond = False
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from evener.core.base.units import format_bytes, format_count, format_seconds, format_si, pluralize
 from evener.core.run.step_cost import token_multiplier
 from evener.core.run.step_statistics import RankSummary
-from evener.plan.cost.penalty import max_compression_error
+from evener.plan.cost.penalty import max_compression_error, task_of
 from evener.report.explain.causes import MIN_NAMED_SHARE, Cause, largest_causes, unexplained_s
 from evener.report.explain.prediction_error import explain_prediction
 from evener.report.explain.scaling_breakdown import ScalingComparison, scaling_causes
@@ -93,7 +93,8 @@ def _explain_gradients(summary: RunSummary) -> str:
         )
     if fidelity := summary.fidelity:
         roster = summary.manifest.roster
-        sync, max_error = roster.sync, max_compression_error(roster.sync, roster.world_size)
+        sync, task = roster.sync, task_of(summary.manifest.shape)
+        max_error = max_compression_error(sync, roster.world_size, task)
         of_what = "changes" if sync.drifts else "gradients"
         measured = f"; the measured loss penalty holds up to {max_error:.1%}" if math.isfinite(max_error) else ""
         sentences.append(

@@ -31,7 +31,7 @@ from evener.core.run.rundir import SAMPLERS, Contention, Manifest, RankProcess, 
 from evener.core.run.runwriter import RunWriter
 from evener.core.run.step_cost import StepRecord
 from evener.plan.choice.strategy_trial import StrategyComparison
-from evener.plan.cost.penalty import CompressionErrorMonitor, why_no_longer_chosen
+from evener.plan.cost.penalty import CompressionErrorMonitor, task_of, why_no_longer_chosen
 from evener.worker.rank.process_groups import ProcessGroups
 from evener.worker.rank.user_errors import rank_exit_status
 
@@ -80,7 +80,7 @@ class RunLog:
                 else first_step
             )
             self._manifest = msgspec.structs.replace(self._manifest, since=since)
-        self._error_monitor = CompressionErrorMonitor(roster.sync, roster.world_size)
+        self._error_monitor = self._new_error_monitor(roster)
         if group.local_rank == 0:
             report_run_to_launcher(self._dir)
         if not group.is_admitted:
@@ -118,7 +118,7 @@ class RunLog:
         since = step if roster.sync != was.sync and self._group.rank == 0 else since
         self._manifest = msgspec.structs.replace(self._manifest, roster=roster, ranks=ranks, hosts=hosts,
                                                  started=started, since=since)  # fmt: skip
-        self._error_monitor = CompressionErrorMonitor(roster.sync, roster.world_size)
+        self._error_monitor = self._new_error_monitor(roster)
         if self._group.is_writer:
             self._dir.write_manifest(self._manifest)
         if self._group.rank == 0:
@@ -141,6 +141,10 @@ class RunLog:
         )
         ranks, hosts = group.all_gather(facts, RankProcess), group.all_gather(self._machine, HostInfo)
         return ranks, list({host.host: host for host in hosts}.values())
+
+    def _new_error_monitor(self, roster: Roster) -> CompressionErrorMonitor:
+        assert self._manifest is not None
+        return CompressionErrorMonitor(roster.sync, roster.world_size, task_of(self._manifest.shape))
 
     def _log_epoch(self, step: int, **facts: float) -> None:
         world = self._group.membership_epoch
@@ -185,7 +189,7 @@ class RunLog:
         if self._group.rank != 0:
             return
         if roster.sync != previous.sync:
-            self._error_monitor = CompressionErrorMonitor(roster.sync, roster.world_size)
+            self._error_monitor = self._new_error_monitor(roster)
             self._log_sync_change(roster, roster.from_step, previous, roster.why)
         else:
             self._dir.add_event("rebalanced", step=roster.from_step, epoch=roster.epoch, shares=roster.mean_shares,
