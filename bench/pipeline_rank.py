@@ -27,8 +27,8 @@ from evener.core.cluster.host_info import disable_malloc_trim, peak_memory_bytes
 from evener.core.run.resolve import resolve
 from evener.core.run.roster import Dtype
 from evener.core.run.run_spec import parse_args
+from evener.worker.rank.linear_cross_entropy import linear_cross_entropy
 from evener.worker.rank.precision import autocast
-from evener.worker.train.linear_cross_entropy import linear_cross_entropy
 from evener.worker.train.loop import build_model
 from evener.worker.train.model import GPT, Attention, rotary_angles
 from evener.worker.train.optim import adamw, set_hyperparameters

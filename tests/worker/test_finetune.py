@@ -13,6 +13,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -372,6 +373,22 @@ def test_frozen_weights_are_pages_of_the_file_which_ranks_of_a_host_share(places
     assert len(frozen) == len(load_file(folder / "model.safetensors"))
     for parameter in frozen:
         assert any(low <= parameter.data_ptr() < high for low, high in ranges)
+
+
+def test_logits_that_a_model_scales_are_taken_whole() -> None:
+    """Granite divides what its head has multiplied; the loss of chunks would know nothing of it."""
+    config = transformers.GraniteConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, logits_scaling=3.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.randint(50, (2, 9))
+    targets = tokens.roll(-1, dims=1)
+    expected = F.cross_entropy(base(input_ids=tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    model, positions = FineTunedModel(base), torch.arange(9).repeat(2, 1)
+    for _ in range(2):
+        assert model(tokens, positions, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def frozen_weights(model: FineTunedModel) -> torch.Tensor:

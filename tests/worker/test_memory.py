@@ -21,11 +21,11 @@ from evener.core.run.roster import Member, Roster, parse_sync
 from evener.core.run.rundir import RunDir
 from evener.plan.cost import memory as plan
 from evener.plan.cost.sync_traffic import COMPRESSED_BUCKET_BYTES, bucket_sizes, fragment_bytes, gradient_tensors
+from evener.worker.rank import linear_cross_entropy
 from evener.worker.rank.clock import HostClock
 from evener.worker.sync import packed, quantized, sync_factory
 from evener.worker.sync.bucket_queue import GradBucketSlice
 from evener.worker.sync.diloco import DiLoCo, split_into_fragments
-from evener.worker.train import linear_cross_entropy
 from evener.worker.train import model as worker
 from evener.worker.train.model import GPT
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from evener.core.base.errors import CheckpointError, UsageError
 from evener.core.model.shape import PRESETS, GPTShape, preset_shape
+from evener.worker.rank.linear_cross_entropy import linear_cross_entropy
 from evener.worker.train.gpt2 import load_gpt2
-from evener.worker.train.linear_cross_entropy import linear_cross_entropy
 from evener.worker.train.model import (
     GPT,
     MAX_BF16_STRIP_POSITIONS,

@@ -41,9 +41,13 @@ def base_bytes(shape: FineTuning, element_bytes: int) -> int:
     return round(element_bytes * (model.num_frozen - model.num_linear) + linear_bytes * model.num_linear)
 
 
-def activation_bytes(shape: FineTuning, sequences: int, element_bytes: int, *, recompute: bool) -> list[int]:
+def activation_bytes(
+    shape: FineTuning, sequences: int, element_bytes: int, *, recompute: bool, chunk_rows: int | None
+) -> list[int]:
     """Return the bytes of activations, logits and temporaries at the moments of a micro-batch that may be the worst:
     the gradient of the logits, and the backward of the last layer.
+
+    `chunk_rows`: of how many tokens a CPU holds the logits at once; None: of all, as a GPU does.
     """
     layers, lengths, e = shape.layers, shape.lengths, element_bytes
     widest = lengths.of_micro_batch(sequences)
@@ -52,9 +56,13 @@ def activation_bytes(shape: FineTuning, sequences: int, element_bytes: int, *, r
     stream = tokens * layers.width * (BF16 if has_bf16_stream else FP32)
     layer = tokens * saved_bytes_per_token(shape, e)
     kept = layers.num_layers * stream + layer if recompute else layers.num_layers * layer
-    logits = sequences * widest.max_logits * shape.model.vocab_size  # (B, K, V)
-    with_target = widest.max_loss_tokens * shape.model.vocab_size  # those that count, in fp32
-    of_loss = e * logits + FP32 * 2 * with_target + (e * with_target if e < FP32 else 0)
+    if chunk_rows is None:
+        logits = sequences * widest.max_logits * shape.model.vocab_size  # (B, K, V)
+        with_target = widest.max_loss_tokens * shape.model.vocab_size  # those that count, in fp32
+        of_loss = e * logits + FP32 * 2 * with_target + (e * with_target if e < FP32 else 0)
+    else:  # and what the head multiplies, of tokens that count, with its gradient
+        rows = min(chunk_rows, widest.max_loss_tokens)
+        of_loss = e * rows * shape.model.vocab_size + 2 * FP32 * widest.max_loss_tokens * layers.width
     of_backward = 3 * e * tokens * layers.mlp_width + 2 * FP32 * tokens * layers.width
     return [(layers.num_layers * stream if recompute else kept) + of_loss, kept + of_backward]
 

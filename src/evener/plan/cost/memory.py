@@ -43,7 +43,7 @@ FP32 = 4
 PROCESS_BYTES = {"cpu": 330_000_000, "cuda": 500_000_000}
 # of attention on a CPU with dropout or in bf16, as in evener.worker.train.model
 STRIP_ROWS, MAX_BF16_STRIP_POSITIONS = 128, 1024
-# of the logits that a CPU holds at once, as in evener.worker.train.linear_cross_entropy
+# of the logits that a CPU holds at once, as in evener.worker.rank.linear_cross_entropy
 LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS = 512, 1 << 21
 
 BF16_BYTES = 12_000_000  # extra after the first bf16 matmul on a CPU: oneDNN's kernels (*measured*, as above)
@@ -109,7 +109,8 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
     if isinstance(shape, FineTuning):
         held_weights, libraries = weights + base_bytes(shape, element_bytes), LIBRARY_BYTES
         fragmentation = heap_fragmentation(shape)
-        candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute)
+        rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.model.vocab_size) if device == "cpu" else None
+        candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute, chunk_rows=rows)
         moments = [_MemoryMoment(_gradient_bytes(shape), activations) for activations in candidates]
     else:
         # weights gathered in bf16 need no cast copies

@@ -21,6 +21,7 @@ from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.roster import Dtype
 from evener.worker.finetune.libraries import load_model, load_random_model
 from evener.worker.finetune.sample_rows import NO_TARGET
+from evener.worker.rank.linear_cross_entropy import linear_cross_entropy
 
 # Of the largest logit: above rounding, below what another sample changes. *Assumption*
 PACKED_TOLERANCE, PACKED_TOLERANCE_BF16 = 1e-4, 3e-2
@@ -35,6 +36,7 @@ class FineTunedModel(nn.Module):
         self.base_models = (base,)  # a tuple: the base is not registered, nor are its frozen weights
         inner = base.get_base_model() if hasattr(base, "get_base_model") else base
         self._accepted = inspect.signature(inner.forward).parameters
+        self._heads = (_plain_head(inner),)  # a tuple for the same reason; None: its loss takes all logits
         self._quantized = [part for part in base.modules() if type(part).__module__.startswith("bitsandbytes.")]
         for name, parameter in base.named_parameters():
             if parameter.requires_grad:
@@ -46,10 +48,33 @@ class FineTunedModel(nn.Module):
         All are (B, T). Where positions begin anew a sample does, and attends to no earlier one.
         """
         kept = (targets != NO_TARGET).any(dim=0).nonzero().squeeze(1)  # (K): the head is left out elsewhere
-        logits = self.logits(tokens, positions, kept)  # (B, K, V)
         targets = targets[:, kept]
         has_target = targets != NO_TARGET  # (B, K)
+        (head,) = self._heads
+        if head is not None and tokens.device.type == "cpu":
+            x, is_input = self._head_input(head, tokens, positions, kept)
+            if is_input:
+                return linear_cross_entropy(x[has_target], head.weight, targets[has_target])
+            self._heads = (None,)
+        logits = self.logits(tokens, positions, kept)  # (B, K, V)
         return F.cross_entropy(logits[has_target].float(), targets[has_target], reduction="sum")
+
+    def _head_input(self, head: nn.Linear, tokens: Tensor, positions: Tensor, kept: Tensor) -> tuple[Tensor, bool]:
+        """Return what the head multiplies, (B, K, C), and whether the model's logits are its products alone: some
+        models scale them or bound them afterwards.
+        """
+        inputs: list[Tensor] = []
+
+        def pass_on(x: Tensor) -> Tensor:
+            inputs.append(x)
+            return x
+
+        head.__dict__["forward"] = pass_on
+        try:
+            found = self.logits(tokens, positions, kept)
+        finally:
+            del head.__dict__["forward"]
+        return found, len(inputs) == 1 and found is inputs[0]
 
     def logits(self, tokens: Tensor, positions: Tensor, kept: Tensor) -> Tensor:
         """Return logits (B, K, V) of tokens and positions (B, T) at K places of the sequences."""
@@ -68,6 +93,12 @@ class FineTunedModel(nn.Module):
         """Move the base as well, which holds the same parameters."""
         self.base_models[0]._apply(fn, recurse)
         return self
+
+
+def _plain_head(base: Any) -> nn.Linear | None:
+    """Return the layer that makes the logits, if it only multiplies by its weight."""
+    head = base.get_output_embeddings()
+    return head if type(head) is nn.Linear and head.bias is None else None
 
 
 def build_pretrained(

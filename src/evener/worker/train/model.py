@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from evener.core.model.shape import MLP_EXPANSION, GPTShape
-from evener.worker.train.linear_cross_entropy import linear_cross_entropy
+from evener.worker.rank.linear_cross_entropy import linear_cross_entropy
 
 ROTARY_BASE = 10_000.0  # Su et al. 2021
 INIT_STD = 0.02  # GPT-2

@@ -27,7 +27,7 @@ CACHED_LOGITS = 1 << 18
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the fp32 sum of the cross entropies of the logits x·weightᵀ.
 
-    x is (N, C), weight (V, C) in fp32, targets (N,); -1: the row has no loss. Under autocast products are computed in
+    x is (N, C), weight (V, C), targets (N,); -1: the row has no loss. Under autocast products are computed in
     its dtype, and all else in fp32. The result can be differentiated once.
     """
     device = x.device.type
