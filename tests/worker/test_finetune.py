@@ -30,7 +30,8 @@ from evener.plan.cost.fine_tuning_memory import saved_bytes_per_token
 from evener.plan.cost.memory import peak_memory
 from evener.worker.finetune.fine_tuned_checkpoint import FineTunedCheckpoint
 from evener.worker.finetune.libraries import load_model
-from evener.worker.finetune.model import FineTunedModel, add_adapters, build_pretrained
+from evener.worker.finetune.lora import add_adapters
+from evener.worker.finetune.model import FineTunedModel, build_pretrained
 from evener.worker.finetune.sample_rows import NO_TARGET, SampleRows
 from evener.worker.finetune.tokenize_samples import SamplesRequest, prepare_samples
 from evener.worker.train.optim import set_hyperparameters
@@ -230,10 +231,16 @@ def test_only_adapters_are_saved_and_resume_is_to_the_bit(places, finetune, tmp_
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
+def product_flops(_, left: torch.Size, right: torch.Size, **__: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
 @pytest.mark.parametrize("lora", [None, 4])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_flops_are_those_that_torch_counts(places, architecture, lora):
-    """Also where the last tokens alone have logits. On a CPU torch counts the attention of the eager kind only."""
+    """Also where the last tokens alone have logits. On a CPU torch counts the attention of the eager kind only, and no
+    product that is added in place.
+    """
     folder, sequences, num_tokens, num_logits = places / architecture, 3, 64, 10
     shape = read_pretrained(folder, num_tokens, lora)
     model = build_pretrained(folder, shape, "fp32", recompute=False, packing=False)
@@ -242,7 +249,7 @@ def test_flops_are_those_that_torch_counts(places, architecture, lora):
     positions = torch.arange(num_tokens).repeat(sequences, 1)
     targets = torch.full_like(tokens, NO_TARGET)
     targets[:, -num_logits:] = 7
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: product_flops}) as counter:
         model(tokens, positions, targets).backward()
     lengths = MicroBatchLengths(tokens=num_tokens, squares=num_tokens**2, logits=num_logits, max_logits=num_logits,
                                 max_loss_tokens=sequences * num_logits)  # fmt: skip
@@ -284,8 +291,7 @@ def test_planned_bytes_of_a_layer_are_those_that_autograd_saves(tmp_path, archit
         models.append(FineTuning(model=shape, lengths=SequenceLengths.full(num_tokens)))
         del loss
     element_bytes = 4 if dtype == "fp32" else 2
-    casts = 0 if dtype == "fp32" else 2 * (models[1].model.num_linear - models[0].model.num_linear)
-    casts = casts if lora is None else casts * models[1].num_params() // models[1].model.num_linear
+    casts = 2 * (models[1].model.num_linear - models[0].model.num_linear) if lora is None and dtype == "bf16" else 0
     planned = num_tokens * saved_bytes_per_token(models[0], element_bytes)
     assert saved[1] - saved[0] - casts == pytest.approx(planned, rel=0.03)
 

@@ -76,10 +76,10 @@ def saved_bytes_per_token(shape: FineTuning, e: int) -> int:
     """
     layers = shape.layers
     if not layers.has_gate:
-        of_norms = 16 if e == FP32 else 12
+        of_norms = 16 if e == FP32 else 12 if shape.model.lora_rank is None else 8
     elif shape.model.lora_rank is None:
         of_norms = 24 if e == FP32 else 26
     else:
-        of_norms = 18 if e == FP32 else 22
+        of_norms = 18 if e == FP32 else 12
     hidden = (4 if layers.has_gate else 5) * e * layers.mlp_width
     return of_norms * layers.width + 2 * e * (layers.attention_width + layers.kv_width) + hidden

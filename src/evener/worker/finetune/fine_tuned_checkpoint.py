@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from evener.worker.finetune.libraries import load_model
-from evener.worker.finetune.model import FineTunedModel, add_adapters
+from evener.worker.finetune.lora import add_adapters
+from evener.worker.finetune.model import FineTunedModel
 from evener.worker.state.checkpoint import load_weights
 
 

@@ -7,7 +7,6 @@ saved and compared. The frozen weights, which every rank reads from the same ver
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -20,12 +19,12 @@ from evener.core.base.errors import UsageError
 from evener.core.model.pretrained import PretrainedModel
 from evener.core.run.roster import Dtype
 from evener.worker.finetune.libraries import load_model, load_random_model
+from evener.worker.finetune.lora import add_adapters
 from evener.worker.finetune.sample_rows import NO_TARGET
 from evener.worker.rank.linear_cross_entropy import linear_cross_entropy
 
 # Of the largest logit: above rounding, below what another sample changes. *Assumption*
 PACKED_TOLERANCE, PACKED_TOLERANCE_BF16 = 1e-4, 3e-2
-LORA_ALPHA = 32  # TRL 1.16's (ModelConfig.lora_alpha), and of the first example of peft 0.21's README
 
 
 class FineTunedModel(nn.Module):
@@ -153,20 +152,6 @@ def keeps_packed_apart(model: FineTunedModel, vocab_size: int, tolerance: float)
     parts = zip(tokens.split(lengths, dim=1), positions.split(lengths, dim=1), strict=True)
     alone = torch.cat([model.logits(*part, torch.arange(part[0].shape[1])) for part in parts], dim=1)
     return bool((packed - alone).abs().max() <= tolerance * alone.abs().max())
-
-
-def add_adapters(base: nn.Module, rank: int, *, has_dora: bool) -> Any:
-    """Return the model with LoRA adapters on every linear layer but the head's   [Dettmers et al. 2023: QLoRA].
-
-    With DoRA the norm of each row of the adapted weight is trained apart from its direction   [Liu et al. 2024].
-    """
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=rank, lora_alpha=LORA_ALPHA, lora_dropout=0.0, use_dora=has_dora, target_modules="all-linear",
-                        task_type="CAUSAL_LM")  # fmt: skip
-    with warnings.catch_warnings():  # about names that peft still uses, and GPT-2's transposed weights
-        warnings.simplefilter("ignore")
-        return get_peft_model(base, config)
 
 
 def _register(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
