@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from evener.core.cluster.host_info import disable_malloc_trim, peak_memory_bytes
+from evener.core.cluster.allocator import disable_malloc_trim
+from evener.core.cluster.host_info import peak_memory_bytes
 from evener.core.run.resolve import resolve
 from evener.core.run.roster import Dtype
 from evener.core.run.run_spec import parse_args

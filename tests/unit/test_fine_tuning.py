@@ -120,6 +120,16 @@ def test_auto_takes_an_exact_strategy_for_adapters_whatever_the_budget():
         assert rejected == {"nobody measured what it costs LoRA in loss"}
 
 
+def test_hosts_with_jemalloc_need_less_memory():
+    rates = Rates(models={"hf:llama": ModelRate(tokens_per_s=1000.0, dtype="fp32")}, copy_Bps=1e10)
+    job, needs = job_of(tuning(), "--sync=ddp"), list[int]()
+    for has_jemalloc in (False, True):
+        fleet = fleet_of(msgspec.structs.replace(rates, has_jemalloc=has_jemalloc), "a", "b")
+        found = predict_launch(fleet, job, may_leave_out=False)
+        needs.append(found.option(found.chosen).ranks[0].memory_bytes or 0)
+    assert 0 < needs[1] < needs[0]
+
+
 def test_only_adapters_travel():
     """Two ranks send each other the fp32 gradients of the adapters: half at a time, twice.   [ring all-reduce]"""
     rates = Rates(models={"hf:llama+lora8": ModelRate(tokens_per_s=1000.0, dtype="fp32")})

@@ -165,6 +165,8 @@ def test_sharded_rank_keeps_freed_memory_only_where_all_ranks_of_its_host_fit_tw
     kept = peak_memory(GPT2, roster, 0, host_memory_bytes=10**12)
     assert kept.fragmentation > 0
     assert kept.total == unmapped.total + kept.fragmentation
+    with_jemalloc = peak_memory(GPT2, roster, 0, has_jemalloc=True)  # holes are few: it keeps freed memory anywhere
+    assert 0 < with_jemalloc.fragmentation < kept.fragmentation / 4
     for host_memory_bytes, expected in ((4 * kept.total, kept), (4 * kept.total - 1, unmapped)):
         assert peak_memory(GPT2, roster, 0, host_memory_bytes=host_memory_bytes) == expected
 

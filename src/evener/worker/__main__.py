@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 
+from evener.core.cluster.allocator import use_jemalloc
 from evener.worker.record.heartbeat import start_heartbeat
 
 if __name__ == "__main__":
+    use_jemalloc()
     start_heartbeat()  # torch may hang while it is imported
 
 import msgspec

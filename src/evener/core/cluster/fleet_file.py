@@ -190,6 +190,7 @@ class Rates(FleetSection, frozen=True, kw_only=True):
     loopback_Bps: Rate | None = None  # bytes that each of two ranks on the host sends per second of an all-reduce
     coding_Bps: dict[str, Rate] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
     memory_bytes: Annotated[int, Meta(gt=0)] | None = None  # total memory of the device
+    has_jemalloc: bool = False  # as the allocator of ranks on the processor
     models: dict[
         str, ModelRate
     ] = {}  # by preset, or "hf:NAME", "hf:NAME+lora16" or "hf:NAME+dora16" of a pretrained model

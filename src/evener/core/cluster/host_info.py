@@ -1,4 +1,4 @@
-"""Describe the local host (CPU, usable cores, memory), and change process settings through the C library.
+"""Describe the local host (CPU, usable cores, memory), and have the kernel end a process with its parent.
 
 Standard library only, except for the struct.
 """
@@ -9,20 +9,17 @@ import contextlib
 import ctypes
 import os
 import platform
-import re
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from evener.core.cluster.allocator import has_jemalloc
+
 PR_SET_PDEATHSIG = 1  # of sys/prctl.h
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
-MAPPED_BLOCK_BYTES = 1 << 20
-MALLOC_SETTINGS_PATTERN = r"MALLOC_(MMAP|TRIM|TOP_PAD)_|GLIBC_TUNABLES=.*glibc\.malloc\.(mmap|trim|top_pad)"
 
 
 class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +31,7 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
     cores: int  # usable by this process: limited by affinity and cgroup quota
     memory_bytes: int | None
     python: str
+    has_jemalloc: bool = False  # as the allocator of its rank
 
 
 def local_host_info() -> HostInfo:
@@ -45,6 +43,7 @@ def local_host_info() -> HostInfo:
         cores=usable_cores(),
         memory_bytes=_memory_bytes(),
         python=platform.python_version(),
+        has_jemalloc=has_jemalloc(),
     )
 
 
@@ -60,40 +59,6 @@ def peak_memory_bytes() -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def disable_malloc_trim() -> None:
-    """Make malloc keep freed memory in this process, for its next tensors.
-
-    glibc returns large blocks to the kernel, which must zero every page again for the next pass. *Measured* on one core
-    (2026-11-23), a pass of d8 over 2048 tokens: 430,000 page faults and 5.4 s; none and 4.5 s with this. `char` frees
-    small blocks: no difference. No effect without glibc, or if the environment has settings of its own: MALLOC_MMAP_…,
-    MALLOC_TRIM_…, MALLOC_TOP_PAD_ or GLIBC_TUNABLES of malloc.
-    """
-    # allocate large blocks in the main thread's heap too; never trim the free end of the heap  [mallopt(3)]
-    _set_malloc({M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1})
-
-
-def unmap_freed_blocks() -> None:
-    """Make malloc return freed blocks of MAPPED_BLOCK_BYTES and more to the kernel: for little memory, not for speed.
-
-    Weights that are gathered and freed block by block fit badly into the holes that they leave in a heap. *Measured*
-    (--sync fsdp on two ranks, glibc 2.36, 2026-11-30): with 27M parameters and 512 tokens each a rank's peak is 0.70
-    instead of 0.97 GB, and a step takes 1.5 times the CPU time; with 85M and 64 tokens 1.23 GB instead of 1.9 to 2.2;
-    with `char` and 3072 tokens it takes twice the CPU time. Large pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1) save an
-    eighth of it. No effect where `disable_malloc_trim` has none.
-    """
-    _set_malloc({M_MMAP_THRESHOLD: MAPPED_BLOCK_BYTES})
-
-
-def _set_malloc(values: Mapping[int, int]) -> None:
-    """Set parameters of glibc's malloc, unless the environment sets any."""
-    if any(re.match(MALLOC_SETTINGS_PATTERN, f"{name}={value}") for name, value in os.environ.items()):
-        return
-    with contextlib.suppress(AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in values.items():
-            mallopt(parameter, value)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -104,6 +104,7 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True):
     coding_Bps: dict[str, Positive] = {}  # by strategy, gradient bytes that one thread encodes and decodes in a second
     local: LinkModel | None = None  # the link between two of its ranks
     memory_bytes: int | None = None  # CPU: of the host, for all its ranks; GPU: of each
+    has_jemalloc: bool = False  # as the allocator of its ranks: see core.cluster.allocator
     bound_by: str | None = None  # "arithmetic", "memory" or "overhead"; None: not known
     watts: float | None = None  # of the whole host while it trains
     price_per_h: float | None = None  # of the whole host

@@ -115,6 +115,7 @@ def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
     """
     roster, assumed = manifest.roster.renumber_ranks(), AssumptionLog()
     memory = {host.host: host.memory_bytes for host in manifest.hosts}
+    with_jemalloc = {host.host for host in manifest.hosts if host.has_jemalloc}
     wire, wires = PLACEHOLDER_LINK, dict[str, dict[str, LinkModel]]()
     if fleet is not None and len(roster.hosts) > 1:
         with contextlib.suppress(NotMeasuredError):
@@ -126,7 +127,9 @@ def cluster_of_run(manifest: Manifest, fleet: Fleet | None) -> Cluster:
     return Cluster(
         slots=[RankSlot(host=member.host, device=member.device, has_bf16=member.dtype == "bf16")
                for member in roster.members],
-        hosts={member.host: rates_besides_compute(member, memory.get(member.host), fleet, local, assumed)
+        hosts={member.host: msgspec.structs.replace(
+                   rates_besides_compute(member, memory.get(member.host), fleet, local, assumed),
+                   has_jemalloc=member.host in with_jemalloc)
                for member in roster.members},
         wire=wire,
         wires=wires,

@@ -332,6 +332,7 @@ def _host_rates(name: str, host: HostConfig, devices: Sequence[str], rates: Mapp
         coding_Bps=dict(rate.coding_Bps),
         local=_intra_node_link(host, rate, hardware, devices, assumed) if len(devices) > 1 else None,
         memory_bytes=min(memories, default=None),
+        has_jemalloc=rate.has_jemalloc,
         bound_by=_bound_by(rate, job, dtypes[0], slowest),
         watts=_watts(host, hardware, len(set(devices)), assumed),
         price_per_h=host.price_per_h,

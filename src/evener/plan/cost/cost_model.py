@@ -193,7 +193,8 @@ def _memory_and_page_faults(job: Job, cluster: Cluster, roster: Roster, rank: in
     if isinstance(job.shape, ProgramModel):
         return job.shape.peak_memory_bytes, 0.0
     host = cluster.hosts[roster.members[rank].host]
-    need = peak_memory(job.shape, roster, rank, recompute=job.spec.model.recompute, host_memory_bytes=host.memory_bytes)
+    need = peak_memory(job.shape, roster, rank, recompute=job.spec.model.recompute,
+                       host_memory_bytes=host.memory_bytes, has_jemalloc=host.has_jemalloc)  # fmt: skip
     if host.memory_bytes is None or roster.members[rank].is_gpu:
         return need.total, 0.0
     return need.total, faulted_bytes(job.shape, roster, need) * PAGE_FAULT_S_PER_BYTE / (host.cpus or 1)

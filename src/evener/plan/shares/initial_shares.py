@@ -78,7 +78,8 @@ def _fit_micro_batch(job: Job, cluster: Cluster, roster: Roster, member: Member)
         full = msgspec.structs.replace(member, share=share, micro_batch=micro_batch)
         members = [full if other is member else other for other in roster.members]
         need = peak_memory(job.shape, msgspec.structs.replace(roster, members=members), member.rank,
-                      recompute=job.spec.model.recompute)  # fmt: skip
+                           recompute=job.spec.model.recompute,
+                           has_jemalloc=cluster.hosts[member.host].has_jemalloc)  # fmt: skip
         if num_local_ranks * need.total <= MAX_MEMORY_FRACTION * memory_bytes:
             break
         micro_batch //= 2

@@ -30,7 +30,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError, exit_status_of
-from evener.core.cluster.host_info import disable_malloc_trim, local_host_info
+from evener.core.cluster.allocator import disable_malloc_trim
+from evener.core.cluster.host_info import local_host_info
 from evener.core.model.compute_profile import ComputeBenchSpec, ComputeProfile, OperationTime
 from evener.core.model.operations import OperationName, Phase
 from evener.core.model.shape import MLP_EXPANSION, GPTShape

@@ -13,6 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 
+from evener.core.cluster.allocator import disable_malloc_trim, has_jemalloc, use_jemalloc
+
+if __name__ == "__main__":
+    use_jemalloc()  # before torch is imported, which takes seconds
+
 import msgspec
 import torch
 from torch import Tensor
@@ -22,7 +27,7 @@ from evener.core.base.errors import UsageError, exit_status_of
 from evener.core.base.units import format_si
 from evener.core.cluster.finding import Finding
 from evener.core.cluster.fleet_file import Rates
-from evener.core.cluster.host_info import disable_malloc_trim, local_host_info
+from evener.core.cluster.host_info import local_host_info
 from evener.core.cluster.host_probe import (
     DeviceProbeResult,
     HostProbeSpec,
@@ -75,6 +80,7 @@ def measure_device(device: torch.device, spec: HostProbeSpec) -> Iterator[Device
         loopback_Bps=loopback_Bps,
         coding_Bps=coding_Bps,
         memory_bytes=device_memory_bytes(device),
+        has_jemalloc=device.type == "cpu" and has_jemalloc(),
         measured=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
     pretrained = spec.pretrained

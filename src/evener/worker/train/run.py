@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from evener.core.base.errors import UsageError
-from evener.core.cluster.host_info import disable_malloc_trim, local_host_info, unmap_freed_blocks
+from evener.core.cluster.allocator import disable_malloc_trim, has_jemalloc, unmap_freed_blocks
+from evener.core.cluster.host_info import local_host_info
 from evener.core.model.shape import GPTShape
 from evener.core.run.membership_epoch import is_elastic
 from evener.core.run.resolve import ResolvedRun, default_run_path, starting_checkpoint
@@ -88,7 +89,7 @@ def _keeps_freed_memory(run: Run, resolved: ResolvedRun | None) -> bool:
     if not run.roster.sync.is_sharded or resolved is None or not isinstance(resolved.shape, GPTShape):
         return True
     need = peak_memory(resolved.shape, run.roster, run.rank, recompute=run.spec.model.recompute,
-                       host_memory_bytes=local_host_info().memory_bytes)  # fmt: skip
+                       host_memory_bytes=local_host_info().memory_bytes, has_jemalloc=has_jemalloc())  # fmt: skip
     return need.fragmentation > 0
 
 
