@@ -238,7 +238,7 @@ def test_healthy_fleet_has_no_findings_in_repeated_runs(hosts: dict[str, HostSpe
                 session.call = once(session.call, "import_torch")
             for _ in range(10):
                 findings = run_preflight(fleet, sessions, errors).findings
-                assert [one for one in findings if one.severity != "info"] == []
+                assert [one for one in findings if one.severity != "info" and not healthy.is_of_lab(one)] == []
 
 
 def evener_argv(*args: str) -> list[str]:

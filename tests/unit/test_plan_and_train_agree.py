@@ -88,7 +88,7 @@ def test_plan_recommends_what_train_does(first):
 
 @pytest.mark.parametrize("first", range(1000, 1100, 25))
 def test_plan_recommends_what_train_does_in_a_fine_tuning(first):
-    """`--sync auto` is exact, and LoRA's few bytes let slow hosts help."""
+    """`--sync auto` is exact with LoRA, whose few bytes let slow hosts help."""
     for seed in range(first, first + num_examples(5, 25)):
         draw = random.Random(seed)
         shape = tuning(draw.choice((None, 8, 16)))
@@ -106,10 +106,10 @@ def test_plan_recommends_what_train_does_in_a_fine_tuning(first):
         if not planned.recommended:
             continue
         best, does = planned.option(planned.recommended), trained.option(trained.chosen)
-        if flags["sync"] == "auto":
+        if flags["sync"] == "auto" and shape.model.lora_rank is not None:
             assert best.is_exact, seed
             assert does.is_exact, seed
-        if flags["shares"] != "auto":
+        if flags["shares"] != "auto" or does.rejected_because:  # as asked, and train prints plan's verdict
             assert trained.verdict == planned.verdict, seed
             continue
         assert sorted(best.roster.hosts) == sorted(does.roster.hosts), seed

@@ -192,11 +192,14 @@ def _check_cpu(context: CheckContext, name: str, facts: HostFacts, host: HostCon
     threads = host.threads or context.machine.threads or max(1, facts.cores // ranks)
     if ranks * threads > facts.cores:
         fits = max(1, facts.cores // ranks)
+        fix = f"[hosts.{name}] " + (f"threads = {fits}" if fits * ranks <= facts.cores else f"ranks = {facts.cores}")
+        if fits * ranks > facts.cores and threads > 1:
+            fix += f"; [hosts.{name}] threads = 1"
         yield Finding(
             check="cpu.oversubscribed", severity="warning", host=name,
             evidence=f"{ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)} on {facts.cores} "
             f"core{'s' * (facts.cores > 1)}",
-            fix=f"[hosts.{name}] " + (f"threads = {fits}" if fits * ranks <= facts.cores else f"ranks = {facts.cores}"),
+            fix=fix,
         )  # fmt: skip
     if facts.cpu_throttle_events:
         times = f"{facts.cpu_throttle_events} times during the check"

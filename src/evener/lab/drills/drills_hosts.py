@@ -11,6 +11,7 @@ from pathlib import Path
 
 import evener
 from evener.lab.drills.drill_runner import (
+    CORES,
     Drill,
     DrillContext,
     DrillStep,
@@ -53,7 +54,6 @@ from evener.lab.drills.drills_network import (
 )
 from evener.lab.lab_spec import HostSpec
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 BATTERY = {"BAT0/type": "Battery", "BAT0/status": "Discharging", "AC/type": "Mains", "AC/online": "0"}
 CPUFREQ_VALUES = {"cpuinfo_max_freq": "4200000", "scaling_max_freq": "800000"}
 POWER_SUPPLY, CPUFREQ = "/sys/class/power_supply", "/sys/devices/system/cpu/cpu0/cpufreq"
