@@ -5,11 +5,12 @@
     python bench/finetune.py --report
 
 A Llama of 31M parameters with random weights is trained on Python's standard library, cut into prompts with
-completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16. "alone" is the faster host; on both,
-shares are left to `--shares auto`, and --syncs are compared: auto takes exact strategies. A cell, of one method, seed
-and set-up, is one run, which takes one to four minutes; the set-ups of a seed follow each other. Each adds a line to
-bench/finetune.jsonl, and a cell that is there, measured in the same way, is not measured again. A step is the median of
-those of the second half, when shares have settled.
+completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16. "alone" is the faster host, "slower"
+the other one for a quarter of the steps; the limit is what each trains by itself, together. On both, shares are left to
+`--shares auto`, and --syncs are compared. A cell, of one method, seed and set-up, is one run, which takes one to four
+minutes; the set-ups of a seed follow each other. Each adds a line to bench/finetune.jsonl, and a cell that is there,
+measured in the same way, is not measured again. A step is the median of those of the second half, when shares have
+settled.
 --report prints the ratios with their intervals. Needs Linux and root, and nothing else running.
 """
 
@@ -39,7 +40,7 @@ from evener.report.read.run_summary import summarize_run
 RESULTS = Path(__file__).with_name("finetune.jsonl")
 BLOCK_SIZE, BATCH, LORA_RANK = 512, 16, 16
 NUM_ROWS = 400
-ALONE = "alone"
+ALONE, SLOWER = "alone", "slower"
 METHODS = {"lora": ["--lora", str(LORA_RANK)], "full": []}
 
 
@@ -64,7 +65,7 @@ def measure(options: argparse.Namespace) -> None:
     conditions = {"rate": options.rate, "cpus": options.cpus, "steps": options.steps}
     wanted = [{"method": method, "seed": int(seed), "setup": setup, **conditions}
               for seed in options.seeds.split(",") for method in options.methods.split(",")
-              for setup in (ALONE, *options.syncs.split(","))]  # fmt: skip
+              for setup in (ALONE, *options.syncs.split(","), SLOWER)]  # fmt: skip
     missing = [cell for cell in wanted if not any(cell.items() <= row.items() for row in read_rows())]
     if not missing:
         return
@@ -94,14 +95,16 @@ def measure(options: argparse.Namespace) -> None:
 def measure_cell(folder: Path, fleet: Path, cell: dict[str, Any]) -> dict[str, Any]:
     """Train once, and return what the run recorded, and what was predicted for it."""
     run = RunDir(folder / f"{cell['method']}-{cell['setup']}-{cell['seed']}")
-    flags = ["--steps", cell["steps"], "--batch", BATCH, "--block-size", BLOCK_SIZE, "--seed", cell["seed"],
+    num_steps = cell["steps"] // 4 if cell["setup"] == SLOWER else cell["steps"]
+    hosts = {ALONE: "a", SLOWER: "b"}.get(cell["setup"])
+    flags = ["--steps", num_steps, "--batch", BATCH, "--block-size", BLOCK_SIZE, "--seed", cell["seed"],
              "--eval-every", 0, "--checkpoint-every", 0, "--out", run, "--shares", "auto",
-             *(["--hosts", "a"] if cell["setup"] == ALONE else ["--sync", cell["setup"]])]  # fmt: skip
+             *(["--hosts", hosts] if hosts else ["--sync", cell["setup"]])]  # fmt: skip
     run_evener(folder, "train", "data.jsonl", "--model", "hf:llama", *METHODS[cell["method"]], "--fleet", str(fleet),
                *map(str, flags))  # fmt: skip
     summary, records = summarize_run(run), run.records(0)
     result = summary.manifest.result
-    walls = [record.wall_s for record in records[cell["steps"] // 2 :]]
+    walls = [record.wall_s for record in records[num_steps // 2 :]]
     peaks = result.peak_memory_bytes if result else []
     needs = [rank.memory_bytes for rank in summary.predicted.ranks] if summary.predicted else []
     return {
@@ -129,7 +132,8 @@ def report() -> None:
     names, cells = ("rate", "cpus", "steps", "method"), defaultdict[tuple[Any, ...], dict[str, Any]](dict)
     for row in read_rows():
         cells[*(row[name] for name in names), row["seed"]][row["setup"]] = row
-    setups = dict.fromkeys((*key[:-1], setup) for key, of_seed in cells.items() for setup in of_seed if setup != ALONE)
+    setups = dict.fromkeys((*key[:-1], setup) for key, of_seed in cells.items() for setup in of_seed
+                           if setup not in (ALONE, SLOWER))  # fmt: skip
     for rate, cpus, steps, method, setup in setups:
         pairs = [(of_seed[ALONE], of_seed[setup]) for key, of_seed in cells.items()
                  if key[:-1] == (rate, cpus, steps, method) and {ALONE, setup} <= of_seed.keys()]  # fmt: skip
@@ -138,10 +142,13 @@ def report() -> None:
         gains = [alone["step_s"] / both["step_s"] for alone, both in pairs]
         losses = [both["val_loss"] / alone["val_loss"] - 1 for alone, both in pairs]
         errors = [row["predicted_s"] / row["step_s"] - 1 for pair in pairs for row in pair if row["predicted_s"]]
+        limits = [1 + of_seed[ALONE]["step_s"] / of_seed[SLOWER]["step_s"] for key, of_seed in cells.items()
+                  if key[:-1] == (rate, cpus, steps, method) and {ALONE, SLOWER} <= of_seed.keys()]  # fmt: skip
+        limit = f", of at most {statistics.median(limits):.2f}" if limits else ""
         low, high = median_interval(gains)
         taken = ", ".join(dict.fromkeys(both["sync"] for _, both in pairs))
         print(f"{method}, {setup} ({taken}), {cpus} cores, {rate}, {steps} steps, {len(pairs)} seeds: both hosts "
-              f"{statistics.median(gains):.2f} times the faster alone (90 % interval {low:.2f} to {high:.2f}); "
+              f"{statistics.median(gains):.2f} times the faster alone (90 % interval {low:.2f} to {high:.2f}){limit}; "
               f"predicted steps off by {', '.join(f'{error:+.1%}' for error in errors)}; validation loss "
               f"{', '.join(f'{loss:+.3%}' for loss in losses)}")  # fmt: skip
 

@@ -172,7 +172,8 @@ def peak(out: Path, vocab_size: int, flags: str, ranks: int, env: dict[str, str]
 
 def predict(manifest: Any) -> plan.MemoryBreakdown:
     return plan.peak_memory(manifest.shape, manifest.roster, 0, recompute=manifest.spec.model.recompute,
-                            host_memory_bytes=manifest.hosts[0].memory_bytes)  # fmt: skip
+                            host_memory_bytes=manifest.hosts[0].memory_bytes,
+                            has_jemalloc=manifest.hosts[0].has_jemalloc)  # fmt: skip
 
 
 CHAR = "--model char --block-size 256"
