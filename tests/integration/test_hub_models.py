@@ -123,3 +123,15 @@ def test_folder_comes_before_the_hub(hub: tuple[str, list[str]], tmp_path: Path)
     assert find(str(tmp_path / "home" / "llama"), endpoint, tmp_path).stdout.strip() == str(tmp_path / "home" / "llama")
     assert find(str(tmp_path / "none"), endpoint, tmp_path).stdout.strip() == str(tmp_path / "none")  # train refuses it
     assert not asked
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "probe host"])
+def test_verbs_that_take_a_pretrained_model_ask_the_hub(verb: str, hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, _ = hub
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    data = [] if verb == "probe host" else ["rows.jsonl"]
+    argv = [sys.executable, "-m", "evener", *verb.split(), *data, "--model", "hf:home/missing"]
+    env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=60)
+    assert done.returncode == 2
+    assert "error: --model hf:home/missing: no such folder, and the hub has no public model of this name" in done.stderr
