@@ -165,7 +165,8 @@ def test_hosts_are_lost_and_join_while_the_strategy_changes(tmp_path: Path, corp
         stop_at(fleet, "a")
     losses = list(fleet.losses().values())
     assert list(fleet.losses()) == list(range(len(losses)))
-    changes = [event for event in RunDir(tmp_path / "a").events() if event["event"] == "rechosen"]
+    # Rank 0 tells of them, which is another host's once a has been late, as on a busy machine.
+    changes = [event for name in "abc" for event in RunDir(tmp_path / name).events() if event["event"] == "rechosen"]
     assert len({event["epoch"] for event in changes}) > 8
     undisturbed = alone(type("Alone", (Drifting,), {"STEPS": len(losses)}), corpus, tmp_path / "alone")
     assert sum(losses[-20:]) < 1.05 * sum(undisturbed[-20:])
