@@ -114,6 +114,8 @@ def test_model_that_the_hub_does_not_give_is_a_sentence(hub: tuple[str, list[str
     unreachable = find("home/llama", "http://127.0.0.1:9", tmp_path)
     assert "no such folder, and the hub cannot be reached from here" in unreachable.stderr
     assert "hf download home/llama" in unreachable.stderr
+    invalid = find("home/a--b", endpoint, tmp_path)  # which the hub allows in no name: train refuses the folder
+    assert invalid.stdout.strip() == str(Path("home/a--b").absolute())
     assert not any("Traceback" in text for text in (*said.values(), unreachable.stderr))
 
 

@@ -37,12 +37,19 @@ def model_folder(path: Path) -> Path:
         return folder
     require_libraries()
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     name, flag = str(path), f"--model {PRETRAINED_PREFIX}{path}"
     try:
         cached = Path(snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=True))
         pretrained_files(cached)
+    except HFValidationError:  # no name of the hub after all: a path with a typing error
+        return folder
     except (LocalEntryNotFoundError, UsageError):
         print_status(f"{flag}: no such folder; downloading the model of this name from the Hugging Face hub")
     else:
@@ -59,4 +66,5 @@ def model_folder(path: Path) -> Path:
         raise UsageError(f"{flag}: no such folder, and the hub cannot be reached from here",
                          hint=f"where it can: hf download {name} --local-dir FOLDER") from None  # fmt: skip
     except Exception as error:  # those of the client's HTTP library, and of a disk that is full
-        raise UsageError(f"{flag}: the hub's client: {str(error).strip().splitlines()[0]}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"{flag}: the hub's client: {reason}") from None
