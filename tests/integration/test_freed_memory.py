@@ -71,7 +71,7 @@ def start_anew(**variables: str) -> list[object]:
     return json.loads(subprocess.run(argv, capture_output=True, text=True, check=True, env=env).stdout)
 
 
-@pytest.mark.skipif(allocator._find_jemalloc() is None, reason="this host has no jemalloc")
+@pytest.mark.skipif(allocator.find_jemalloc() is None, reason="this host has no jemalloc")
 def test_process_starts_anew_with_jemalloc_where_the_host_has_it() -> None:
     assert start_anew() == [True, [], ["two words", "--flag"]]
 

@@ -24,11 +24,12 @@ JEMALLOC_SETTINGS = "dirty_decay_ms:-1,muzzy_decay_ms:-1,narenas:1"
 def use_jemalloc() -> None:
     """Start this process anew with jemalloc as its allocator if the host has it; to be called first of all.
 
-    torch asks for memory at multiples of 64 bytes. Then glibc does not fill the hole that a freed tensor leaves with
-    another one of its size: that would fit only with what alignment may need. *Measured* (glibc 2.36, 2026-12-01): a
-    fine-tuning of 31M parameters with LoRA and micro-batches of 8 × 512 tokens needs 1.27 GB, and takes 3.5 GB with
-    glibc's malloc and 1.38 GB with jemalloc, and 0.9 of the processor time. No effect where the environment chooses an
-    allocator or settings of malloc, once torch has been imported, and on other systems than Linux.
+    torch asks for memory at multiples of 64 bytes, of which glibc 2.36 often does not fill the hole that a freed tensor
+    leaves with another one of its size: remainders of the alignment obstruct it   [glibc bug 30723]. That this is the
+    whole reason was not tested. *Measured* (glibc 2.36, 2026-12-01): a fine-tuning of 31M parameters with LoRA and
+    micro-batches of 8 × 512 tokens needs 1.27 GB, and takes 3.5 GB with glibc's malloc and 1.38 GB with jemalloc, and
+    0.9 of the processor time. No effect where the environment chooses an allocator or settings of malloc, once torch
+    has been imported, and on other systems than Linux.
     """
     chosen = {"LD_PRELOAD", "MALLOC_CONF"} & os.environ.keys()
     if chosen == {"LD_PRELOAD", "MALLOC_CONF"} and os.environ["MALLOC_CONF"] == JEMALLOC_SETTINGS:
@@ -37,7 +38,7 @@ def use_jemalloc() -> None:
         return
     if chosen or _has_malloc_settings() or "torch" in sys.modules or not sys.platform.startswith("linux"):
         return
-    if (library := _find_jemalloc()) is not None:
+    if (library := find_jemalloc()) is not None:
         os.environ |= {"LD_PRELOAD": library, "MALLOC_CONF": JEMALLOC_SETTINGS}
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606  no shell between
 
@@ -50,7 +51,7 @@ def has_jemalloc() -> bool:
         return False
 
 
-def _find_jemalloc() -> str | None:
+def find_jemalloc() -> str | None:
     """Return the path of the library as the dynamic loader knows it."""
     try:
         listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, timeout=5).stdout
