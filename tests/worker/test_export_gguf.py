@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from evener.core.base.errors import UsageError
-from evener.worker.export_gguf import GgufRequest, export, split_name
+from evener.worker.export_gguf import GgufRequest, export
+from evener.worker.gguf_vocabulary import read_vocabulary
 
-from ..pretrained import TEMPLATE, make_model
+from ..pretrained import TEMPLATE, TEXT, make_model
 
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 64}  # fmt: skip
@@ -144,7 +147,7 @@ def test_tokens_merges_and_chat_template_are_in_the_file(tmp_path):
 
 
 def pretokenizer(*parts: dict[str, Any]) -> dict[str, Any]:
-    model = {"type": "BPE", "merges": [["a", "b"]]}
+    model = {"type": "BPE", "merges": [["a", "b"]], "vocab": {"a": 0, "b": 1, "ab": 2}}
     return {"model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(parts)}}
 
 
@@ -172,9 +175,98 @@ def split_by(pattern: str) -> dict[str, Any]:
 def test_split_of_words_is_named_or_refused(tokenizer, name):
     if name is None:
         with pytest.raises(UsageError, match="--gguf: its tokenizer"):
-            split_name(tokenizer)
+            read_vocabulary(tokenizer, 3)
     else:
-        assert split_name(tokenizer) == name
+        assert read_vocabulary(tokenizer, 3).split == name
+
+
+METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, SPACES]}
+SAMPLES = ("the horse pulls a cart, and stops", "  two   spaces ", "the<s>the red horse", "<s>", "not\nhere: ☃ 你",
+           "aaaaaa", "blueblueblue<s><s> then")  # fmt: skip
+
+
+def make_sentencepiece(folder: Path) -> dict[str, Any]:
+    """Write a Llama with a tokenizer like SentencePiece's: all pairs that make a piece, the best piece first."""
+    from tokenizers import Tokenizer, models, normalizers, trainers
+
+    make_model(folder)
+    engine = Tokenizer(models.BPE())
+    engine.normalizer = normalizers.Replace(" ", "▁")
+    special = ["<unk>", "<s>", *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=304, special_tokens=special, show_progress=False)
+    engine.train_from_iterator([TEXT] * 5, trainer)
+    trained = json.loads(engine.to_str())["model"]
+    vocabulary = {piece: i for piece, i in trained["vocab"].items() if i < 304}
+    pieces = list(dict.fromkeys("".join(pair) for pair in trained["merges"]))
+    merges = [[piece[:i], piece[i:]] for piece in pieces for i in range(1, len(piece))
+              if piece in vocabulary and piece[:i] in vocabulary and piece[i:] in vocabulary]  # fmt: skip
+    special_tokens = [{"id": i, "content": special[i], "single_word": False, "lstrip": False, "rstrip": False,
+                       "normalized": False, "special": True} for i in range(2)]  # fmt: skip
+    model = {"type": "BPE", "vocab": vocabulary, "merges": merges, "byte_fallback": True, "fuse_unk": True,
+             "unk_token": "<unk>", "dropout": None}  # fmt: skip
+    tokenizer = {"version": "1.0", "added_tokens": special_tokens, "normalizer": PREPENDED, "pre_tokenizer": None,
+                 "post_processor": None, "decoder": None, "model": model}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return tokenizer
+
+
+def tokens_of_llama_cpp(text: str, fields: dict[str, Any]) -> list[int]:
+    """Return the tokens that llama.cpp's SentencePiece makes with the file's content: the best pair first, by score."""
+    numbers = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    scores, types = fields["tokenizer.ggml.scores"], fields["tokenizer.ggml.token_type"]
+    special = [token for token, i in numbers.items() if types[i] == gguf.TokenType.CONTROL]
+    ids: list[int] = []
+    for part in re.split(f"({'|'.join(map(re.escape, special))})", text):
+        if part in special:
+            ids.append(numbers[part])
+        elif part:
+            pieces = list((" " * fields["tokenizer.ggml.add_space_prefix"] + part).replace(" ", "▁"))
+            while pairs := [(-scores[numbers[a + b]], i) for i, (a, b) in enumerate(itertools.pairwise(pieces))
+                            if a + b in numbers]:  # fmt: skip
+                _, i = min(pairs)
+                pieces[i : i + 2] = ["".join(pieces[i : i + 2])]
+            ids += [number for piece in pieces for number in ([numbers[piece]] if piece in numbers else
+                    [numbers[f"<0x{byte:02X}>"] for byte in piece.encode()])]  # fmt: skip
+    return ids
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_llama_cpp_splits_text_as_sentencepiece_does(tmp_path, has_prefix):
+    tokenizer = make_sentencepiece(tmp_path)
+    if not has_prefix:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": SPACES}))
+    _, fields = exported(tmp_path)
+    assert fields["tokenizer.ggml.model"] == "llama"
+    types = fields["tokenizer.ggml.token_type"]
+    assert [types[i] for i in (0, 1, 2, 257, 303)] == [3, 3, 6, 6, 1]  # control, bytes, normal   [gguf.TokenType]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    for text in SAMPLES:
+        assert tokens_of_llama_cpp(text, fields) == theirs(text, add_special_tokens=False).input_ids, text
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda one: one["model"]["merges"].reverse(), None),  # still of scores, of others
+        (lambda one: one["model"]["merges"].pop(), "its merges follow from no scores"),
+        (lambda one: one["model"]["merges"].insert(0, one["model"]["merges"].pop()), "merges follow from no scores"),
+        (lambda one: one["model"]["vocab"].pop("<0x41>"), "falls back to bytes, of which it has not all"),
+        (lambda one: one.update(normalizer={"type": "NFKC"}), "changes text before it splits it"),
+        (lambda one: one.update(normalizer=None, pre_tokenizer=METASPACE | {"prepend_scheme": "first"}),
+         "a space before the first word alone"),
+        (lambda one: one.update(normalizer=None, pre_tokenizer=METASPACE | {"prepend_scheme": "always"}), None),
+    ],
+)  # fmt: skip
+def test_tokenizer_that_llama_cpp_has_no_equal_of_is_refused(tmp_path, change, error):
+    tokenizer = make_sentencepiece(tmp_path)
+    change(tokenizer)
+    if error is None:
+        assert read_vocabulary(tokenizer, 304).space_before_text
+    else:
+        with pytest.raises(UsageError, match=error):
+            read_vocabulary(tokenizer, 304)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def export(
     For GPT-2 architectures: tiny, char, gpt2 and its sizes. `AutoModelForCausalLM.from_pretrained("mine")` loads the
     folder, and so does `--init-from` of evener. A fine-tuned model is written whole in fp32, or if it has LoRA adapters
     these alone, for peft; --merge writes the whole model then. --gguf writes one file, adapters merged in: of models
-    like Llama, Qwen2 and GPT-2 with a byte-level BPE tokenizer.
+    like Llama, Qwen2 and GPT-2 with a BPE tokenizer, byte-level or SentencePiece's.
     """
     import importlib.util
     import json

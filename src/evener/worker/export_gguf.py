@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError, exit_status_of
 from evener.core.base.file_io import read_file
+from evener.worker.gguf_vocabulary import read_vocabulary
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "gpt2": gguf.MODEL_ARCH.GPT2}
 # What llama.cpp computes of these architectures; a configuration that says otherwise is another model.
@@ -29,11 +30,6 @@ COMPUTED = {
     "scale_attn_by_inverse_layer_idx": False,
 }  # fmt: skip
 GELU_NAMES = ("gelu_new", "gelu_pytorch_tanh")  # transformers' two names of GELU's tanh approximation
-SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}  # GPT-2's
-WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# llama.cpp's names of how a tokenizer splits text into words   [llama.cpp: src/llama-vocab.cpp]
-SPLIT_PATTERNS = {CONTRACTIONS + WORDS % r"\p{N}{1,3}": "llama-bpe", CONTRACTIONS + WORDS % r"\p{N}": "qwen2"}
 
 
 class GgufRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +45,7 @@ def export(request: GgufRequest) -> None:
     folder = Path(request.folder)
     config, tokenizer = (json.loads(read_file(folder / name)) for name in ("config.json", "tokenizer.json"))
     check_architecture(config)
-    split = split_name(tokenizer)
+    vocabulary = read_vocabulary(tokenizer, config["vocab_size"])
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(request.out, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
@@ -57,8 +53,8 @@ def export(request: GgufRequest) -> None:
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, config)
-    add_vocabulary(writer, tokenizer, config["vocab_size"], split)
-    gguf.SpecialVocab(folder, load_merges=True).add_to_gguf(writer, quiet=True)
+    vocabulary.add_to(writer)
+    gguf.SpecialVocab(folder, load_merges=vocabulary.kind == "gpt2").add_to_gguf(writer, quiet=True)
     for name, tensor in gguf_tensors(folder, config):
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
@@ -80,32 +76,6 @@ def check_architecture(config: dict[str, Any]) -> None:
             )
     if (kind_of_rope := rope_of(config).get("rope_type", "default")) not in ("default", "linear", "llama3"):
         raise UsageError(f"--gguf: rotary positions of the kind {kind_of_rope} are not exported to GGUF")
-
-
-def split_name(tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name of how a byte-level BPE tokenizer splits text. UsageError if it knows none, or no BPE."""
-    model, normalizer = tokenizer["model"], tokenizer.get("normalizer")
-    if model.get("type") != "BPE" or model.get("byte_fallback") or not model.get("merges"):
-        raise UsageError(
-            "--gguf: its tokenizer is not exported to GGUF, only byte-level BPE with merges, such as GPT-2's"
-        )
-    before = tokenizer.get("pre_tokenizer") or {}
-    parts = [{key: value for key, value in part.items() if key != "trim_offsets"}
-             for part in before.get("pretokenizers", [before])]  # fmt: skip
-    splits_words = parts[-1:] == [SPLIT]
-    if splits_words and len(parts) == 1:
-        name = "gpt-2"
-    elif splits_words and parts[:-1] == [{"type": "Digits", "individual_digits": True}]:
-        name = "smollm"
-    else:
-        pattern = parts[0].get("pattern", {}).get("Regex") if parts[1:] == [SPLIT | {"use_regex": False}] else None
-        name = SPLIT_PATTERNS.get(pattern or "", "")
-    if not name or (normalizer is not None and normalizer["type"] != "NFC"):
-        raise UsageError(
-            "--gguf: its tokenizer splits text as none of those that are exported to GGUF: GPT-2's, Llama 3's, Qwen2's "
-            "and SmolLM's"
-        )
-    return name
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -142,26 +112,6 @@ def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
-
-
-def add_vocabulary(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], vocab_size: int, split: str) -> None:
-    """Write the tokens by number, with their kinds. Numbers of the embedding without a token are unused ones."""
-    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
-    kinds = [gguf.TokenType.UNUSED] * vocab_size
-    added_tokens = tokenizer.get("added_tokens", [])
-    largest = max([*tokenizer["model"]["vocab"].values(), *(added["id"] for added in added_tokens)], default=0)
-    if largest >= vocab_size:
-        raise UsageError(f"--gguf: the tokenizer has a token {largest}, and the model's embedding {vocab_size} tokens")
-    for token, i in tokenizer["model"]["vocab"].items():
-        tokens[i], kinds[i] = token, gguf.TokenType.NORMAL
-    for added in added_tokens:
-        token, i = added["content"], added["id"]
-        is_control = added["special"] or (token.startswith("<|") and token.endswith("|>"))
-        tokens[i], kinds[i] = token, gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
 
 
 def gguf_tensors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
