@@ -92,7 +92,7 @@ def test_program_goes_on_without_lost_host(make_lab: MakeLab, tmp_path: Path) ->
     assert "finished on b, c; logs in" in told
     for rank in (1, 2):
         steps = [record.step for record in run.records(rank)]
-        assert steps == list(range(len(steps)))
+        assert steps == sorted(set(steps))
         assert NUM_STEPS - 20 <= len(steps) <= NUM_STEPS + 5  # those of the last seconds are lost, or taken twice
         assert {record.members for record in run.records(rank)} == {2, 3}
     manifest = run.manifest()

@@ -61,7 +61,7 @@ def test_measured_choice_persists_after_membership_change_and_resume(
         """Whether the last steps sent half of what those with ddp did; with a strategy on trial it is fewer steps."""
         steps()
         sent = [record.bytes for record in run.records(0)]
-        return max(sent[-2 * MIN_STEPS * MAX_VISITS :]) < 0.7 * max(sent)
+        return bool(sent) and max(sent[-2 * MIN_STEPS * MAX_VISITS :]) < 0.7 * max(sent)
 
     try:
         wait_until(lambda: bool(told("compared")), "strategies were compared", WITHIN_S)
