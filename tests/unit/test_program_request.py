@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult
 from evener.core.run.step_cost import StepCost, StepRecord
 from evener.plan.choice.plan_request import answer_request, calibrated_rates, change_request, request_from_run
-from evener.plan.choice.program_request import advise_on_launch, move_program
+from evener.plan.choice.program_request import advise_on_launch, move_program, with_links_probed_since
 from evener.plan.choice.search import predict
 
 SIZE = 4_000_000  # parameters, in two matrices
@@ -137,6 +138,19 @@ def test_a_host_s_speed_is_that_in_the_dtypes_of_the_program():
         speeds.append(cluster.hosts["c"].tokens_per_s["fp32"] / cluster.hosts["a"].tokens_per_s["fp32"])
     mixed = 0.8 * (1 + 1 / 0.5) / (1 + 1 / 0.75)
     assert speeds == [pytest.approx(1.2), pytest.approx(0.8), pytest.approx(mixed), pytest.approx(0.8)]
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_newer"),
+    [("2026-12-01T03:45:39+0000", True), ("2026-12-01T01:45:39+0000", False), ("", False), ("yesterday", False)],
+)
+def test_link_that_was_probed_since_the_run_counts(measured: str, is_newer: bool):
+    """Over 80 instead of 40 MB/s."""
+    asked = request_from_run("run", manifest(), records(), None)
+    links = {"a": {"b": HostLink(goodput_Bps=8e7, rtt_s=0.0, measured=measured)}}
+    ended = datetime(2026, 12, 1, 3, tzinfo=UTC).timestamp()
+    cluster = with_links_probed_since(asked.cluster, msgspec.structs.replace(FLEET, links=links), ended)
+    assert cluster.link_between("b", "a").bandwidth_Bps == pytest.approx(8e7 if is_newer else 4e7)
 
 
 def test_more_ranks_divide_a_host():

@@ -23,7 +23,7 @@ from evener.core.run.roster import NO_SYNC
 from evener.core.run.run_plan import fleet_of_run, read_plan_if_present, read_prediction
 from evener.core.run.rundir import RunDir
 from evener.plan.choice.plan_request import answer_request, change_request, request_from_run
-from evener.plan.choice.program_request import launch_shares, move_program
+from evener.plan.choice.program_request import launch_shares, move_program, with_links_probed_since
 
 MAX_RUNS = 30  # the newest, of any program, that are looked at
 MAX_FILES, MAX_FILE_BYTES = 200, 1 << 20
@@ -66,8 +66,9 @@ def predict_program(
     """Predict a launch from the newest run of the same program; return why not, if that is so.
 
     `runs`: of any programs; `hosts`: names and numbers of ranks, with what is known of them in `fleet`. A run on the
-    same hosts is preferred: from one on others it follows by how fast probing found them. Where `sync` or `shares` is
-    "auto", take what is predicted to train fastest within the default loss budget.
+    same hosts is preferred: from one on others it follows by how fast probing found them. Links that were probed since
+    the run are taken from `fleet`. Where `sync` or `shares` is "auto", take what is predicted to train fastest within
+    the default loss budget.
     """
     found = [(rundir.manifest_path.stat().st_mtime, rundir) for path in runs
              if (rundir := RunDir(path)).manifest_path.exists()]  # fmt: skip
@@ -83,9 +84,8 @@ def predict_program(
             (here if is_here else elsewhere).append(rundir)
     reasons = []
     for rundir in [*here, *(elsewhere if fleet is not None else [])]:
-        moves = None if rundir in here or fleet is None else (fleet, hosts)
         try:
-            return _predict_from(rundir, sync, shares, moves)
+            return _predict_from(rundir, sync, shares, fleet, None if rundir in here else hosts)
         except (EvenerError, OSError) as error:  # damaged, or it shows too little
             reasons.append(str(error))
     return next(
@@ -94,16 +94,19 @@ def predict_program(
 
 
 def _predict_from(
-    rundir: RunDir, sync: str, shares: str, moves: tuple[Fleet, Sequence[tuple[str, int]]] | None
+    rundir: RunDir, sync: str, shares: str, fleet: Fleet | None, hosts: Sequence[tuple[str, int]] | None
 ) -> LaunchPrediction:
-    """Predict a launch from a run; `moves`: on which hosts, if not on those of the run."""
+    """Predict a launch from a run; `hosts`: of `fleet`, if not those of the run."""
     manifest = rundir.manifest()
     records = [rundir.records(member.rank) for member in manifest.roster.members]
     known = fleet_of_run(rundir, manifest.roster.hosts)
     request = request_from_run(str(rundir), manifest, records, read_prediction(rundir), known)
-    if moves is not None:
-        job, cluster = move_program(request.job, request.cluster, *moves)
+    if fleet is not None and hosts is not None:
+        job, cluster = move_program(request.job, request.cluster, fleet, hosts)
         request = msgspec.structs.replace(request, job=job, cluster=cluster, measured=None)
+    elif fleet is not None:
+        cluster = with_links_probed_since(request.cluster, fleet, manifest.ended or manifest.started)
+        request = msgspec.structs.replace(request, cluster=cluster)
     if shares == "auto" and not manifest.can_divide:
         shares = "equal"
     prediction = answer_request(change_request(request, {"sync": sync, "shares": shares}, None))

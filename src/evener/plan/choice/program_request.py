@@ -6,8 +6,10 @@ part of a step counts as one batch. A step is one forward and backward: how a ra
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 import msgspec
 
@@ -32,6 +34,7 @@ from evener.plan.choice.cluster import (
     LOCAL_BANDWIDTH_BPS,
     LOCAL_LATENCY_S,
     AssumptionLog,
+    NotMeasuredError,
     link_models,
 )
 from evener.plan.choice.options import MIN_GAIN, predict_training
@@ -149,6 +152,17 @@ def move_program(job: Job, cluster: Cluster, fleet: Fleet, hosts: Sequence[tuple
     train = msgspec.structs.replace(job.spec.train, batch=batch, micro_batch=batch, sync=str(DDP))
     machine = msgspec.structs.replace(job.spec.machine, shares="equal")
     return msgspec.structs.replace(job, spec=msgspec.structs.replace(job.spec, train=train, machine=machine)), moved
+
+
+def with_links_probed_since(cluster: Cluster, fleet: Fleet, since: float) -> Cluster:
+    """Return the cluster with the links of a fleet file, if any between its hosts was probed after this Unix time."""
+    names = cluster.host_names
+    dates = [link.measured for a in names for b, link in fleet.links.get(a, {}).items() if b in names]
+    with contextlib.suppress(ValueError, NotMeasuredError):  # no date; a link that nobody probed
+        if any(datetime.fromisoformat(date).timestamp() > since for date in dates if date):
+            wire, wires = link_models(select_hosts(fleet, ",".join(names)), AssumptionLog())
+            return msgspec.structs.replace(cluster, wire=wire, wires=wires)
+    return cluster
 
 
 def _relative_speed(
