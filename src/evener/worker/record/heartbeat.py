@@ -22,6 +22,7 @@ from types import FrameType
 from evener.core.base.file_io import write_atomic
 
 INTERVAL_S = 1.0
+LIBRARIES = sys.stdlib_module_names | {"torch"}
 COLLECTIVE_MODULES = (
     "torch.",
     "evener.worker.sync.",
@@ -69,14 +70,14 @@ def current_line(frame: FrameType | None) -> str:
         frame is not None
         and frame.f_back is not None
         and (
-            _top_package(frame) in ("torch", *sys.stdlib_module_names)
+            _top_package(frame) in LIBRARIES
             or _module_name(frame).startswith("evener.worker.script.")  # wraps the program's calls of torch
         )
     ):
         frame = frame.f_back
     if frame is None:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def is_in_collective(frame: FrameType | None) -> bool:
