@@ -22,6 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from evener.core.cluster.allocator import disable_malloc_trim, use_jemalloc
+
+if __name__ == "__main__":
+    use_jemalloc()  # as ranks do
+
 import msgspec
 import torch
 from torch import Tensor, nn
@@ -30,7 +35,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError, exit_status_of
-from evener.core.cluster.allocator import disable_malloc_trim
 from evener.core.cluster.host_info import local_host_info
 from evener.core.model.compute_profile import ComputeBenchSpec, ComputeProfile, OperationTime
 from evener.core.model.operations import OperationName, Phase
