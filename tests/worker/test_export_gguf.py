@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from evener.core.base.errors import UsageError
 from evener.worker.export_gguf import GgufRequest, export
-from evener.worker.gguf_vocabulary import read_vocabulary
+from evener.worker.finetune.libraries import load_tokenizer
+from evener.worker.gguf_vocabulary import BYTES, piece_scores, read_vocabulary
 
 from ..pretrained import TEMPLATE, TEXT, make_model
 
@@ -180,7 +181,7 @@ def test_split_of_words_is_named_or_refused(tokenizer, name):
         assert read_vocabulary(tokenizer, 3).split == name
 
 
-METASPACE = {"type": "Metaspace", "replacement": "▁", "split": False}
+FIRST = {"type": "Metaspace", "replacement": "▁", "split": False, "prepend_scheme": "first"}
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 PREPENDED = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, SPACES]}
 SAMPLES = ("the horse pulls a cart, and stops", "  two   spaces ", "the<s>the red horse", "<s>", "not\nhere: ☃ 你",
@@ -209,7 +210,13 @@ def make_sentencepiece(folder: Path) -> dict[str, Any]:
     tokenizer = {"version": "1.0", "added_tokens": special_tokens, "normalizer": PREPENDED, "pre_tokenizer": None,
                  "post_processor": None, "decoder": None, "model": model}  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    set_tokenizer_class(folder, "PreTrainedTokenizerFast")
     return tokenizer
+
+
+def set_tokenizer_class(folder: Path, name: str, **more: Any) -> None:
+    settings = {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "<s>", "unk_token": "<unk>"} | more
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def tokens_of_llama_cpp(text: str, fields: dict[str, Any]) -> list[int]:
@@ -239,11 +246,41 @@ def test_llama_cpp_splits_text_as_sentencepiece_does(tmp_path, has_prefix):
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": SPACES}))
     _, fields = exported(tmp_path)
     assert fields["tokenizer.ggml.model"] == "llama"
+    assert fields["tokenizer.ggml.add_bos_token"] is False  # llama.cpp's default is True
     types = fields["tokenizer.ggml.token_type"]
     assert [types[i] for i in (0, 1, 2, 257, 303)] == [3, 3, 6, 6, 1]  # control, bytes, normal   [gguf.TokenType]
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     for text in SAMPLES:
         assert tokens_of_llama_cpp(text, fields) == theirs(text, add_special_tokens=False).input_ids, text
+
+
+def test_runs_of_spaces_may_have_one_score():
+    """As in LLaMA's published vocabulary: their merges stand among each other, by the length of the left part."""
+    runs = ["▁" * size for size in (2, 3, 4)]
+    vocabulary = dict.fromkeys([*BYTES, "a", "▁", "▁a", *runs], 0)
+    pairs = [["▁" * i, "▁" * j] for i in (1, 2, 3) for j in (1, 2, 3) if i + j <= 4]
+    tokenizer = {"model": {"vocab": vocabulary, "merges": [["▁", "a"], *pairs]}}
+    assert piece_scores(tokenizer) == {"▁a": 0.0, "▁▁": -1.0, "▁▁▁": -2.0, "▁▁▁▁": -2.0}
+    tokenizer["model"]["merges"].insert(3, tokenizer["model"]["merges"].pop(0))  # among them
+    with pytest.raises(UsageError, match="has other merges between those that make '▁a'"):
+        piece_scores(tokenizer)
+
+
+def test_spaces_are_those_of_the_tokenizer_that_trains(tmp_path, capsys):
+    """transformers makes them anew for a Llama, whatever tokenizer.json says."""
+    tokenizer, bos = make_sentencepiece(tmp_path), {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    before_text = {"type": "TemplateProcessing", "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+                   "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": before_text}))
+    set_tokenizer_class(tmp_path, "LlamaTokenizer", legacy=False)
+    _, fields = exported(tmp_path)
+    assert "warning: llama.cpp puts a space before text behind a special token, too" in capsys.readouterr().err
+    assert fields["tokenizer.ggml.add_space_prefix"]
+    assert fields["tokenizer.ggml.add_bos_token"]
+    theirs = load_tokenizer(tmp_path)
+    for text in SAMPLES:
+        if not text.startswith(" ") and "<s>" not in text:
+            assert tokens_of_llama_cpp(text, fields) == theirs(text, add_special_tokens=False).input_ids, text
 
 
 @pytest.mark.parametrize(
@@ -254,16 +291,20 @@ def test_llama_cpp_splits_text_as_sentencepiece_does(tmp_path, has_prefix):
         (lambda one: one["model"]["merges"].insert(0, one["model"]["merges"].pop()), "merges follow from no scores"),
         (lambda one: one["model"]["vocab"].pop("<0x41>"), "falls back to bytes, of which it has not all"),
         (lambda one: one.update(normalizer={"type": "NFKC"}), "changes text before it splits it"),
-        (lambda one: one.update(normalizer=None, pre_tokenizer=METASPACE | {"prepend_scheme": "first"}),
-         "a space before the first word alone"),
-        (lambda one: one.update(normalizer=None, pre_tokenizer=METASPACE | {"prepend_scheme": "always"}), None),
+        (lambda one: one.update(normalizer=None, pre_tokenizer=FIRST), None),
+        (lambda one: one.update(normalizer=None, pre_tokenizer=FIRST | {"prepend_scheme": "always"}), None),
+        (lambda one: one["added_tokens"][1].update(normalized=True), "a token '<s>' with normalized"),
+        (lambda one: one["added_tokens"][1].update(lstrip=True), "a token '<s>' with lstrip"),
+        (lambda one: one["model"].update(ignore_merges=True), "has ignore_merges"),
+        (lambda one: one["model"]["vocab"].update({"☃a": 303}), "does not merge '☃' and 'a'"),
     ],
 )  # fmt: skip
 def test_tokenizer_that_llama_cpp_has_no_equal_of_is_refused(tmp_path, change, error):
     tokenizer = make_sentencepiece(tmp_path)
     change(tokenizer)
     if error is None:
-        assert read_vocabulary(tokenizer, 304).space_before_text
+        read = read_vocabulary(tokenizer, 304)
+        assert (read.space_before_text, bool(read.warning)) == (True, tokenizer["pre_tokenizer"] == FIRST)
     else:
         with pytest.raises(UsageError, match=error):
             read_vocabulary(tokenizer, 304)

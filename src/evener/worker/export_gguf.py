@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from evener.core.base.decoding import from_json
 from evener.core.base.errors import UsageError, exit_status_of
 from evener.core.base.file_io import read_file
-from evener.worker.gguf_vocabulary import read_vocabulary
+from evener.worker.gguf_vocabulary import is_sentencepiece, read_vocabulary
 
 ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "gpt2": gguf.MODEL_ARCH.GPT2}
 # What llama.cpp computes of these architectures; a configuration that says otherwise is another model.
@@ -45,7 +45,12 @@ def export(request: GgufRequest) -> None:
     folder = Path(request.folder)
     config, tokenizer = (json.loads(read_file(folder / name)) for name in ("config.json", "tokenizer.json"))
     check_architecture(config)
+    special = gguf.SpecialVocab(folder, load_merges=not is_sentencepiece(tokenizer))
+    if is_sentencepiece(tokenizer):
+        tokenizer, special.add_special_token["bos"] = tokenizer_as_trained(folder)
     vocabulary = read_vocabulary(tokenizer, config["vocab_size"])
+    if vocabulary.warning:
+        print(f"warning: {vocabulary.warning}", file=sys.stderr)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(request.out, gguf.MODEL_ARCH_NAMES[architecture])
     writer.add_type(gguf.GGUFType.MODEL)
@@ -54,13 +59,25 @@ def export(request: GgufRequest) -> None:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     add_shape(writer, config)
     vocabulary.add_to(writer)
-    gguf.SpecialVocab(folder, load_merges=vocabulary.kind == "gpt2").add_to_gguf(writer, quiet=True)
+    special.add_to_gguf(writer, quiet=True)
     for name, tensor in gguf_tensors(folder, config):
         writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def tokenizer_as_trained(folder: Path) -> tuple[dict[str, Any], bool]:
+    """Return a tokenizer as transformers makes it of the files of a folder, and whether it puts BOS before a text.
+
+    It makes the handling of spaces of a Llama anew, as tokenizer_config.json says, whatever stands in tokenizer.json.
+    """
+    from evener.worker.finetune.libraries import load_tokenizer  # evener's own models need no transformers
+
+    tokenizer = load_tokenizer(folder)
+    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
+    return json.loads(tokenizer.backend_tokenizer.to_str()), begins_with_bos
 
 
 def check_architecture(config: dict[str, Any]) -> None:

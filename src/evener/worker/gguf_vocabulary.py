@@ -2,7 +2,8 @@
 
 llama.cpp's SentencePiece merges those two neighbours first that make the piece with the highest score, whatever the two
 are. A tokenizer.json has no scores but an ordered list of merges, made of them: all pairs that make a piece, the best
-piece first. So ranks of merges are scores, if the list is such a one.
+piece first. So ranks of merges are scores, if the list is such a one. Pieces of equal scores stand in no order there:
+in published vocabularies runs of spaces are such pieces.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ SPACE = "▁"  # SentencePiece's
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
 NO_SCORES = "its merges follow from no scores, as SentencePiece of llama.cpp has them"
+FIRST_ALONE = ("llama.cpp puts a space before text behind a special token, too; this model was trained with one before "
+               "the first text alone")  # fmt: skip
 LEAST_SCORE = -1e6  # of pieces that no merge makes
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
@@ -35,6 +38,7 @@ class Vocabulary(NamedTuple):
     types: list[int]  # gguf.TokenType
     scores: list[float] | None = None  # SentencePiece: the higher, the earlier a piece is merged
     space_before_text: bool = False  # SentencePiece: also behind each special token
+    warning: str = ""  # of what llama.cpp does otherwise
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model(self.kind)
@@ -46,10 +50,16 @@ class Vocabulary(NamedTuple):
             writer.add_add_space_prefix(self.space_before_text)
 
 
+def is_sentencepiece(tokenizer: dict[str, Any]) -> bool:
+    """Return whether a tokenizer falls back to bytes for what is in none of its pieces, as SentencePiece's BPE does."""
+    return bool(tokenizer["model"].get("byte_fallback"))
+
+
 def read_vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> Vocabulary:
     """Return what a tokenizer.json holds. Numbers of the embedding without a token are unused ones.
 
-    Raise UsageError for a tokenizer of which no equal is known in llama.cpp.
+    Raise UsageError for a tokenizer of which no equal is known in llama.cpp. One difference is accepted: llama.cpp puts
+    the space before text behind each special token, too.
     """
     model = tokenizer["model"]
     if model.get("type") != "BPE" or not model.get("merges"):
@@ -57,17 +67,22 @@ def read_vocabulary(tokenizer: dict[str, Any], vocab_size: int) -> Vocabulary:
             "--gguf: its tokenizer is not exported to GGUF, only BPE with merges, by bytes as GPT-2's or by "
             "SentencePiece as Llama 2's"
         )
-    is_sentencepiece = bool(model.get("byte_fallback"))
-    split = "default" if is_sentencepiece else split_name(tokenizer)
     tokens, types = tokens_and_types(tokenizer, vocab_size)
-    if not is_sentencepiece:
-        return Vocabulary("gpt2", split, tokens, types)
-    space_before_text, scores = has_space_before_text(tokenizer), piece_scores(tokenizer)
+    if not is_sentencepiece(tokenizer):
+        return Vocabulary("gpt2", split_name(tokenizer), tokens, types)
+    check_plain(tokenizer)
+    scheme, scores = space_scheme(tokenizer), piece_scores(tokenizer)
     for i, token in enumerate(tokens):
         if types[i] == gguf.TokenType.NORMAL and token in BYTES:
             types[i] = gguf.TokenType.BYTE
-    return Vocabulary("llama", split, tokens, types, [scores.get(token, LEAST_SCORE) for token in tokens],
-                      space_before_text)  # fmt: skip
+        elif types[i] == gguf.TokenType.USER_DEFINED:
+            tokens[i] = token.replace(SPACE, " ")  # as llama.cpp looks for them in the text itself
+    return Vocabulary(
+        "llama", "default", tokens, types,
+        scores=[scores.get(token, LEAST_SCORE) for token in tokens],
+        space_before_text=scheme != "never",
+        warning=FIRST_ALONE if scheme == "first" else "",
+    )  # fmt: skip
 
 
 def split_name(tokenizer: dict[str, Any]) -> str:
@@ -108,31 +123,37 @@ def tokens_and_types(tokenizer: dict[str, Any], vocab_size: int) -> tuple[list[s
     return tokens, types
 
 
-def has_space_before_text(tokenizer: dict[str, Any]) -> bool:
-    """Return whether SentencePiece puts a space before each piece of text between special tokens.
+def check_plain(tokenizer: dict[str, Any]) -> None:
+    """Raise UsageError for settings of a tokenizer like SentencePiece's that llama.cpp does not have."""
+    model, added_tokens = tokenizer["model"], tokenizer.get("added_tokens", [])
+    found = [name for name in ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+             if model.get(name)]  # fmt: skip
+    flags = ["lstrip", "rstrip", "single_word", *(["normalized"] if tokenizer.get("normalizer") else [])]
+    found += [f"a token {added['content']!r} with {flag}" for added in added_tokens for flag in flags if added[flag]]
+    if found:
+        raise UsageError(f"--gguf: its tokenizer has {found[0]}, and llama.cpp's SentencePiece does not")
 
-    Raise UsageError if text is changed otherwise before it is split into pieces.
+
+def space_scheme(tokenizer: dict[str, Any]) -> Literal["always", "first", "never"]:
+    """Return before which text SentencePiece puts a space: each piece between special tokens, what begins with text, or
+    none. Raise UsageError if text is changed otherwise before it is split into pieces.
     """
     normalizer, before = tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer") or {}
     if normalizer is not None and not before:
         steps = normalizer.get("normalizers", [normalizer])
         if steps == [SPACES]:
-            return False
+            return "never"
         if steps == [{"type": "Prepend", "prepend": SPACE}, SPACES]:
-            return True
-    if normalizer is None and before == METASPACE | {"prepend_scheme": before.get("prepend_scheme")}:
-        if before["prepend_scheme"] in ("always", "never"):
-            return bool(before["prepend_scheme"] == "always")
-        raise UsageError(
-            "--gguf: its tokenizer puts a space before the first word alone, and llama.cpp behind each special token, "
-            "too",
-            hint="a tokenizer.json with the prepend_scheme always, if the model was trained so",
-        )
+            return "always"
+    for scheme in ("always", "first", "never"):
+        if normalizer is None and before == METASPACE | {"prepend_scheme": scheme}:
+            return scheme
     raise UsageError("--gguf: its tokenizer changes text before it splits it, other than SentencePiece of llama.cpp")
 
 
 def piece_scores(tokenizer: dict[str, Any]) -> dict[str, float]:
-    """Return the score of each piece that merges make: minus the rank of the first of these merges.
+    """Return the score of each piece that merges make: minus the rank of the first of these merges. Runs of spaces that
+    stand among each other have one score.
 
     Raise UsageError if the merges are not those of scores: all pairs of pieces that make a piece, one after another.
     """
@@ -142,15 +163,20 @@ def piece_scores(tokenizer: dict[str, Any]) -> dict[str, float]:
         raise UsageError("--gguf: its tokenizer falls back to bytes, of which it has not all")
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     merges = {(left, right): rank for rank, (left, right) in enumerate(pairs) if left + right in vocabulary}
-    scores, last_piece = dict[str, float](), ""
+    spans: dict[str, tuple[int, int]] = {}  # ranks of the first and the last merge, in the order of the first
     for (left, right), rank in merges.items():
-        if (piece := left + right) != last_piece and piece in scores:
+        spans[left + right] = spans.get(left + right, (rank, rank))[0], rank
+    scores, last_rank, last_piece = dict[str, float](), -1, ""
+    for piece, (first, last) in spans.items():
+        is_tied = first < last_rank
+        if is_tied and {*piece, *last_piece} != {SPACE}:
             raise UsageError(f"--gguf: its tokenizer has other merges between those that make {piece!r}: {NO_SCORES}")
-        scores.setdefault(piece, -float(rank))
-        last_piece = piece
+        scores[piece] = scores[last_piece] if is_tied else -float(first)
+        last_rank, last_piece = max(last_rank, last), piece
     for piece in vocabulary:
         for i in range(1, len(piece)):
             left, right = piece[:i], piece[i:]
-            if left in vocabulary and right in vocabulary and (left, right) not in merges:
+            # llama.cpp merges characters that are no pieces, too
+            if all(part in vocabulary or len(part) == 1 for part in (left, right)) and (left, right) not in merges:
                 raise UsageError(f"--gguf: its tokenizer does not merge {left!r} and {right!r}: {NO_SCORES}")
     return scores
