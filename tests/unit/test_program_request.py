@@ -13,7 +13,7 @@ from evener.core.cluster.fleet_file import Fleet, HostConfig, HostLink, ModelRat
 from evener.core.cluster.host_info import HostInfo
 from evener.core.model.flops import StepFlops
 from evener.core.model.gradients import GradientTensor, OwnCollective, OwnCollectives, ProgramModel
-from evener.core.run.roster import Member, Roster, parse_sync
+from evener.core.run.roster import Member, RankSlot, Roster, parse_sync
 from evener.core.run.run_spec import RunSpec
 from evener.core.run.rundir import Manifest, RankProcess, RunResult
 from evener.core.run.step_cost import StepCost, StepRecord
@@ -145,12 +145,17 @@ def test_a_host_s_speed_is_that_in_the_dtypes_of_the_program():
     [("2026-12-01T03:45:39+0000", True), ("2026-12-01T01:45:39+0000", False), ("", False), ("yesterday", False)],
 )
 def test_link_that_was_probed_since_the_run_counts(measured: str, is_newer: bool):
-    """Over 80 instead of 40 MB/s."""
-    asked = request_from_run("run", manifest(), records(), None)
-    links = {"a": {"b": HostLink(goodput_Bps=8e7, rtt_s=0.0, measured=measured)}}
+    """Over 80 instead of 40 MB/s. What the run showed of other links stays."""
+    before = request_from_run("run", manifest(), records(), None).cluster
+    slots = [*before.slots, RankSlot(host="c", device="cpu", has_bf16=False)]
+    before = msgspec.structs.replace(before, hosts=before.hosts | {"c": before.hosts["a"]}, slots=slots)
+    old = HostLink(goodput_Bps=1e9, rtt_s=0.0, measured="2026-11-01T00:00:00+0000")
+    links = {"a": {"b": HostLink(goodput_Bps=8e7, rtt_s=0.0, measured=measured), "c": old}}
     ended = datetime(2026, 12, 1, 3, tzinfo=UTC).timestamp()
-    cluster = with_links_probed_since(asked.cluster, msgspec.structs.replace(FLEET, links=links), ended)
+    cluster = with_links_probed_since(before, msgspec.structs.replace(FLEET, links=links), ended)
     assert cluster.link_between("b", "a").bandwidth_Bps == pytest.approx(8e7 if is_newer else 4e7)
+    assert cluster.link_between("a", "c").bandwidth_Bps == pytest.approx(4e7)
+    assert (cluster.hosts["a"].local != before.hosts["a"].local) == is_newer
 
 
 def test_more_ranks_divide_a_host():

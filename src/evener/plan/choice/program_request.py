@@ -6,17 +6,18 @@ part of a step counts as one batch. A step is one forward and backward: how a ra
 
 from __future__ import annotations
 
-import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import permutations
 
 import msgspec
 
 from evener.core.base.errors import UsageError
 from evener.core.base.shell import quote_word
 from evener.core.base.units import format_bytes, join_names
-from evener.core.cluster.fleet_file import Fleet, Rates, select_hosts
+from evener.core.cluster.fleet_file import Fleet, HostLink, Rates, select_hosts
 from evener.core.cluster.link import LinkModel
 from evener.core.model.flops import roof_s
 from evener.core.model.gradients import ProgramModel
@@ -34,8 +35,8 @@ from evener.plan.choice.cluster import (
     LOCAL_BANDWIDTH_BPS,
     LOCAL_LATENCY_S,
     AssumptionLog,
-    NotMeasuredError,
     link_models,
+    to_link_model,
 )
 from evener.plan.choice.options import MIN_GAIN, predict_training
 from evener.plan.choice.search import predict
@@ -155,14 +156,28 @@ def move_program(job: Job, cluster: Cluster, fleet: Fleet, hosts: Sequence[tuple
 
 
 def with_links_probed_since(cluster: Cluster, fleet: Fleet, since: float) -> Cluster:
-    """Return the cluster with the links of a fleet file, if any between its hosts was probed after this Unix time."""
-    names = cluster.host_names
-    dates = [link.measured for a in names for b, link in fleet.links.get(a, {}).items() if b in names]
-    with contextlib.suppress(ValueError, NotMeasuredError):  # no date; a link that nobody probed
-        if any(datetime.fromisoformat(date).timestamp() > since for date in dates if date):
-            wire, wires = link_models(select_hosts(fleet, ",".join(names)), AssumptionLog())
-            return msgspec.structs.replace(cluster, wire=wire, wires=wires)
-    return cluster
+    """Return the cluster with those links of a fleet file that were probed after this Unix time.
+
+    Links inside a host were fitted together with the old ones, so what they are is assumed then.
+    """
+    wires, names = {source: dict(row) for source, row in cluster.wires.items()}, cluster.host_names
+    for a, b in permutations(names, 2):
+        link = fleet.links.get(a, {}).get(b) or fleet.links.get(b, {}).get(a)
+        if link is not None and _probed_at(link) > since:
+            wires.setdefault(a, {})[b] = to_link_model(link)
+    if wires == cluster.wires:
+        return cluster
+    local = LinkModel(latency_s=LOCAL_LATENCY_S, bandwidth_Bps=LOCAL_BANDWIDTH_BPS)
+    hosts = {name: msgspec.structs.replace(host, local=local) for name, host in cluster.hosts.items()}
+    return msgspec.structs.replace(cluster, wires=wires, hosts=hosts)
+
+
+def _probed_at(link: HostLink) -> float:
+    """Return the Unix time at which a link was probed; -inf if it was not, or the file does not say it."""
+    try:
+        return datetime.fromisoformat(link.measured).timestamp()
+    except ValueError:
+        return -math.inf
 
 
 def _relative_speed(
