@@ -14,8 +14,8 @@ of more ranks cancel better. With DiLoCo, more replicas lose more, and unequal s
 with no more steps and no more tokens a step than the job count; of several such runs, the one that lost least counts.
 The penalty never decreases with the number of replicas.
 
-A measurement holds for its task alone: what pretraining loses says nothing of a fine-tuning, of which nobody has
-measured any lossy strategy yet.
+A measurement holds for its task alone: what pretraining loses says nothing of a fine-tuning of all weights, and neither
+says anything of LoRA.
 """
 
 from __future__ import annotations
