@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,8 @@ import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from evener.core.cluster.fleet_file import load_fleet
+from evener.core.cluster.fleet_file import HostLink, load_fleet
+from evener.core.cluster.fleet_update import update_fleet_file
 from evener.core.run.run_plan import read_plan
 from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
@@ -60,6 +62,19 @@ if what == "count":  # until this file is in the home
     print("last", flush=True)
 dist.destroy_process_group()
 os._exit(0)  # Gloo's threads may still let go of a tensor
+"""
+
+DDP = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+model = nn.parallel.DistributedDataParallel(nn.Linear(100, 100, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for _ in range(30):
+    model(torch.randn(8, 100)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
 """
 
 
@@ -451,6 +466,23 @@ def test_dry_run_prints_commands(fleet: Fleet) -> None:
     assert [host["env"]["GLOO_SOCKET_IFNAME"] for host in plan["hosts"]] == ["eth0", "eth0"]
     text = fleet.ok("launch", "--out", "runs/dry", "--dry-run", "--", "hello.py", "a b").stdout
     assert re.search(r"# on b\ncd .* && .*--rdzv-conf=rank=1 .* hello.py 'a b'", text)
+
+
+@exhaustive
+def test_launch_is_predicted_with_link_that_was_probed_since_the_run(fleet: Fleet) -> None:
+    """40 kB of gradients over 10 kB/s take 4 s; the run itself took milliseconds."""
+    (fleet.folder / "ddp.py").write_text(DDP)
+    path = fleet.folder / "of-ddp.toml"  # its links are this test's
+    path.write_bytes(fleet.fleet.read_bytes())
+    mine = Fleet(fleet.lab, path, fleet.folder)
+    mine.ok("launch", "--out", "runs/ddp", "--", "ddp.py")
+    text = mine.ok("launch", "--out", "runs/next", "--dry-run", "--", "ddp.py").stderr
+    assert re.search(r"predicted from runs/ddp: a step of [\d.]+ ms", text), text
+    slow = HostLink(goodput_Bps=1e4, rtt_s=1e-3, measured=datetime.now(UTC).isoformat(timespec="seconds"))
+    update_fleet_file(path, links={"a": {"b": slow}, "b": {"a": slow}})
+    text = mine.ok("launch", "--out", "runs/next", "--dry-run", "--", "ddp.py").stderr
+    [step_s] = re.findall(r"predicted from runs/ddp: a step of ([\d.]+) s,", text)
+    assert 3.9 < float(step_s) < 5.0
 
 
 def test_failed_start_on_one_host_ends_the_run_on_others(fleet: Fleet) -> None:
