@@ -302,7 +302,10 @@ def test_planned_bytes_of_a_layer_are_those_that_autograd_saves(tmp_path, archit
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("lora", [None, 16])
 def test_predicted_peak_memory_is_within_15_percent(tmp_path, server, lora, dtype):
-    """Texts that fill every sequence, in a model whose activations and weights are most of the process."""
+    """Texts that fill every sequence, in a model whose activations and weights are most of the process.
+
+    With glibc's allocator LoRA is predicted as its heap grows where lengths differ: here it takes less.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=4000, hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
                                       num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
@@ -322,7 +325,9 @@ def test_predicted_peak_memory_is_within_15_percent(tmp_path, server, lora, dtyp
     assert manifest.corpus is not None
     shape = make_job(manifest.spec, manifest.shape, load_corpus(manifest.corpus.path)).shape
     (measured,) = manifest.result.peak_memory_bytes
-    assert peak_memory(shape, manifest.roster, 0).total == pytest.approx(measured, rel=0.15)
+    has_jemalloc = manifest.hosts[0].has_jemalloc
+    predicted = peak_memory(shape, manifest.roster, 0, has_jemalloc=has_jemalloc).total
+    assert 0.85 * measured < predicted < (1.3 if lora and not has_jemalloc else 1.15) * measured
 
 
 @exhaustive

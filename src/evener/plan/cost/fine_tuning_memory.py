@@ -42,12 +42,20 @@ def base_bytes(shape: FineTuning, element_bytes: int) -> int:
 
 
 def activation_bytes(
-    shape: FineTuning, sequences: int, element_bytes: int, *, recompute: bool, chunk_rows: int | None
+    shape: FineTuning,
+    sequences: int,
+    element_bytes: int,
+    *,
+    recompute: bool,
+    chunk_rows: int | None,
+    gradients_held: bool,
 ) -> list[int]:
     """Return the bytes of activations, logits and temporaries at the moments of a micro-batch that may be the worst:
-    the gradient of the logits, and the backward of the last layer.
+    the gradient of the logits, the backward of the last layer, and that of the token embedding.
 
-    `chunk_rows`: of how many tokens a CPU holds the logits at once; None: of all, as a GPU does.
+    `chunk_rows`: of how many tokens a CPU holds the logits at once; None: of all, as a GPU does. `gradients_held`: a
+    weight's gradient is made beside the sum of those before. That of a head that is the token embedding's matrix, too,
+    waits for the embedding's, and then for their sum.
     """
     layers, lengths, e = shape.layers, shape.lengths, element_bytes
     widest = lengths.of_micro_batch(sequences)
@@ -64,7 +72,15 @@ def activation_bytes(
         rows = min(chunk_rows, widest.max_loss_tokens)
         of_loss = e * rows * shape.model.vocab_size + 2 * FP32 * widest.max_loss_tokens * layers.width
     of_backward = 3 * e * tokens * layers.mlp_width + 2 * FP32 * tokens * layers.width
-    return [(layers.num_layers * stream if recompute else kept) + of_loss, kept + of_backward]
+    of_embedding, table = 0, shape.model.vocab_size * layers.width
+    if shape.model.lora_rank is None:
+        of_loss += BF16 * table * (e < FP32)  # the head's weight as the product takes it
+        if gradients_held:
+            is_tied = sum(one.num_params == table for one in shape.model.gradients) == 1
+            of_loss += FP32 * table
+            of_backward += FP32 * table * is_tied
+            of_embedding = FP32 * table * (3 if is_tied else 1)
+    return [(layers.num_layers * stream if recompute else kept) + of_loss, kept + of_backward, of_embedding]
 
 
 def saved_bytes_per_token(shape: FineTuning, e: int) -> int:

@@ -114,7 +114,8 @@ def peak_memory(shape: GPTShape | FineTuning, roster: Roster, rank: int, *, reco
         held_weights, libraries = weights + base_bytes(shape, element_bytes), LIBRARY_BYTES
         fragmentation = heap_fragmentation(shape)
         rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.model.vocab_size) if device == "cpu" else None
-        candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute, chunk_rows=rows)
+        candidates = activation_bytes(shape, sequences, element_bytes, recompute=recompute, chunk_rows=rows,
+                                      gradients_held=gradients_held)  # fmt: skip
         moments = [_MemoryMoment(_gradient_bytes(shape), activations) for activations in candidates]
     else:
         # weights gathered in bf16 need no cast copies
