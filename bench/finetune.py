@@ -1,16 +1,17 @@
 """What does a second host gain a fine-tuning? Emulated hosts of 1 and 1/2 core with a link of 100 Mbit/s.
 
-    python bench/finetune.py [--methods lora,full] [--syncs auto] [--seeds 0,1,2] [--steps 32] [--rate 100Mbit]
+    python bench/finetune.py [--methods lora,full] [--syncs auto] [--seeds 0,1,2] [--steps 20] [--rate 100Mbit]
                              [--cpus 1,0.5]
     python bench/finetune.py --report
 
 A Llama of 31M parameters with random weights is trained on Python's standard library, cut into prompts with
 completions of at most 512 tokens, in batches of 16 sequences; LoRA has rank 16. "alone" is the faster host, "slower"
 the other one for a quarter of the steps; the limit is what each trains by itself, together. On both, shares are left to
-`--shares auto`, and --syncs are compared. A cell, of one method, seed and set-up, is one run, which takes one to four
+`--shares auto`, and --syncs are compared. A cell, of one method, seed and set-up, is one run, which takes two to four
 minutes; the set-ups of a seed follow each other. Each adds a line to bench/finetune.jsonl, and a cell that is there,
-measured in the same way, is not measured again. A step is the median of those of the second half, when shares have
-settled.
+measured in the same way, is not measured again. Runs are planned for PLANNED_STEPS steps, as `auto` judges them, and
+stopped after --steps steps behind those in which shares settle. A step is the median over rounds of a strategy that
+exchanges weights, of their mean steps, or over steps.
 --report prints the ratios with their intervals. Needs Linux and root, and nothing else running.
 """
 
@@ -30,7 +31,7 @@ from typing import Any
 
 from common import median_interval
 from pretrained_llama import make_llama, source_texts, write_rows
-from scaling_efficiency import run_evener
+from scaling_efficiency import run_evener, train_until_measured
 
 from evener.core.run.rundir import RunDir
 from evener.lab.emulated_lab import EmulatedLab
@@ -38,9 +39,12 @@ from evener.lab.lab_spec import HostSpec, LabSpec
 from evener.report.read.run_summary import summarize_run
 
 RESULTS = Path(__file__).with_name("finetune.jsonl")
+ALONE, SLOWER = "alone", "slower"
 BLOCK_SIZE, BATCH, LORA_RANK = 512, 16, 16
 NUM_ROWS = 400
-ALONE, SLOWER = "alone", "slower"
+PLANNED_STEPS = 150  # of bench/loss.py --shape llama
+FIRST_STEPS = {ALONE: 4, SLOWER: 2}  # that do not count; on both hosts:
+FIRST_STEPS_OF_BOTH = 16
 METHODS = {"lora": ["--lora", str(LORA_RANK)], "full": []}
 
 
@@ -49,7 +53,7 @@ def main() -> None:
     parser.add_argument("--methods", default="lora,full")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--syncs", default="auto")
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=20, help="that are measured")
     parser.add_argument("--rate", default="100Mbit")
     parser.add_argument("--cpus", default="1,0.5", help="processor of each host, in cores")
     parser.add_argument("--report", action="store_true")
@@ -62,7 +66,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     """Measure the cells that are missing."""
-    conditions = {"rate": options.rate, "cpus": options.cpus, "steps": options.steps}
+    conditions = {"rate": options.rate, "cpus": options.cpus, "steps": options.steps, "planned": PLANNED_STEPS}
     wanted = [{"method": method, "seed": int(seed), "setup": setup, **conditions}
               for seed in options.seeds.split(",") for method in options.methods.split(",")
               for setup in (ALONE, *options.syncs.split(","), SLOWER)]  # fmt: skip
@@ -96,23 +100,24 @@ def measure_cell(folder: Path, fleet: Path, cell: dict[str, Any]) -> dict[str, A
     """Train once, and return what the run recorded, and what was predicted for it."""
     run = RunDir(folder / f"{cell['method']}-{cell['setup']}-{cell['seed']}")
     num_steps = cell["steps"] // 4 if cell["setup"] == SLOWER else cell["steps"]
+    first = FIRST_STEPS.get(cell["setup"], FIRST_STEPS_OF_BOTH)
     hosts = {ALONE: "a", SLOWER: "b"}.get(cell["setup"])
-    flags = ["--steps", num_steps, "--batch", BATCH, "--block-size", BLOCK_SIZE, "--seed", cell["seed"],
-             "--eval-every", 0, "--checkpoint-every", 0, "--out", run, "--shares", "auto",
+    flags = ["--steps", PLANNED_STEPS, "--batch", BATCH, "--block-size", BLOCK_SIZE, "--seed", cell["seed"],
+             "--eval-every", 0, "--eval-tokens", BLOCK_SIZE, "--checkpoint-every", 0, "--out", run, "--shares", "auto",
              *(["--hosts", hosts] if hosts else ["--sync", cell["setup"]])]  # fmt: skip
-    run_evener(folder, "train", "data.jsonl", "--model", "hf:llama", *METHODS[cell["method"]], "--fleet", str(fleet),
-               *map(str, flags))  # fmt: skip
+    words = ["data.jsonl", "--model", "hf:llama", *METHODS[cell["method"]], *map(str, flags)]
+    train_until_measured(folder, fleet, run, words, first, num_steps)
     summary, records = summarize_run(run), run.records(0)
-    result = summary.manifest.result
-    walls = [record.wall_s for record in records[num_steps // 2 :]]
+    result, every = summary.manifest.result, summary.manifest.roster.sync.every
+    walls = [record.wall_s for record in records[first:]]
+    rounds = [statistics.mean(walls[i : i + every]) for i in range(0, len(walls) - every + 1, every)]
     peaks = result.peak_memory_bytes if result else []
     needs = [rank.memory_bytes for rank in summary.predicted.ranks] if summary.predicted else []
     return {
-        "step_s": statistics.median(walls),
+        "step_s": statistics.median(rounds),
         "steps_s": [round(wall_s, 3) for wall_s in walls],
         "predicted_s": summary.predicted.step_s if summary.predicted else None,
         "predicted_gain": summary.predicted.speedup_vs_best_host if summary.predicted else None,
-        "val_loss": result.val_loss if result else None,
         "sync": str(summary.manifest.roster.sync),
         "shares": summary.manifest.roster.shares,
         "hosts": summary.manifest.roster.hosts,
@@ -128,29 +133,29 @@ def read_rows() -> list[dict[str, Any]]:
 
 
 def report() -> None:
-    """Print for each method the gain of both hosts, the errors of the predictions, and the change of the loss."""
-    names, cells = ("rate", "cpus", "steps", "method"), defaultdict[tuple[Any, ...], dict[str, Any]](dict)
+    """Print for each method the gain of both hosts, and the errors of the predictions."""
+    names, cells = ("rate", "cpus", "steps", "planned", "method"), defaultdict[tuple[Any, ...], dict[str, Any]](dict)
     for row in read_rows():
         cells[*(row[name] for name in names), row["seed"]][row["setup"]] = row
     setups = dict.fromkeys((*key[:-1], setup) for key, of_seed in cells.items() for setup in of_seed
                            if setup not in (ALONE, SLOWER))  # fmt: skip
-    for rate, cpus, steps, method, setup in setups:
-        pairs = [(of_seed[ALONE], of_seed[setup]) for key, of_seed in cells.items()
-                 if key[:-1] == (rate, cpus, steps, method) and {ALONE, setup} <= of_seed.keys()]  # fmt: skip
+    for rate, cpus, steps, planned, method, setup in setups:
+        of_method = [of_seed for key, of_seed in cells.items() if key[:-1] == (rate, cpus, steps, planned, method)]
+        pairs = [(of_seed[ALONE], of_seed[setup]) for of_seed in of_method if {ALONE, setup} <= of_seed.keys()]
         if not pairs:
             continue
         gains = [alone["step_s"] / both["step_s"] for alone, both in pairs]
-        losses = [both["val_loss"] / alone["val_loss"] - 1 for alone, both in pairs]
         errors = [row["predicted_s"] / row["step_s"] - 1 for pair in pairs for row in pair if row["predicted_s"]]
-        limits = [1 + of_seed[ALONE]["step_s"] / of_seed[SLOWER]["step_s"] for key, of_seed in cells.items()
-                  if key[:-1] == (rate, cpus, steps, method) and {ALONE, SLOWER} <= of_seed.keys()]  # fmt: skip
+        limits = [1 + of_seed[ALONE]["step_s"] / of_seed[SLOWER]["step_s"]
+                  for of_seed in of_method if {ALONE, SLOWER} <= of_seed.keys()]  # fmt: skip
         limit = f", of at most {statistics.median(limits):.2f}" if limits else ""
         low, high = median_interval(gains)
         taken = ", ".join(dict.fromkeys(both["sync"] for _, both in pairs))
-        print(f"{method}, {setup} ({taken}), {cpus} cores, {rate}, {steps} steps, {len(pairs)} seeds: both hosts "
-              f"{statistics.median(gains):.2f} times the faster alone (90 % interval {low:.2f} to {high:.2f}){limit}; "
-              f"predicted steps off by {', '.join(f'{error:+.1%}' for error in errors)}; validation loss "
-              f"{', '.join(f'{loss:+.3%}' for loss in losses)}")  # fmt: skip
+        print(
+            f"{method}, {setup} ({taken}), {cpus} cores, {rate}, {steps} of {planned} steps, {len(pairs)} seeds: "
+            f"both hosts {statistics.median(gains):.2f} times the faster alone (90 % interval {low:.2f} to {high:.2f})"
+            f"{limit}; predicted steps off by {', '.join(f'{error:+.1%}' for error in errors)}"
+        )
 
 
 def make_data(path: Path) -> None:

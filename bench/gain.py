@@ -60,7 +60,7 @@ def main() -> None:
                 for setup, flags in SETUPS.items():
                     run = RunDir(folder / f"{setup}-{turn}")
                     given = train_flags(options, batch=options.batch, out=run, steps=PLANNED_STEPS, **flags)
-                    train_until_measured(folder, fleet, run, given, options)
+                    train_until_measured(folder, fleet, run, given, options.first, options.steps)
                     roster = run.manifest().roster
                     row[setup] = throughput(run, options.first)
                     row[f"{setup}_sync"] = str(roster.sync)

@@ -19,7 +19,6 @@ def make_llama(folder: Path, *, width: int, mlp_width: int, num_layers: int, num
     """Write a Llama with random weights, and a byte-level BPE tokenizer of the library's source."""
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -27,6 +26,14 @@ def make_llama(folder: Path, *, width: int, mlp_width: int, num_layers: int, num
         num_hidden_layers=num_layers, num_attention_heads=num_heads, num_key_value_heads=num_heads // 2,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tokenizer(folder)
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer of the library's source."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()

@@ -168,13 +168,13 @@ def describe(row: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
-def train_until_measured(folder: Path, fleet: Path, run: RunDir, flags: list[str], options: argparse.Namespace) -> None:
-    """So many steps, two rounds at least, of a run that is planned for more: in a short one other things pay."""
+def train_until_measured(folder: Path, fleet: Path, run: RunDir, flags: list[str], first: int, num_steps: int) -> None:
+    """So many steps behind the first ones, two rounds at least, of a run that is planned for more: in a short one other
+    things pay.
+    """
     argv = [*EVENER_COMMAND, "train", "--fleet", str(fleet), *flags]
     with subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        while process.poll() is None and num_recorded_steps(run) < options.first + max(
-            options.steps, 2 * sync_interval(run)
-        ):
+        while process.poll() is None and num_recorded_steps(run) < first + max(num_steps, 2 * sync_interval(run)):
             time.sleep(1)
         if process.poll() is None:
             run_evener(folder, "stop", str(run))
