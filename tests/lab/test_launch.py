@@ -26,6 +26,7 @@ from evener.core.cluster.fleet_file import HostLink, load_fleet
 from evener.core.cluster.fleet_update import update_fleet_file
 from evener.core.run.run_plan import read_plan
 from evener.core.run.rundir import RunDir
+from evener.core.run.trust import trust_fleet
 from evener.lab.emulated_lab import EmulatedLab
 from evener.lab.lab_spec import HostSpec
 from evener.node.agent.store_tunnel import LOOPBACK
@@ -474,6 +475,7 @@ def test_launch_is_predicted_with_link_that_was_probed_since_the_run(fleet: Flee
     (fleet.folder / "ddp.py").write_text(DDP)
     path = fleet.folder / "of-ddp.toml"  # its links are this test's
     path.write_bytes(fleet.fleet.read_bytes())
+    trust_fleet(load_fleet(path))
     mine = Fleet(fleet.lab, path, fleet.folder)
     mine.ok("launch", "--out", "runs/ddp", "--", "ddp.py")
     text = mine.ok("launch", "--out", "runs/next", "--dry-run", "--", "ddp.py").stderr
