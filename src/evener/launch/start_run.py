@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -50,6 +51,8 @@ from evener.ssh.session import Sessions
 from evener.transfer.checkpoint_transfer import restore_to_hosts
 from evener.transfer.file_tree import FileTree, describe_data, describe_files, describe_project
 from evener.transfer.secret_files import summarize_names
+
+REMOVAL_TRIALS = 10  # of an empty run's folder
 
 
 class PlannedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,8 +202,11 @@ def started(run: PlannedRun, sessions: Sessions, notify: Notify, *, detach: bool
     is_new = not rundir.path.exists()
 
     def remove_empty_run() -> None:
-        if is_new and plan.kind == "train" and not rundir.is_run():
+        for _ in range(REMOVAL_TRIALS):  # a process that is about to end may write a file meanwhile
+            if not is_new or plan.kind != "train" or rundir.is_run() or not rundir.path.exists():
+                break
             shutil.rmtree(rundir.path, ignore_errors=True)
+            time.sleep(0.1)
 
     with (
         launcher.start(rundir, plan, members, attached=True, passed_env=run.passed_env),
