@@ -266,10 +266,12 @@ def shared_train(
 
 @pytest.fixture
 def quiet_machine() -> None:
-    """Skip a test that measures the machine itself where other programs use it."""
-    used = psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1)
-    if used > 0.25:
-        pytest.skip(f"not judged: other programs use {used:.1f} of the machine's cores")
+    """Skip a test that measures the machine itself where other programs use it for half a minute."""
+    for _ in range(30):  # the tests' own server may still import torch
+        used = psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1)
+        if used <= 0.25:
+            return
+    pytest.skip(f"not judged: other programs use {used:.1f} of the machine's cores")
 
 
 @pytest.fixture
