@@ -287,10 +287,10 @@ def test_spaces_are_those_of_the_tokenizer_that_trains(tmp_path, capsys):
     ("change", "error"),
     [
         (lambda one: one["model"]["merges"].reverse(), None),  # still of scores, of others
-        (lambda one: one["model"]["merges"].pop(), "its merges follow from no scores"),
-        (lambda one: one["model"]["merges"].insert(0, one["model"]["merges"].pop()), "merges follow from no scores"),
-        (lambda one: one["model"]["vocab"].pop("<0x41>"), "falls back to bytes, of which it has not all"),
-        (lambda one: one.update(normalizer={"type": "NFKC"}), "changes text before it splits it"),
+        (lambda one: one["model"]["merges"].pop(), "does not come from such scores"),
+        (lambda one: one["model"]["merges"].insert(0, one["model"]["merges"].pop()), "does not come from such scores"),
+        (lambda one: one["model"]["vocab"].pop("<0x41>"), "falls back to bytes, but lacks tokens"),
+        (lambda one: one.update(normalizer={"type": "NFKC"}), "normalizes text in another way"),
         (lambda one: one.update(normalizer=None, pre_tokenizer=FIRST), None),
         (lambda one: one.update(normalizer=None, pre_tokenizer=FIRST | {"prepend_scheme": "always"}), None),
         (lambda one: one["added_tokens"][1].update(normalized=True), "a token '<s>' with normalized"),

@@ -22,7 +22,7 @@ SPLIT_PATTERNS = {CONTRACTIONS + WORDS % r"\p{N}{1,3}": "llama-bpe", CONTRACTION
 SPACE = "▁"  # SentencePiece's
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 METASPACE = {"type": "Metaspace", "replacement": SPACE, "split": False}
-NO_SCORES = "its merges follow from no scores, as SentencePiece of llama.cpp has them"
+NO_SCORES = "llama.cpp merges by a score for each piece, and this list of merges does not come from such scores"
 FIRST_ALONE = ("llama.cpp puts a space before text behind a special token, too; this model was trained with one before "
                "the first text alone")  # fmt: skip
 LEAST_SCORE = -1e6  # of pieces that no merge makes
@@ -148,7 +148,7 @@ def space_scheme(tokenizer: dict[str, Any]) -> Literal["always", "first", "never
     for scheme in ("always", "first", "never"):
         if normalizer is None and before == METASPACE | {"prepend_scheme": scheme}:
             return scheme
-    raise UsageError("--gguf: its tokenizer changes text before it splits it, other than SentencePiece of llama.cpp")
+    raise UsageError("--gguf: its tokenizer normalizes text in another way than llama.cpp does for SentencePiece")
 
 
 def piece_scores(tokenizer: dict[str, Any]) -> dict[str, float]:
@@ -160,7 +160,7 @@ def piece_scores(tokenizer: dict[str, Any]) -> dict[str, float]:
     model, added = tokenizer["model"], {one["content"] for one in tokenizer.get("added_tokens", [])}
     vocabulary = model["vocab"].keys() - added - set(BYTES)
     if not model["vocab"].keys() >= set(BYTES):
-        raise UsageError("--gguf: its tokenizer falls back to bytes, of which it has not all")
+        raise UsageError("--gguf: its tokenizer falls back to bytes, but lacks tokens for some of them")
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     merges = {(left, right): rank for rank, (left, right) in enumerate(pairs) if left + right in vocabulary}
     spans: dict[str, tuple[int, int]] = {}  # ranks of the first and the last merge, in the order of the first
